@@ -1,0 +1,16 @@
+"""Where our packages are: what the tests of the house look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PUBLIC_MODULES = ("capabilities", "codecs", "errors", "spi", "testing")
+
+
+def packages() -> list[Path]:
+    """The folder of every package of ours that is there: the core first, then backends, suite and Spark."""
+    found = [ROOT / "txnbridge"]
+    for room in ("backends", "conformance", "spark"):
+        found += sorted(init.parent for init in (ROOT / room).glob("*/__init__.py"))
+    return found

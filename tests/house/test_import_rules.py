@@ -1,0 +1,135 @@
+"""Who may import whom: a backend sees the contract, the suite and Spark the public interface, the core nobody."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.house.rooms import PUBLIC_MODULES, packages
+
+PUBLIC = {f"txnbridge.{name}" for name in PUBLIC_MODULES}
+CONTRACT = {"txnbridge.spi", "txnbridge.errors"}
+OURS = ("txnbridge", "pyspark_txnbridge")  # every package of ours is called so, or begins so
+
+
+def modules(package: Path) -> Iterator[tuple[str, Path]]:
+    """Each module of a package as its dotted name and its file; a package's own name ends with `.__init__`."""
+    for path in sorted(package.rglob("*.py")):
+        yield ".".join(path.relative_to(package.parent).with_suffix("").parts), path
+
+
+def imported(importer: str, source: str) -> Iterator[str]:
+    """The full dotted name of everything that a module imports, also inside functions and by string."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                parents = importer.split(".")[: -node.level] if node.level else []
+                origin = ".".join([*parents, *([node.module] if node.module else [])])
+                yield from (f"{origin}.{alias.name}" for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0].startswith(OURS)
+
+
+def is_inside(name: str, places: set[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def is_public(name: str) -> bool:
+    """The front door's names, and the public modules with what is in them; not the command line, not SQL."""
+    at_the_door = name == "txnbridge" or (name.startswith("txnbridge.") and name.count(".") == 1)
+    return is_inside(name, PUBLIC) or (at_the_door and name not in {"txnbridge.cli", "txnbridge.sql"})
+
+
+def may_import(importer: str, name: str) -> bool:
+    package = importer.split(".")[0]
+    if is_inside(name, {package}):
+        return True
+    if package == "txnbridge":
+        return False
+    if package in {"txnbridge_conformance", "pyspark_txnbridge"}:
+        return is_public(name)
+    return is_inside(name, CONTRACT)
+
+
+def is_anothers_private(importer: str, name: str) -> bool:
+    """Whether the name leads through a module `_x`, and the importer is not in the package which holds that."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.startswith("_") and not part.startswith("__"):
+            return not is_inside(importer, {".".join(parts[:position])})
+    return False
+
+
+def offences(importer: str, source: str) -> list[str]:
+    """What a module imports against the rules, one sentence each."""
+    names = [name for name in imported(importer, source) if is_ours(name)]
+    found = [f"{importer} may not import {name}" for name in names if not may_import(importer, name)]
+    found += [f"{importer} imports {name}, private" for name in names if is_anothers_private(importer, name)]
+    return found
+
+
+@pytest.mark.parametrize("package", packages(), ids=lambda package: package.name)
+def test_a_package_imports_only_what_its_room_may_see(package):
+    checked = list(modules(package))
+    assert checked
+    assert [offence for name, path in checked for offence in offences(name, path.read_text())] == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("txnbridge._bridge", "import txnbridge_embedded"),
+        ("txnbridge._bridge", "def late():\n    from txnbridge_kafka import KafkaBackend"),
+        ("txnbridge._plugins", "import importlib\nimportlib.import_module('txnbridge_embedded')"),
+        ("txnbridge._plugins", "__import__('txnbridge_embedded')"),
+        ("txnbridge.testing", "from txnbridge_conformance import suite"),
+        ("txnbridge._bridge", "from txnbridge.sql._rows import Row"),
+        ("txnbridge._bridge", "from .cli import _output"),
+        ("txnbridge_embedded.__init__", "import txnbridge"),
+        ("txnbridge_embedded._broker", "from txnbridge import connect"),
+        ("txnbridge_embedded._broker", "from txnbridge import *"),
+        ("txnbridge_embedded._broker", "from txnbridge._events import emit"),
+        ("txnbridge_embedded._broker", "from txnbridge.capabilities import Capability"),
+        ("txnbridge_kafka._broker", "from txnbridge_embedded import EmbeddedBackend"),
+        ("txnbridge_kafka._broker", "import txnbridge_conformance.history"),
+        ("txnbridge_embedded.store.rows", "from ..locks._lease import Lease"),
+        ("txnbridge_conformance.suite.test_ack", "from txnbridge._transaction import Transaction"),
+        ("txnbridge_conformance.suite.test_ack", "from txnbridge import _transaction"),
+        ("txnbridge_conformance.suite.test_ack", "from txnbridge.cli import main"),
+        ("txnbridge_conformance.suite.test_ack", "import txnbridge_embedded"),
+        ("pyspark_txnbridge._writer", "from txnbridge import sql"),
+        ("pyspark_txnbridge._writer", "import txnbridge_kafka"),
+    ],
+)
+def test_an_import_against_the_rules_is_found(importer, source):
+    assert offences(importer, source)
+
+
+@pytest.mark.parametrize(
+    ("importer", "source"),
+    [
+        ("txnbridge._bridge", "from txnbridge._events import emit\nfrom . import _token, errors"),
+        ("txnbridge.cli.send", "from txnbridge.cli._output import table\nfrom .. import _bridge"),
+        ("txnbridge.sql.__init__", "from ._rows import Row"),
+        ("txnbridge_embedded._broker", "from txnbridge import spi, errors\nfrom txnbridge.spi import Broker"),
+        ("txnbridge_embedded._broker", "from ._files import open_file\nimport txnbridge_embedded._files"),
+        ("txnbridge_kafka._broker", "import confluent_kafka._model"),
+        ("txnbridge_conformance.plugin", "import txnbridge\nfrom txnbridge import Outcome, codecs"),
+        ("txnbridge_conformance.plugin", "from txnbridge.capabilities import Capability"),
+        ("pyspark_txnbridge._writer", "from txnbridge import connect\nfrom txnbridge.errors import Fenced"),
+    ],
+)
+def test_an_import_within_the_rules_passes(importer, source):
+    assert offences(importer, source) == []

@@ -1,0 +1,142 @@
+"""Every step of every transaction, told to whoever listens.
+
+Metrics, tracing, logs, the recorder and the kill tests are all listeners: plug-ins with a `txnbridge_event` hook.
+Who listens is looked up when a bridge is opened; with nobody listening nothing is built and nothing is called.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Phase = Literal["before", "after", "failed"]
+
+# Every event of the core. A backend adds its own requests as `step:<name>` and declares them in `Backend.steps`.
+EVENT_NAMES = (
+    "bridge.open",
+    "bridge.close",
+    "writer.open",
+    "transaction.begin",
+    "message.send",
+    "message.stored",
+    "ack",
+    "flush",
+    "prepare",
+    "decision.append",
+    "decision.read",
+    "commit",
+    "abort",
+    "resolve",
+    "status",
+    "reader.assign",
+    "reader.revoke",
+    "reader.lost",
+    "reader.poll",
+    "reader.seek",
+    "half.store",
+    "half.check",
+    "half.end",
+    "half.park",
+)
+
+_log = logging.getLogger("txnbridge")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One step. `phase` "before" means that nothing of it was sent yet: a listener may kill or delay there.
+
+    `data` holds sizes, names and positions, never bodies or keys.
+    """
+
+    name: str
+    phase: Phase
+    mono_ns: int
+    wall_ns: int
+    bridge: str
+    transaction: str | None
+    data: Mapping[str, Any]
+
+
+Listener = Callable[[Event], object]
+
+
+class Emitter:
+    """Tells the listeners of one bridge. Falsy while nobody listens, so that hot paths can skip building events."""
+
+    __slots__ = ("_bridge", "_listeners")
+
+    def __init__(self, bridge: str, listeners: Sequence[Listener]) -> None:
+        self._bridge = bridge
+        self._listeners = tuple(listeners)
+
+    def __bool__(self) -> bool:
+        return bool(self._listeners)
+
+    def emit(self, name: str, phase: Phase, transaction: str | None = None, **data: Any) -> None:
+        """Tell every listener. One that raises is logged and not felt."""
+        if not self._listeners:
+            return
+        event = Event(name, phase, time.monotonic_ns(), time.time_ns(), self._bridge, transaction, data)
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:
+                _log.exception("a listener failed on %s/%s", name, phase)
+
+    @contextmanager
+    def step(self, name: str, transaction: str | None = None, **data: Any) -> Iterator[dict[str, Any]]:
+        """Emit before, then after or failed, around a block; what the block puts into the dict goes into "after"."""
+        found: dict[str, Any] = {}
+        if not self._listeners:
+            yield found
+            return
+        self.emit(name, "before", transaction, **data)
+        try:
+            yield found
+        except BaseException as error:
+            self.emit(name, "failed", transaction, **data, error=type(error).__name__)
+            raise
+        self.emit(name, "after", transaction, **{**data, **found})
+
+
+class EventLogger:
+    """A listener that writes each event to a logger: failures as warnings, the rest at debug level."""
+
+    def __init__(self, logger: logging.Logger = _log) -> None:
+        self._logger = logger
+
+    def __call__(self, event: Event) -> None:
+        level = logging.WARNING if event.phase == "failed" else logging.DEBUG
+        self._logger.log(
+            level, "%s %s %s %s", event.name, event.phase, event.transaction or "-", dict(event.data)
+        )
+
+
+class JsonLinesRecorder:
+    """A listener that appends each event to a file, one JSON object a line (format version 1).
+
+    Each line is written whole and at once, so that a killed process leaves at most nothing of its last event.
+    """
+
+    VERSION = 1
+
+    def __init__(self, path: str | Path) -> None:
+        # Unbuffered and appending: one write(2) a line, so several processes may share the file.
+        self._file = open(path, "ab", buffering=0)
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        line = json.dumps({"v": self.VERSION, **asdict(event)}, separators=(",", ":"), default=str)
+        with self._lock:
+            self._file.write(line.encode() + b"\n")
+
+    def close(self) -> None:
+        self._file.close()

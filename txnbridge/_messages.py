@@ -1,0 +1,147 @@
+"""Messages as they are read, and their headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+from txnbridge.errors import InvalidOption
+
+Position = tuple[int, ...]  # ordered as tuples; opaque to users
+
+
+class Headers(Mapping[str, str]):
+    """Header names and values in their order; a name may occur more than once.
+
+    `headers[name]` is the last value, `all(name)` every one. Values that are not UTF-8 come as surrogate escapes and
+    go out as the same bytes.
+    """
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, pairs: Iterable[tuple[str, bytes]] = ()) -> None:
+        self._pairs = tuple(pairs)
+
+    @property
+    def raw(self) -> tuple[tuple[str, bytes], ...]:
+        """The pairs as they are stored."""
+        return self._pairs
+
+    def all(self, name: str) -> list[str]:
+        """Every value of a name, in order; empty if there is none."""
+        return [_text(value) for key, value in self._pairs if key == name]
+
+    def items_all(self) -> list[tuple[str, str]]:
+        """Every (name, value) in order, repeated names included: what `send(headers=…)` takes to pass them on."""
+        return [(key, _text(value)) for key, value in self._pairs]
+
+    def __getitem__(self, name: str) -> str:
+        for key, value in reversed(self._pairs):
+            if key == name:
+                return _text(value)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(key for key, _ in self._pairs))
+
+    def __len__(self) -> int:
+        return len({key for key, _ in self._pairs})
+
+    def __eq__(self, other: object) -> bool:
+        return self._pairs == other._pairs if isinstance(other, Headers) else Mapping.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __repr__(self) -> str:
+        return f"Headers({list(self)})"  # names only: values may be bodies
+
+
+NO_HEADERS = Headers()
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, bytes], ...]:
+    """What a user gives as headers, as stored pairs. Raises `InvalidOption` for what is neither text nor bytes."""
+    if isinstance(headers, Headers):
+        return headers.raw
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    return tuple(_encode_header(name, value) for name, value in pairs)
+
+
+def _encode_header(name: Any, value: Any) -> tuple[str, bytes]:
+    if not isinstance(name, str) or not name:
+        raise InvalidOption(f"a header's name must be non-empty text, not {type(name).__name__}")
+    if isinstance(value, str):
+        return name, value.encode("utf-8", "surrogateescape")
+    if isinstance(value, bytes):
+        return name, value
+    raise InvalidOption(f"header {name!r} must be text or bytes, not {type(value).__name__}")
+
+
+class _Fields(NamedTuple):
+    topic: str
+    partition: int
+    position: Position
+    key: Any
+    value: Any
+    headers: Headers
+    timestamp: int
+    deliveries: int
+    source: Any
+
+
+class Message(_Fields):
+    """One committed message: immutable, equal by value, its payload not copied.
+
+    It is a tuple underneath because a reader makes millions of them. `source` (who delivered it, for acknowledging)
+    counts neither for equality nor in a pickle.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Message) and self[:8] == other[:8]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self[:3])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Message, (*self[:8], None)
+
+    def __repr__(self) -> str:  # no body, no key: messages end up in logs
+        size = f"{len(self.value)} bytes" if isinstance(self.value, bytes) else type(self.value).__name__
+        return f"<Message {self.topic}[{self.partition}] at {self.position}, {size}>"
+
+
+class Batch(Sequence[Message]):
+    """Messages of one poll, in order for each partition. Empty means that nothing came in time."""
+
+    __slots__ = ("_messages",)
+
+    def __init__(self, messages: Sequence[Message] = ()) -> None:
+        self._messages = messages
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> Batch: ...
+    def __getitem__(self, index: int | slice) -> Message | Batch:
+        if isinstance(index, slice):
+            return Batch(self._messages[index])
+        return self._messages[index]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self)}>"

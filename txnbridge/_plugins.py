@@ -1,0 +1,134 @@
+"""Plug-ins: backends, listeners, header makers and commands, found by entry point and loaded one by one.
+
+One that fails to load is reported by name and takes nothing else down.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    import click
+    import pluggy
+
+    from txnbridge._events import Event
+    from txnbridge.spi import Backend
+
+GROUP = "txnbridge"  # the entry point group, and the hooks' prefix
+
+_Function = TypeVar("_Function")
+
+
+def hookimpl(function: _Function) -> _Function:
+    """Mark a function as an implementation of the hook of its name."""
+    # What pluggy's own marker does; done by hand so that `import txnbridge` does not import pluggy.
+    options = {
+        "wrapper": False,
+        "hookwrapper": False,
+        "optionalhook": False,
+        "tryfirst": False,
+        "trylast": False,
+    }
+    setattr(function, f"{GROUP}_impl", {**options, "specname": None})
+    return function
+
+
+class Hooks:
+    """The hooks that a plug-in may implement."""
+
+    def txnbridge_backends(self) -> list[Backend]:  # type: ignore[empty-body]
+        """The backends that this plug-in provides."""
+
+    def txnbridge_event(self, event: Event) -> None:
+        """Told of every step of every transaction of bridges opened after this plug-in was registered."""
+
+    def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str] | None:
+        """Headers to add to a message before it is sent (tracing)."""
+
+    def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
+        """Commands for the command line."""
+
+
+class Plugins:
+    """The registry of one process."""
+
+    def __init__(self, entry_points: bool = True) -> None:
+        self._lock = threading.RLock()
+        self._entry_points = entry_points
+        self._manager: pluggy.PluginManager | None = None
+        self.failed: dict[str, BaseException] = {}  # entry point name -> why it could not be loaded
+
+    @property
+    def manager(self) -> pluggy.PluginManager:
+        with self._lock:
+            if self._manager is None:
+                self._manager = self._load()
+            return self._manager
+
+    def _load(self) -> pluggy.PluginManager:
+        import importlib.metadata  # here, because the two take longer to import than all the rest
+
+        import pluggy
+
+        manager = pluggy.PluginManager(GROUP)
+        spec = pluggy.HookspecMarker(GROUP)
+        for name in vars(Hooks):
+            if name.startswith(GROUP):
+                spec(getattr(Hooks, name))
+        manager.add_hookspecs(Hooks)
+        if self._entry_points:
+            for entry in importlib.metadata.entry_points(group=GROUP):
+                self._load_one(manager, entry)
+        return manager
+
+    def _load_one(self, manager: pluggy.PluginManager, entry: EntryPoint) -> None:
+        try:
+            if not manager.has_plugin(entry.name):
+                manager.register(entry.load(), entry.name)
+        except Exception as error:
+            self.failed[entry.name] = error
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Add a plug-in by hand; bridges opened from now on know it."""
+        self.manager.register(plugin, name)
+
+    def unregister(self, plugin: object) -> None:
+        self.manager.unregister(plugin)
+
+    @contextmanager
+    def registered(self, plugin: object) -> Iterator[None]:
+        self.register(plugin)
+        try:
+            yield
+        finally:
+            self.unregister(plugin)
+
+    def backends(self) -> list[Backend]:
+        """Every backend; a plug-in whose hook raises is reported in `failed`."""
+        found: list[Backend] = []
+        for function in self._functions("txnbridge_backends"):
+            try:
+                found += function()
+            except Exception as error:
+                self.failed[getattr(function, "__module__", repr(function))] = error
+        return found
+
+    def listeners(self) -> list[Any]:
+        return self._functions("txnbridge_event")
+
+    def header_makers(self) -> list[Any]:
+        return self._functions("txnbridge_headers")
+
+    def commands(self) -> list[click.Command]:
+        return [command for function in self._functions("txnbridge_commands") for command in function()]
+
+    def _functions(self, hook: str) -> list[Any]:
+        return [impl.function for impl in getattr(self.manager.hook, hook).get_hookimpls()]
+
+
+plugins = Plugins()

@@ -1,0 +1,144 @@
+"""What a broker promises, declared once, as data.
+
+The same declaration makes the error a user sees, the skips of the conformance suite, the table in the docs and
+`txnbridge capabilities`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from txnbridge.errors import NotSupported
+
+__all__ = ["NATIVE", "Capabilities", "Capability", "Level", "Limits", "Support", "absent", "emulated"]
+
+
+class Capability(Enum):
+    """One named promise. `.value` is its name everywhere, `.sentence` says what it means."""
+
+    sentence: str
+
+    ATOMIC_TOPICS = (
+        "atomic-topics",
+        "Messages to several topics and partitions become visible together or not at all.",
+    )
+    ATOMIC_ACK = "atomic-ack", "Acknowledgements take effect together with the messages of their transaction."
+    ISOLATION = "isolation", "A reader sees nothing of a transaction before its commit, and then all of it."
+    PARTITION_ORDER = "partition-order", "Each partition is read in one order, the same for every reader."
+    FENCING = "fencing", "Opening a transactional id shuts out its older owner."
+    PREPARE = "prepare", "A transaction can be made durable and invisible, to be ended later by its token."
+    RESOLVE_ANYWHERE = (
+        "resolve-anywhere",
+        "Any process can commit or abort a prepared transaction by its token.",
+    )
+    STATUS_LOOKUP = (
+        "status-lookup",
+        "Any process can find out what became of a token, and changes nothing by asking.",
+    )
+    IDEMPOTENT_SEND = "idempotent-send", "A publisher's own retries never store a message twice."
+    RESUME_SEQUENCE = "resume-sequence", "A named publisher goes on after a crash where its sequence stopped."
+    DEADLINE = "deadline", "A transaction that nobody ends is aborted by its deadline."
+    LIST_OPEN = "list-open", "Open and prepared transactions can be listed."
+    END_OPEN = "end-open", "An administrator can end an open or prepared transaction."
+    INDIVIDUAL_ACK = "individual-ack", "Messages may be acknowledged one by one, in any order."
+    CONFLICT = "conflict", "Two transactions that acknowledge the same message never both commit."
+    REDELIVERY = "redelivery", "A message given back by nack is delivered again."
+    SHARE_MESSAGE = "share-message", "Members of a group may share one partition message by message."
+    SHARE_KEY = "share-key", "Members of a group may share one partition key by key."
+    START_BY_TIME = "start-by-time", "Reading can start at a point in time."
+    REPLAY = "replay", "Reading can start again at an earlier position."
+    TOMBSTONES = "tombstones", "A message without a value (None) differs from one with an empty value."
+    EMPTY_VALUE = "empty-value", "A message may have an empty value."
+    BINARY_HEADERS = "binary-headers", "Header values may be any bytes."
+    REPEATED_HEADERS = "repeated-headers", "A header name may occur more than once."
+    CHOOSE_PARTITION = "choose-partition", "The sender may choose the partition."
+    TIMESTAMPS = "timestamps", "The sender may set the timestamp."
+    TOPIC_ADMIN = "topic-admin", "Topics can be created, listed, grown and deleted."
+    DECISION_LOG = "decision-log", "The broker can keep the log in which the first decision for an id wins."
+    HALF_MESSAGES = "half-messages", "A message can wait for the outcome of something outside the broker."
+    SURVIVES_BROKER_KILL = "survives-broker-kill", "What was committed survives kill -9 of the broker."
+
+    def __new__(cls, name: str, sentence: str) -> Capability:
+        member = object.__new__(cls)
+        member._value_ = name
+        member.sentence = sentence
+        return member
+
+
+class Level(Enum):
+    """How a capability is kept."""
+
+    NATIVE = "native"
+    EMULATED = "emulated"
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Support:
+    """How one backend keeps one capability: natively, emulated (`note` says how) or not (`note` says why)."""
+
+    level: Level
+    note: str = ""
+    link: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.level is not Level.ABSENT
+
+
+NATIVE = Support(Level.NATIVE)
+
+
+def emulated(how: str, link: str | None = None) -> Support:
+    """The promise is kept by our own means; `how` is one sentence."""
+    return Support(Level.EMULATED, how, link)
+
+
+def absent(why: str, link: str | None = None) -> Support:
+    """The promise is not kept; `why` is one sentence that a user reads when it is refused."""
+    return Support(Level.ABSENT, why, link)
+
+
+class Capabilities(Mapping[Capability, Support]):
+    """A complete declaration: one `Support` for every `Capability`.
+
+    Raises `ValueError` if one is missing, so that a new capability cannot be forgotten by a backend.
+    """
+
+    def __init__(self, broker: str, supports: Mapping[Capability, Support]) -> None:
+        missing = [capability.value for capability in Capability if capability not in supports]
+        if missing:
+            raise ValueError(f"{broker} declares nothing about: {', '.join(missing)}")
+        self.broker = broker
+        self._supports = dict(supports)
+
+    def __getitem__(self, capability: Capability) -> Support:
+        return self._supports[capability]
+
+    def __iter__(self) -> Iterator[Capability]:
+        return iter(Capability)
+
+    def __len__(self) -> int:
+        return len(Capability)
+
+    def require(self, capability: Capability) -> None:
+        """Raise `NotSupported` with the reason unless the capability is kept."""
+        support = self._supports[capability]
+        if not support:
+            see = f" (see {support.link})" if support.link else ""
+            raise NotSupported(f"{self.broker} has no {capability.value}: {support.note}{see}")
+
+    def but(self, changes: Mapping[Capability, Support]) -> Capabilities:
+        """The same declaration with some entries replaced: what a cluster's settings or rights take away."""
+        return Capabilities(self.broker, {**self._supports, **changes})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The broker's bounds; None where there is none."""
+
+    message_bytes: int | None = None
+    transaction_messages: int | None = None
+    transaction_bytes: int | None = None
+    prepared_seconds: float | None = None

@@ -1,0 +1,613 @@
+"""What a backend provides, and what the core does for it.
+
+A backend imports this module and `txnbridge.errors`, nothing else of ours. The core keeps, once for all backends:
+states, guards, deadlines, retries, error wrapping, events, tokens, codecs, and which delivered message may be
+acknowledged. A backend talks to its broker.
+
+Rules for every method
+- It ends by its deadline, with `DeadlineExceeded` if the broker did not answer; a call that may or may not have taken
+  effect raises `OutcomeUnknown` only where its docstring says so.
+- It raises errors of `txnbridge.errors`, the client's own error as `__cause__`. Anything else counts as a bug.
+- A `Writer` and a `Reader` are never called twice at once, but from changing threads. A `Broker`, an `Admin`, a
+  `DecisionLog` and a `HalfStore` are called from any thread at any time.
+- After a fork nothing of the parent's is called in the child.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from txnbridge._deadline import Deadline
+from txnbridge._events import Emitter
+from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers
+from txnbridge._plugins import hookimpl
+from txnbridge._token import Decision, Outcome, Status, Token, TokenState
+from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
+
+__all__ = [
+    "NATIVE",
+    "NO_HEADERS",
+    "Admin",
+    "Advice",
+    "Backend",
+    "Batch",
+    "Begin",
+    "Broker",
+    "Capabilities",
+    "Capability",
+    "Context",
+    "Deadline",
+    "Decision",
+    "DecisionLog",
+    "Emitter",
+    "Evidence",
+    "Half",
+    "HalfStore",
+    "Headers",
+    "Identity",
+    "Ledger",
+    "LedgerEntry",
+    "Level",
+    "Limits",
+    "Message",
+    "OpenTransaction",
+    "Option",
+    "Outcome",
+    "Partition",
+    "Position",
+    "Publisher",
+    "RawHeaders",
+    "Reader",
+    "ReaderListener",
+    "Status",
+    "Subscription",
+    "Support",
+    "Token",
+    "TokenState",
+    "TopicInfo",
+    "Url",
+    "Writer",
+    "absent",
+    "emulated",
+    "encode_headers",
+    "hookimpl",
+]
+
+Partition = tuple[str, int]  # topic and partition number
+RawHeaders = Sequence[tuple[str, bytes]]
+# One message of `send_many`, as the user gave it but encoded: a value, (value, key) or (value, key, headers).
+Item = bytes | None | tuple[bytes | None, bytes | None] | tuple[bytes | None, bytes | None, RawHeaders | None]
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """One typed option of a backend, given as URL query or by `connect(url, <backend>={...})`.
+
+    `kind` is bool, int, float or str; `choices` bounds it; a secret's value never shows.
+    """
+
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[Any, ...] = ()
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class Url:
+    """A broker's address, taken apart. `path` keeps its leading slash if it has one; `query` holds what is no option."""
+
+    scheme: str
+    hosts: tuple[tuple[str, int | None], ...] = ()
+    path: str = ""
+    text: str = field(default="", repr=False)  # without secrets; for messages
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the core tells a backend when it opens a broker."""
+
+    bridge: str  # the bridge's name in events
+    events: Emitter
+    application: str
+    timeout: float  # the bridge's default deadline in seconds; the broker's own transaction timeout follows from it
+    hold: float | None
+    create_topics: (
+        int | None
+    )  # partitions of a missing topic; 0: never create; None: the backend's own default
+    client_options: Mapping[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # names with a dot: the client's own
+
+
+class Backend(ABC):
+    """A broker's adapter, found by its URL schemes. It is cheap to import: the client library is imported in `open`."""
+
+    name: ClassVar[str]
+    schemes: ClassVar[tuple[str, ...]]
+    capabilities: ClassVar[Capabilities]
+    limits: ClassVar[Limits]
+    options: ClassVar[Mapping[str, Option]]
+    steps: ClassVar[tuple[str, ...]] = ()  # the names of its own `step:` events
+
+    @abstractmethod
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+        """Connect. `options` are complete and typed.
+
+        Raises `BackendMissing` without the client library, `BrokerUnavailable`, `AccessDenied`, `InvalidOption`.
+        """
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who writes. `name` is the transactional id; `owned` is False for a name that the bridge made up for itself,
+    which nobody else can hold and nothing has to fence. `host` describes this process to those it fences."""
+
+    name: str
+    owned: bool
+    application: str
+    host: str
+
+
+class Broker(ABC):
+    """One open connection to one broker."""
+
+    capabilities: Capabilities  # the backend's, less what this cluster's settings or rights take away
+    limits: Limits
+    cluster: str  # the cluster's id, stable and unique
+
+    @abstractmethod
+    def open_writers(
+        self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline
+    ) -> list[Writer]:
+        """Open an id and all its writers as one act.
+
+        Fences every older owner, ends its plain and unprepared transactions, leaves prepared ones alone.
+        """
+
+    @abstractmethod
+    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+        """A writer for one transaction that will be prepared. Raises `Fenced` if a newer owner exists."""
+
+    @abstractmethod
+    def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
+        """Sends without a transaction; with a name where `resume-sequence` is kept."""
+
+    @abstractmethod
+    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+        """Start reading committed messages. Raises `NotFound` for a missing topic that may not be created."""
+
+    @abstractmethod
+    def commit(self, token: Token, deadline: Deadline) -> Outcome:
+        """Commit a prepared transaction from anywhere; the true outcome, also when it is not the one asked for.
+
+        Safe to repeat. Raises `OutcomeUnknown` if it was asked and not answered, `EvidenceLost` if nobody can tell.
+        """
+
+    @abstractmethod
+    def abort(self, token: Token, deadline: Deadline) -> Outcome:
+        """As `commit`, with the other decision."""
+
+    @abstractmethod
+    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+        """What became of a token, prepared or not. Changes nothing."""
+
+    @property
+    @abstractmethod
+    def admin(self) -> Admin: ...
+
+    @abstractmethod
+    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+        """The log of this name, created at first need. Two processes may create it at once: it is one log."""
+
+    def half_store(self) -> HalfStore | None:
+        """Half messages of the broker's own, or None: then the core builds them from topics."""
+        return None
+
+    @abstractmethod
+    def close(self, deadline: Deadline) -> None:
+        """Let go of everything. Never aborts what is prepared. Safe to repeat."""
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Begin:
+    """One transaction as its writer is told of it."""
+
+    transaction: str  # unique for ever
+    deadline: Deadline
+    prepare: bool
+    hold: (
+        float | None
+    )  # seconds that a prepared one may live after its deadline; None: as long as the broker allows
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a token needs of the backend: how to end the transaction or ask about it, as JSON values."""
+
+    how: Mapping[str, Any]
+    messages: int
+    expires_at: int | None = None
+
+
+class Writer(ABC):
+    """One identity at the broker that carries one transaction at a time."""
+
+    @abstractmethod
+    def begin(self, begin: Begin) -> None:
+        """Start a transaction. Local where the broker allows it. Raises `Fenced`."""
+
+    @abstractmethod
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        """Take one message. May block for room until the transaction's deadline, never longer.
+
+        Raises `NotFound` for a topic or partition that does not exist, `InvalidOption` for a message over the limit:
+        both leave the transaction as it was.
+        """
+
+    @abstractmethod
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        """Take many messages for one topic; the same rules. What was taken before an error stays taken."""
+
+    @abstractmethod
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        """Acknowledge delivered positions of a reader with this transaction.
+
+        `context` is what the reader's `ack_context()` said when they were delivered. Raises `Conflict` as soon as the
+        broker knows of one; at the latest the commit does.
+        """
+
+    @abstractmethod
+    def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
+
+    @abstractmethod
+    def prepare(self, deadline: Deadline) -> None:
+        """Make the transaction durable and independent of this writer. Raises what `commit` raises."""
+
+    @abstractmethod
+    def evidence(self) -> Evidence:
+        """What a token of the current (or just ended) transaction holds. Never blocks."""
+
+    @abstractmethod
+    def commit(self, deadline: Deadline) -> None:
+        """Return only after the broker has said "committed".
+
+        Raises `TransactionAborted` (or a subclass) if it certainly did not happen, `Fenced`, or `OutcomeUnknown`.
+        """
+
+    @abstractmethod
+    def abort(self, deadline: Deadline) -> None:
+        """Return when the transaction is certainly aborted, by whomever. Raises `OutcomeUnknown` if it cannot tell."""
+
+    @abstractmethod
+    def reopen(self, deadline: Deadline) -> None:
+        """After an unknown outcome or a doubtful connection: be as good as new, or raise `Fenced`.
+
+        It is no opening of the id: it may not take the id back from a newer owner.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go. A prepared transaction lives on; an open plain one is aborted if that can be done at once."""
+
+
+class Publisher(ABC):
+    """Sends without a transaction: in order, idempotent, each visible once stored."""
+
+    @abstractmethod
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+        sequence: int | None,
+        deadline: Deadline,
+    ) -> None:
+        """Take one message. With a `sequence` not above the last stored one of this name and topic: a silent no-op.
+
+        Raises `DeliveryFailed` if an earlier message could not be stored; nothing after it was stored either.
+        """
+
+    @abstractmethod
+    def flush(self, deadline: Deadline) -> None:
+        """Return when all is stored. Raises `DeliveryFailed`."""
+
+    @abstractmethod
+    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
+        """The highest sequence stored under this name on this topic; None if there is none."""
+
+    @abstractmethod
+    def close(self, deadline: Deadline) -> None:
+        """Flush and let go."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subscription:
+    """What a reader reads. Without a group it reads every partition and cannot acknowledge.
+
+    `start` is "earliest", "latest" or a timestamp in milliseconds: where a group begins that has never read.
+    `sharing` is "partition", "message" or "key".
+    """
+
+    topics: tuple[str, ...]
+    group: str | None = None
+    start: str | int = "earliest"
+    sharing: str = "partition"
+
+
+class ReaderListener(Protocol):
+    """The core's side of a reader; called on the thread that polls."""
+
+    def assigned(self, partition: Partition) -> object:
+        """A partition came. The result goes as `source` into each of its messages until it leaves."""
+
+    def revoking(self, partitions: Sequence[Partition]) -> None:
+        """Partitions are about to leave. Returns when no transaction holds their acknowledgements any more."""
+
+    def lost(self, partitions: Sequence[Partition]) -> None:
+        """Partitions have left already; nothing of theirs can be acknowledged any more."""
+
+
+class Reader(ABC):
+    """Reads committed messages only, each partition in order."""
+
+    @abstractmethod
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        """Up to `max_messages`, as soon as there is one; an empty list when the deadline passes first.
+
+        Keys and values are bytes or None. Raises `PositionLost` if retention has passed a partition's position.
+        """
+
+    @abstractmethod
+    def positions(self) -> dict[Partition, Position]:
+        """The next position to read of each assigned partition."""
+
+    @abstractmethod
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        """Go on from the first committed message at or after each position; what was acknowledged is not read again.
+
+        Raises `PositionLost` below retention.
+        """
+
+    @abstractmethod
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        """Every assigned partition: go on from the first message stamped at or after `timestamp`."""
+
+    @abstractmethod
+    def pause(self, partitions: Sequence[Partition]) -> None: ...
+
+    @abstractmethod
+    def resume(self, partitions: Sequence[Partition]) -> None: ...
+
+    @abstractmethod
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        """Give delivered messages back, to be delivered again."""
+
+    @abstractmethod
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        """Messages (or positions, where the broker counts those) between the group and the end of each partition."""
+
+    @abstractmethod
+    def ack_context(self) -> object:
+        """Proof of the current assignment, to go with acknowledgements into a writer."""
+
+    @abstractmethod
+    def close(self, deadline: Deadline) -> None:
+        """Leave the group at once, so that others take over without waiting."""
+
+
+# --- administration --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TopicInfo:
+    """One topic."""
+
+    name: str
+    partitions: int
+    internal: bool = False
+    retention_seconds: float | None = None
+    retention_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """One transaction that has not ended, as an administrator sees it."""
+
+    transaction: str
+    state: str  # "open", "prepared", or what the broker calls it while it ends
+    owner: str = ""
+    since: int | None = None
+    expires_at: int | None = None
+    partitions: tuple[Partition, ...] = ()
+    groups: tuple[str, ...] = ()
+    messages: int | None = None
+    token: Token | None = None  # a prepared one's, where the broker can make it again
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding of the doctor: `level` is "ok", "warning" or "problem"; `remedy` says what to do."""
+
+    level: str
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+class Admin(ABC):
+    """What an administrator does."""
+
+    @abstractmethod
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        """Create a topic; False if it was there already with as many partitions. Raises `InvalidOption`."""
+
+    @abstractmethod
+    def topics(self, deadline: Deadline) -> list[TopicInfo]: ...
+
+    @abstractmethod
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        """Raises `NotFound`, and `InvalidState` while an undecided transaction holds messages there."""
+
+    @abstractmethod
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+
+    @abstractmethod
+    def transactions(self, deadline: Deadline) -> list[OpenTransaction]: ...
+
+    @abstractmethod
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """End an open (ABORT only) or prepared transaction; the true outcome. Raises `NotFound`, `InvalidState`."""
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        """Mend what the broker left half done about a transaction, and say what was done."""
+        from txnbridge.errors import NotSupported
+
+        raise NotSupported("this broker leaves nothing half done that would need a repair")
+
+    @abstractmethod
+    def check(self, deadline: Deadline) -> list[Advice]:
+        """Settings and states that weaken a promise or hold readers back."""
+
+
+# --- decisions -------------------------------------------------------------------------------------------------------
+
+
+class DecisionLog(ABC):
+    """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key."""
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> Position | None:
+        """The position of the first record that is still there; None if there is none."""
+
+    @abstractmethod
+    def end(self, deadline: Deadline) -> Position | None:
+        """The position of the last record; None if there is none."""
+
+    @abstractmethod
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        """Store a record and return its position when it is durable.
+
+        Raises `OutcomeUnknown` if it may or may not be stored; repeating it may store it twice, which is harmless.
+        """
+
+    @abstractmethod
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterable[tuple[Position, bytes]]:
+        """Every record from `first` to `last`, both included; None means the log's own begin or end."""
+
+    @abstractmethod
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        """Drop the records before a position, or as many of them as the broker can."""
+
+    def close(self) -> None:
+        """Let go."""
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One record of a ledger about a transaction: its kind ("prepare", "announce", "outcome", …) and its data."""
+
+    kind: str
+    transaction: str
+    data: Mapping[str, Any]
+    opening: str  # the opening that wrote it
+
+
+class Ledger(ABC):
+    """What the core keeps in the decision log for one transactional id, so that a backend needs no log of its own.
+
+    A backend that has such evidence natively ignores it.
+    """
+
+    @abstractmethod
+    def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
+        """Append "this id is opened"; returns the opening's own id. Everything older stops counting."""
+
+    @abstractmethod
+    def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
+        """The newest opening of the id and its data; None if it was never opened."""
+
+    @abstractmethod
+    def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
+        """Append a record about a transaction. Raises `Fenced` if a newer opening stands before it."""
+
+    @abstractmethod
+    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
+        """Every counting record about a transaction, oldest first. Raises `EvidenceLost` if they may be gone."""
+
+
+# --- half messages ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Half:
+    """Messages that wait for the outcome of something outside the broker. Times are milliseconds since 1970."""
+
+    group: str
+    transaction: str
+    messages: Sequence[tuple[str, bytes | None, bytes | None, RawHeaders]]  # topic, value, key, headers
+    check_at: int  # from then on, and again after each unanswered check, it is asked about
+    deadline_at: int  # before that nobody may answer ABORT because nothing was recorded
+    checks: int = 0
+
+
+class HalfStore(ABC):
+    """Half messages that a broker keeps by itself."""
+
+    @abstractmethod
+    def put(self, half: Half, deadline: Deadline) -> None:
+        """Store all messages of a half, or none. Repeating it with the same transaction changes nothing."""
+
+    @abstractmethod
+    def end(self, group: str, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """Publish or drop a half; the true outcome if it was ended before. UNDECIDED asks again later."""
+
+    @abstractmethod
+    def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        """Halves that are due to be asked about, each lent to one asker at a time."""
+
+    @abstractmethod
+    def parked(self, group: str, deadline: Deadline) -> list[Half]:
+        """Halves that were asked about too often; they stay until somebody ends or resumes them."""
+
+    @abstractmethod
+    def resume(self, group: str, transaction: str, deadline: Deadline) -> None:
+        """Ask about a parked half again from the start. Raises `NotFound`."""
