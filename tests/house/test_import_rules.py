@@ -1,4 +1,4 @@
-"""Who may import whom: a backend sees the contract, the suite and Spark the public interface, the core nobody."""
+"""Who may import whom: a backend the contract, the suite and Spark the public interface, the core nobody."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OURS = ("txnbridge", "pyspark_txnbridge")  # every package of ours is called so,
 
 
 def modules(package: Path) -> Iterator[tuple[str, Path]]:
-    """Each module of a package as its dotted name and its file; a package's own name ends with `.__init__`."""
+    """Each module of a package, as its dotted name (the package itself: `<name>.__init__`) and its file."""
     for path in sorted(package.rglob("*.py")):
         yield ".".join(path.relative_to(package.parent).with_suffix("").parts), path
 
@@ -64,7 +64,7 @@ def may_import(importer: str, name: str) -> bool:
 
 
 def is_anothers_private(importer: str, name: str) -> bool:
-    """Whether the name leads through a module `_x`, and the importer is not in the package which holds that."""
+    """Whether the name leads through a module `_x` of a package that the importer is not in."""
     parts = name.split(".")
     for position, part in enumerate(parts):
         if part.startswith("_") and not part.startswith("__"):

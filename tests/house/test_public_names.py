@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
-import importlib.metadata
 import inspect
 import pkgutil
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -13,28 +15,76 @@ import pytest
 import txnbridge
 from tests.house.rooms import PUBLIC_MODULES
 
-
-def exposed(module: ModuleType) -> set[str]:
-    """The names that a reader takes for public: no underscore, and not just something that it imported."""
-    return {
-        name
-        for name in dir(module)
-        if not name.startswith("_")
-        and not inspect.ismodule(getattr(module, name))
-        and getattr(getattr(module, name), "__module__", module.__name__).startswith("txnbridge")
-    }
+EVERY_PUBLIC_MODULE = ["txnbridge", *(f"txnbridge.{name}" for name in PUBLIC_MODULES)]
 
 
-def undocumented(module: ModuleType, names: list[str]) -> list[str]:
-    """Which of the classes, functions and modules named here say nothing about themselves."""
-    return [name for name in names if _has_docstring_place(getattr(module, name)) and not _docstring(getattr(module, name))]
+@pytest.fixture(params=EVERY_PUBLIC_MODULE)
+def module(request) -> ModuleType:
+    return importlib.import_module(request.param)
 
 
-def _has_docstring_place(thing: object) -> bool:
-    return inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
+def bound_names(source: str, imports: bool) -> Iterator[str]:
+    """The public names that a module's top level binds, those that it imports only if asked for."""
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.ImportFrom(module="__future__"):
+                continue
+            case ast.ClassDef() | ast.FunctionDef():
+                names = [statement.name]
+            case ast.Assign() | ast.AnnAssign():
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.Import() | ast.ImportFrom() if imports:
+                names = [alias.asname or alias.name for alias in statement.names]
+            case _:
+                continue
+        yield from (name for name in names if not name.startswith("_"))
 
 
-def _docstring(thing: object) -> str:
-    """The docstring that somebody wrote: a dataclass without one gets its signature."""
+def is_documented(thing: object) -> bool:
+    """Whether a class, function or module has a docstring that somebody wrote; values need none."""
+    if not (inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)):
+        return True
     text = (thing.__doc__ or "").strip()
-    return "" if text.startswith(f"{getattr(thing, '__name__', '')}(") else text
+    # A dataclass without a docstring is given its signature for one.
+    return bool(text) and not text.startswith(f"{thing.__name__}(")
+
+
+def test_every_listed_name_exists_once_and_is_documented(module):
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert [name for name in module.__all__ if not is_documented(getattr(module, name))] == []
+
+
+def test_every_public_name_is_listed(module):
+    # The front door imports only in order to show; the others also import for their own use.
+    bound = bound_names(inspect.getsource(module), imports=module is txnbridge)
+    assert sorted(set(bound) - set(module.__all__)) == []
+
+
+def test_no_further_module_is_public():
+    found = {info.name for info in pkgutil.iter_modules(txnbridge.__path__)}
+    public = {name for name in found if not name.startswith("_")}
+    assert public - {*PUBLIC_MODULES, "cli", "sql"} == set()
+
+
+def test_a_name_that_is_bound_and_public_is_seen():
+    source = """
+from __future__ import annotations
+import os as system
+from a import b, _c
+x: int = 1
+_y = z = 2
+class K: ...
+def f(): ...
+"""
+    assert list(bound_names(source, imports=True)) == ["system", "b", "x", "z", "K", "f"]
+    assert list(bound_names(source, imports=False)) == ["x", "z", "K", "f"]
+
+
+def test_what_says_nothing_about_itself_is_seen():
+    undocumented = dataclasses.make_dataclass("Undocumented", ["field"])
+    assert not is_documented(undocumented)
+    assert not is_documented(lambda: None)
+    assert is_documented(dataclasses.make_dataclass)
+    assert is_documented(3)

@@ -1,0 +1,27 @@
+"""Ruff and mypy, as tests, so that one run covers all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.rooms import ROOT
+
+
+@pytest.mark.timeout(300)  # mypy without a cache on a busy machine reads all of SQLAlchemy first
+@pytest.mark.parametrize(
+    "command",
+    ["ruff check --output-format concise", "ruff format --check", "mypy"],
+    ids=lambda c: c.split(" --")[0],
+)
+def test_the_code_passes(command):
+    run = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert run.returncode == 0, f"{command}:\n{run.stdout}"

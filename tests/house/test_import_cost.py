@@ -1,0 +1,33 @@
+"""`import txnbridge` loads nothing heavy: whoever only sends pays for no database, command line or broker."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.house.rooms import packages
+
+HEAVY = {"sqlalchemy", "click", "rich", "tenacity", "pluggy"}
+NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
+
+
+def heavy_modules_after(statement: str) -> set[str]:
+    """Which of the heavy modules a fresh interpreter holds after a statement."""
+    code = f"import sys; {statement}; print(*sys.modules)"
+    # -I: no environment variable and no current folder puts something into that interpreter.
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    assert "sys" in loaded
+    return loaded & (HEAVY | NOT_THE_CORE)
+
+
+def test_importing_txnbridge_loads_nothing_heavy():
+    assert heavy_modules_after("import txnbridge") == set()
+
+
+def test_what_is_heavy_would_be_seen():
+    assert heavy_modules_after("import txnbridge, click, sqlalchemy.orm, txnbridge_embedded") == {
+        "click",
+        "sqlalchemy",
+        "txnbridge_embedded",
+    }

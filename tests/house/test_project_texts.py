@@ -1,0 +1,114 @@
+"""What the files of the project may not say, and what they must."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.house.rooms import ROOT
+
+# In pieces, so that this file passes its own test.
+FOREIGN = re.compile(
+    "|".join(
+        first + second
+        for first, second in [
+            ("/wo", "rk/"),
+            ("/fa", "rm/"),
+            ("/tmp/te", "am"),
+            (r"maven\.", "org"),
+            (r"maven\.", "apache"),
+            (r"pypi\.", "org"),
+            ("python", "hosted"),
+            ("npm", "js"),
+        ]
+    )
+)
+
+changes = SimpleNamespace(**runpy.run_path(str(ROOT / "changes" / "assemble.py")))
+
+
+def project_files() -> list[Path]:
+    """What is in git or would be added to it."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [path for name in names if name and (path := ROOT / name).is_file()]
+
+
+def foreign_lines(text: str) -> list[str]:
+    """The lines that name a path of one machine or the host of a package registry."""
+    return [line for line in text.splitlines() if FOREIGN.search(line)]
+
+
+def commands(readme: str) -> dict[str, str]:
+    """The README's commands: each the one line of a block behind its marker."""
+    return dict(re.findall(r"^<!-- command: (\w+) -->\n```bash\n(.+)\n```$", readme, re.MULTILINE))
+
+
+def test_no_file_names_a_machine_path_or_a_registry():
+    texts = {path: path.read_bytes() for path in project_files()}
+    assert len(texts) > 10
+    found = {
+        path.relative_to(ROOT): lines
+        for path, data in texts.items()
+        if b"\0" not in data and (lines := foreign_lines(data.decode()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("line", ["see /fa" + "rm/x", "https://pypi" + ".org/simple", "cd /wo" + "rk/main"])
+def test_a_line_that_names_one_is_found(line):
+    assert foreign_lines(f"good\n{line}\ngood") == [line]
+
+
+def test_no_lock_file_is_kept():
+    assert ROOT / "uv.lock" not in project_files()
+
+
+def test_the_readme_has_its_two_commands_each_in_one_line():
+    prepare = "python3 -m venv .venv && .venv/bin/pip install -q -e"
+    assert commands((ROOT / "README.md").read_text()) == {
+        "demo": f"{prepare} . && .venv/bin/txnbridge demo",
+        "tests": f"{prepare} '.[test]' && .venv/bin/pytest",
+    }
+
+
+def test_every_changelog_fragment_is_well_formed():
+    faults = [changes.fault(path.name, path.read_text()) for path in changes.fragments()]
+    assert [fault for fault in faults if fault] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("no-kind.md", "Good."),
+        ("wrong-kind.improved.md", "Good."),
+        ("Capitals.added.md", "Good."),
+        ("empty.added.md", ""),
+        ("no-stop.added.md", "Good"),
+        ("two-paragraphs.added.md", "One.\n\nTwo."),
+    ],
+)
+def test_a_malformed_fragment_is_found(name, text):
+    assert changes.fault(name, text)
+
+
+def test_fragments_become_one_section_by_kind(tmp_path):
+    (tmp_path / "b.fixed.md").write_text("It no longer\nhangs.\n")
+    (tmp_path / "a.added.md").write_text("New thing.\n")
+    assert changes.section("1.0", "2030-01-02", changes.fragments(tmp_path)) == (
+        "## 1.0 (2030-01-02)\n\n### Added\n\n- New thing.\n\n### Fixed\n\n- It no longer hangs.\n"
+    )
+
+
+def test_a_release_goes_on_top_and_takes_its_fragments_away(tmp_path):
+    fragment = tmp_path / "a.added.md"
+    for section in ("## 1\n", "## 2\n"):
+        fragment.write_text("New.")
+        changes.release(tmp_path / "CHANGELOG", section, [fragment])
+    assert (tmp_path / "CHANGELOG").read_text() == "# Changelog\n\n## 2\n\n## 1\n"
+    assert not fragment.exists()
