@@ -24,4 +24,5 @@ def test_the_code_passes(command):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    assert run.returncode == 0, f"{command}:\n{run.stdout}"
+    if run.returncode:
+        pytest.fail(f"{command}:\n{run.stdout}", pytrace=False)
