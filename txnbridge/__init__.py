@@ -1,0 +1,101 @@
+"""txnbridge: one transactional interface over message brokers.
+
+    with txnbridge.connect("embedded:orders.db", transactional_id="billing") as bridge:
+        with bridge.transaction() as txn:          # commits at the end of the block, aborts on an exception
+            txn.send("orders", b"...", key="42")
+            txn.send("audit", b"...")
+
+Every public name is listed here.
+"""
+
+from txnbridge import codecs
+from txnbridge._admin import Admin
+from txnbridge._bridge import Bridge, connect
+from txnbridge._consumer import Consumer
+from txnbridge._events import Event, EventLogger, JsonLinesRecorder
+from txnbridge._messages import Batch, Headers, Message, Position
+from txnbridge._plugins import hookimpl, plugins
+from txnbridge._publisher import Publisher
+from txnbridge._token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._topics import Topic
+from txnbridge._transaction import State, Transaction
+from txnbridge.capabilities import Capabilities, Capability, Level, Limits, Support
+from txnbridge.errors import (
+    Abort,
+    AccessDenied,
+    BackendMissing,
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    InvalidToken,
+    NotFound,
+    NotSupported,
+    OutcomeUnknown,
+    Poison,
+    PositionLost,
+    StorageFailed,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+    UsageError,
+)
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "Abort",
+    "AccessDenied",
+    "Admin",
+    "BackendMissing",
+    "Batch",
+    "Bridge",
+    "BrokerUnavailable",
+    "Capabilities",
+    "Capability",
+    "Conflict",
+    "Consumer",
+    "DeadlineExceeded",
+    "Decision",
+    "DeliveryFailed",
+    "Event",
+    "EventLogger",
+    "EvidenceLost",
+    "Fenced",
+    "Headers",
+    "InvalidOption",
+    "InvalidState",
+    "InvalidToken",
+    "JsonLinesRecorder",
+    "Level",
+    "Limits",
+    "Message",
+    "NotFound",
+    "NotSupported",
+    "Outcome",
+    "OutcomeUnknown",
+    "Poison",
+    "Position",
+    "PositionLost",
+    "Publisher",
+    "State",
+    "Status",
+    "StorageFailed",
+    "Support",
+    "Token",
+    "TokenState",
+    "Topic",
+    "Transaction",
+    "TransactionAborted",
+    "TransactionTimedOut",
+    "TxnBridgeError",
+    "UsageError",
+    "codecs",
+    "connect",
+    "hookimpl",
+    "plugins",
+]

@@ -13,8 +13,8 @@ class Deadline:
     __slots__ = ("at", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        if not seconds > 0:
-            raise InvalidOption(f"a timeout must be a positive number of seconds, not {seconds!r}")
+        if not seconds >= 0:
+            raise InvalidOption(f"a timeout is a number of seconds, not {seconds!r}")
         self.seconds = float(seconds)
         self.at = time.monotonic() + self.seconds
 

@@ -115,9 +115,7 @@ class EventLogger:
 
     def __call__(self, event: Event) -> None:
         level = logging.WARNING if event.phase == "failed" else logging.DEBUG
-        self._logger.log(
-            level, "%s %s %s %s", event.name, event.phase, event.transaction or "-", dict(event.data)
-        )
+        self._logger.log(level, "%s %s %s %s", event.name, event.phase, event.transaction or "-", dict(event.data))
 
 
 class JsonLinesRecorder:

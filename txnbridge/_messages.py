@@ -82,6 +82,36 @@ def _encode_header(name: Any, value: Any) -> tuple[str, bytes]:
     raise InvalidOption(f"header {name!r} must be text or bytes, not {type(value).__name__}")
 
 
+def encode_key(key: Any) -> bytes | None:
+    """A key as bytes; text becomes UTF-8. Raises `InvalidOption` for anything else."""
+    if key is None or isinstance(key, bytes):
+        return key
+    if isinstance(key, str):
+        return key.encode()
+    raise InvalidOption(f"a key must be bytes or text, not {type(key).__name__}; give the topic a key codec")
+
+
+def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...] | None]:
+    """One item of `send_many` that is not plain bytes, as (value, key, headers). Raises `InvalidOption`."""
+    value, key, headers = split_item(item)
+    if value is not None and not isinstance(value, bytes):
+        if not isinstance(value, bytearray | memoryview):
+            raise InvalidOption(f"a value must be bytes or None, not {type(value).__name__}; give the topic a codec")
+        value = bytes(value)
+    return value, encode_key(key), None if headers is None else encode_headers(headers)
+
+
+def split_item(item: Any) -> tuple[Any, Any, Any]:
+    """One item of `send_many` as (value, key, headers), not yet encoded."""
+    if not isinstance(item, tuple):
+        return item, None, None
+    if len(item) == 2:
+        return (*item, None)
+    if len(item) == 3:
+        return item
+    raise InvalidOption("an item of send_many is a value, (value, key) or (value, key, headers)")
+
+
 class _Fields(NamedTuple):
     topic: str
     partition: int

@@ -88,18 +88,12 @@ class Token:
             "f": self.fingerprint,
             "l": None if self.log is None else dict(self.log),
         }
-        body = json.dumps(
-            {k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), sort_keys=True
-        )
+        body = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), sort_keys=True)
         packed = body.encode()
         # The checksum tells a token that was cut or mistyped from one that names nothing.
-        text = _PREFIX + base64.urlsafe_b64encode(
-            zlib.crc32(packed).to_bytes(4, "big") + packed
-        ).decode().rstrip("=")
+        text = _PREFIX + base64.urlsafe_b64encode(zlib.crc32(packed).to_bytes(4, "big") + packed).decode().rstrip("=")
         if len(text) > MAX_TOKEN_BYTES:
-            raise UsageError(
-                f"this transaction's token would take {len(text)} bytes, more than {MAX_TOKEN_BYTES}"
-            )
+            raise UsageError(f"this transaction's token would take {len(text)} bytes, more than {MAX_TOKEN_BYTES}")
         return text
 
     def __repr__(self) -> str:
@@ -128,9 +122,7 @@ def _unpack(text: str) -> dict[str, Any]:
             raise ValueError("checksum")
         fields = json.loads(raw[4:])
     except (ValueError, binascii.Error, UnicodeError, RecursionError):
-        raise InvalidToken(
-            "this token is damaged: it was cut short or changed; copy it again in full"
-        ) from None
+        raise InvalidToken("this token is damaged: it was cut short or changed; copy it again in full") from None
     if not isinstance(fields, dict):
         raise InvalidToken("this token is damaged: it holds no fields")
     return fields

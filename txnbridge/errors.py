@@ -41,9 +41,7 @@ class CauseText(Exception):
     """Stands in for a broker's own error that came out of a pickle: its class and message as text."""
 
 
-def _rebuild(
-    cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, Any], cause: str | None
-) -> Exception:
+def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, Any], cause: str | None) -> Exception:
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(state)

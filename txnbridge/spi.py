@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
-from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers
+from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers, encode_item
 from txnbridge._plugins import hookimpl
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
@@ -73,13 +73,14 @@ __all__ = [
     "absent",
     "emulated",
     "encode_headers",
+    "encode_item",
     "hookimpl",
 ]
 
 Partition = tuple[str, int]  # topic and partition number
 RawHeaders = Sequence[tuple[str, bytes]]
-# One message of `send_many`, as the user gave it but encoded: a value, (value, key) or (value, key, headers).
-Item = bytes | None | tuple[bytes | None, bytes | None] | tuple[bytes | None, bytes | None, RawHeaders | None]
+# One message of `send_many`: bytes are taken as they are, anything else goes through `encode_item` first.
+Item = Any
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Url:
-    """A broker's address, taken apart. `path` keeps its leading slash if it has one; `query` holds what is no option."""
+    """A broker's address, taken apart; `path` keeps its leading slash if it has one."""
 
     scheme: str
     hosts: tuple[tuple[str, int | None], ...] = ()
@@ -121,12 +122,8 @@ class Context:
     application: str
     timeout: float  # the bridge's default deadline in seconds; the broker's own transaction timeout follows from it
     hold: float | None
-    create_topics: (
-        int | None
-    )  # partitions of a missing topic; 0: never create; None: the backend's own default
-    client_options: Mapping[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # names with a dot: the client's own
+    create_topics: int | None  # partitions of a missing topic; 0: never create; None: the backend's own default
+    client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # names with a dot: the client's own
 
 
 class Backend(ABC):
@@ -166,9 +163,7 @@ class Broker(ABC):
     cluster: str  # the cluster's id, stable and unique
 
     @abstractmethod
-    def open_writers(
-        self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline
-    ) -> list[Writer]:
+    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         """Open an id and all its writers as one act.
 
         Fences every older owner, ends its plain and unprepared transactions, leaves prepared ones alone.
@@ -228,9 +223,7 @@ class Begin:
     transaction: str  # unique for ever
     deadline: Deadline
     prepare: bool
-    hold: (
-        float | None
-    )  # seconds that a prepared one may live after its deadline; None: as long as the broker allows
+    hold: float | None  # seconds that a prepared one may live after its deadline; None: as long as the broker allows
 
 
 @dataclass(frozen=True)
@@ -267,7 +260,10 @@ class Writer(ABC):
 
     @abstractmethod
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Take many messages for one topic; the same rules. What was taken before an error stays taken."""
+        """Take many messages for one topic; the same rules. What was taken before an error stays taken.
+
+        An item that is not bytes is what the user gave: `encode_item(item)` makes (value, key, headers) of it.
+        """
 
     @abstractmethod
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
@@ -293,7 +289,8 @@ class Writer(ABC):
     def commit(self, deadline: Deadline) -> None:
         """Return only after the broker has said "committed".
 
-        Raises `TransactionAborted` (or a subclass) if it certainly did not happen, `Fenced`, or `OutcomeUnknown`.
+        Raises `TransactionAborted` (or a subclass) or `Fenced` if it certainly did not happen and never will,
+        `BrokerUnavailable` if it was not asked yet (`abort` comes next), or `OutcomeUnknown`.
         """
 
     @abstractmethod

@@ -1,0 +1,96 @@
+"""What an administrator does: topics, open transactions, and the doctor."""
+
+from __future__ import annotations
+
+from txnbridge._deadline import Deadline
+from txnbridge._token import Decision, Outcome
+from txnbridge._topics import check_topic_name
+from txnbridge.capabilities import Capability
+from txnbridge.errors import InvalidOption, NotFound
+from txnbridge.spi import Advice, Broker, OpenTransaction, TopicInfo
+
+
+class Admin:
+    """Topics, open transactions and the doctor of one broker; each call ends within the bridge's timeout."""
+
+    def __init__(self, broker: Broker, timeout: float) -> None:
+        self._broker = broker
+        self._timeout = timeout
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int = 1,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        """Create a topic. False if it is there already with as many partitions; `InvalidOption` if with others."""
+        check_topic_name(name)
+        if partitions < 1:
+            raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
+        self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        return self._broker.admin.create_topic(
+            name,
+            partitions,
+            self._deadline(),
+            retention_seconds=retention_seconds,
+            retention_bytes=retention_bytes,
+        )
+
+    def topics(self, internal: bool = False) -> list[TopicInfo]:
+        """All topics by name; those of txnbridge itself only with `internal=True`."""
+        topics = self._broker.admin.topics(self._deadline())
+        return sorted((t for t in topics if internal or not t.internal), key=lambda topic: topic.name)
+
+    def topic(self, name: str) -> TopicInfo:
+        """One topic. Raises `NotFound`."""
+        for topic in self.topics(internal=True):
+            if topic.name == name:
+                return topic
+        raise NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
+
+    def delete_topic(self, name: str) -> None:
+        """Delete a topic and its messages. Raises `NotFound`, and `InvalidState` if an open transaction holds some."""
+        self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        self._broker.admin.delete_topic(name, self._deadline())
+
+    def grow_topic(self, name: str, partitions: int) -> None:
+        """Add partitions. Messages stay where they are; keys spread over all partitions from now on."""
+        self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        self._broker.admin.grow_topic(name, partitions, self._deadline())
+
+    def transactions(self) -> list[OpenTransaction]:
+        """Open and prepared transactions, the oldest first."""
+        self._broker.capabilities.require(Capability.LIST_OPEN)
+        return sorted(self._broker.admin.transactions(self._deadline()), key=lambda t: t.since or 0)
+
+    def transaction(self, transaction: str) -> OpenTransaction:
+        """One open or prepared transaction. Raises `NotFound` (it may have ended)."""
+        for found in self.transactions():
+            if found.transaction == transaction:
+                return found
+        raise NotFound(f"there is no open transaction {transaction!r}; it may have ended, ask with its token")
+
+    def commit(self, transaction: str) -> Outcome:
+        """Commit a prepared transaction by its id; the true outcome. The application's own decision is overridden."""
+        return self._end(transaction, Decision.COMMIT)
+
+    def abort(self, transaction: str) -> Outcome:
+        """Abort an open or prepared transaction by its id; the true outcome."""
+        return self._end(transaction, Decision.ABORT)
+
+    def repair(self, transaction: str) -> str:
+        """Mend what the broker left half done about a transaction; says what was done."""
+        return self._broker.admin.repair(transaction, self._deadline())
+
+    def check(self) -> list[Advice]:
+        """The doctor: settings and states that weaken a promise or hold readers back."""
+        return self._broker.admin.check(self._deadline())
+
+    def _end(self, transaction: str, decision: Decision) -> Outcome:
+        self._broker.capabilities.require(Capability.END_OPEN)
+        return self._broker.admin.end(transaction, decision, self._deadline())
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._timeout)

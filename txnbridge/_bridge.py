@@ -1,0 +1,569 @@
+"""The bridge: one open connection to one broker, and everything that starts from it."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from txnbridge._admin import Admin
+from txnbridge._consumer import Consumer, topic_list
+from txnbridge._deadline import Deadline
+from txnbridge._events import Emitter
+from txnbridge._messages import Message
+from txnbridge._plugins import plugins
+from txnbridge._publisher import Publisher
+from txnbridge._token import Outcome, Status, Token, TokenState
+from txnbridge._topics import Topic
+from txnbridge._transaction import Transaction
+from txnbridge._url import find_backend, parse_url, resolve_options, unknown_option
+from txnbridge.capabilities import Capabilities, Capability, Limits
+from txnbridge.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    EvidenceLost,
+    InvalidOption,
+    InvalidState,
+    InvalidToken,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Subscription, Writer
+
+if TYPE_CHECKING:
+    from txnbridge._decisions import Decisions
+    from txnbridge._processor import Processor
+
+_log = logging.getLogger("txnbridge")
+
+# Between two tries to reach a broker for an answer: long enough not to burden one that is starting, short enough that a
+# caller with a deadline of a second still gets several tries.
+_RETRY_SECONDS = 0.1
+
+FORK_HELP = (
+    "this bridge was opened before a fork and cannot be used in the child. Open it there: in gunicorn in the"
+    " post_fork(server, worker) hook, in Celery in a worker_process_init handler, elsewhere at first use:"
+    " `bridge = txnbridge.connect(url)`"
+)
+
+
+def connect(
+    url: str | None = None,
+    *,
+    transactional_id: str | None = None,
+    application: str | None = None,
+    timeout: float = 30,
+    hold: float | None = None,
+    writers: int = 4,
+    create_topics: int | None = None,
+    **backend: Mapping[str, Any],
+) -> Bridge:
+    """Open a bridge. Only the URL names the broker; without one `TXNBRIDGE_URL` is read.
+
+    `transactional_id` is the name of one running instance: opening it shuts out its older owner and ends what that
+    left open. `timeout` is the deadline of each call in seconds, `hold` how long a prepared transaction may live after
+    it. `writers` transactions can be open at once. A backend's own options go into the URL's query or into a mapping
+    under its name, `connect(url, embedded={"durability": "normal"})`.
+
+    Raises `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
+    """
+    url = url or os.environ.get("TXNBRIDGE_URL")
+    if not url:
+        raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
+    if not timeout > 0 or (hold is not None and hold < 0) or writers < 1:
+        raise InvalidOption("timeout must be above 0 seconds, hold at least 0, writers at least 1")
+    address, options = parse_url(url)
+    found = find_backend(address.scheme)
+    for name, settings in backend.items():
+        if name != found.name:
+            raise unknown_option(name, [found.name], f"connect() to {address.scheme}:")
+        if twice := options.keys() & settings.keys():
+            raise InvalidOption(f"option {min(twice)!r} is given twice, in the URL and in {name}=")
+        options |= settings
+    return Bridge(
+        found,
+        address,
+        options,
+        identity=Identity(
+            name=transactional_id or f"anonymous-{secrets.token_hex(8)}",
+            owned=transactional_id is not None,
+            application=application or transactional_id or "default",
+            host=f"{socket.gethostname()} pid {os.getpid()}",
+        ),
+        timeout=timeout,
+        hold=hold,
+        writers=writers,
+        create_topics=create_topics,
+    )
+
+
+class Bridge:
+    """One open connection to one broker; any number of threads may use it. Made by `connect`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        url: Any,
+        options: Mapping[str, Any],
+        *,
+        identity: Identity,
+        timeout: float,
+        hold: float | None,
+        writers: int,
+        create_topics: int | None,
+    ) -> None:
+        self._forked = False
+        self._abandoned: deque[tuple[Writer, str]] = deque()  # of transactions that were left unfinished
+        self._closed = False
+        self._name = f"{backend.name}-{secrets.token_hex(4)}"
+        self._events = Emitter(self._name, plugins.listeners())
+        self._header_makers = plugins.header_makers()
+        self._identity = identity
+        self._timeout = float(timeout)
+        self._hold = hold
+        self._url = url
+        self._count = itertools.count(1)
+        self._room = threading.Condition()
+        self._size = writers
+        self._busy = 0
+        self._idle: list[Writer] | None = None  # None: not opened yet
+        self._doubtful: set[Writer] = set()  # to be reopened before they are used again
+        self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
+        self._consumers: set[Consumer] = set()
+        self._backend_name = backend.name
+        ours, clients = resolve_options(backend.options, options, backend.name)
+        context = Context(self._name, self._events, identity.application, self._timeout, hold, create_topics, clients)
+        deadline = Deadline(self._timeout)
+        with self._events.step("bridge.open", url=str(url)):
+            self._broker: Broker = backend.open(url, ours, context, deadline)
+            try:
+                if identity.owned:
+                    self._open_writers(deadline)
+            except BaseException:
+                self._broker.close(deadline)
+                raise
+        _live.add(self)
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The broker's address, without secrets."""
+        return str(self._url)
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self._backend_name
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's id; tokens of another one are refused."""
+        return self._broker.cluster
+
+    @property
+    def transactional_id(self) -> str | None:
+        """The name it was opened with; None if it made up its own, which nobody else can hold."""
+        return self._identity.name if self._identity.owned else None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this broker keeps, natively, by emulation or not at all."""
+        return self._broker.capabilities
+
+    @property
+    def limits(self) -> Limits:
+        """The broker's bounds."""
+        return self._broker.limits
+
+    @property
+    def admin(self) -> Admin:
+        """Topics, open transactions, and the doctor."""
+        self._check_open()
+        return Admin(self._broker, self._timeout)
+
+    def __repr__(self) -> str:
+        return f"<Bridge to {self._url}>"
+
+    # --- transactions ---------------------------------------------------------------------------------------------
+
+    def transaction(
+        self,
+        *,
+        timeout: float | None = None,
+        prepare: bool = False,
+        hold: float | None = None,
+        fingerprint: bool = False,
+    ) -> Transaction:
+        """Begin a transaction; use it as a block. It waits for a free writer within its deadline.
+
+        With `prepare=True` the end of the block makes it durable and invisible, and `txn.token` names it: any process
+        commits or aborts it within `hold` seconds. `fingerprint=True` puts an order-free checksum of its messages into
+        the token (needs the package xxhash).
+
+        Raises `DeadlineExceeded` if no writer became free, `Fenced`, `NotSupported`, `BrokerUnavailable`.
+        """
+        self._check_open()
+        begin = self._new_begin(timeout, prepare, hold)
+        if fingerprint:
+            _require_xxhash()
+        with self._events.step("transaction.begin", begin.transaction, prepare=prepare):
+            writer = self._take_writer(begin)
+            try:
+                writer.begin(begin)
+            except BaseException:
+                self._return_writer(writer, sound=False)
+                raise
+        transaction = Transaction(self, writer, begin, 0 if fingerprint else None)
+        self._transactions.add(transaction)
+        return transaction
+
+    def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None) -> Begin:
+        timeout = self._timeout if timeout is None else timeout
+        if not timeout > 0 or (hold is not None and hold < 0):
+            raise InvalidOption("timeout must be above 0 seconds, hold at least 0")
+        hold = self._hold if hold is None else hold
+        if prepare:
+            self.capabilities.require(Capability.PREPARE)
+            most = self.limits.prepared_seconds
+            if most is not None and timeout + (hold or 0) > most:
+                raise InvalidOption(
+                    f"timeout and hold are {timeout + (hold or 0):g} s together; this broker allows {most:g} s"
+                )
+        return Begin(f"{self._identity.name}/{self._name[-8:]}/{next(self._count)}", Deadline(timeout), prepare, hold)
+
+    def _take_writer(self, begin: Begin) -> Writer:
+        self._clear_abandoned()
+        with self._room:
+            while self._busy >= self._size:
+                if not self._room.wait(begin.deadline.left()) and self._busy >= self._size:
+                    raise DeadlineExceeded(
+                        f"all {self._size} writers of this bridge had open transactions for"
+                        f" {begin.deadline.seconds:g} s; end them sooner or connect(…, writers=…) with more"
+                    )
+                self._clear_abandoned()
+            self._busy += 1
+        try:
+            if begin.prepare:
+                with self._events.step("writer.open", begin.transaction, prepare=True):
+                    return self._broker.prepare_writer(self._identity, self._ledger(), begin.deadline)
+            if self._idle is None:
+                self._open_writers(begin.deadline)
+            assert self._idle is not None
+            writer = self._idle.pop()
+        except BaseException:
+            self._free_slot()
+            raise
+        if writer in self._doubtful:
+            self._reopen(writer, begin.deadline)
+        return writer
+
+    def _reopen(self, writer: Writer, deadline: Deadline) -> None:
+        try:
+            with self._events.step("writer.open", reopen=True):
+                writer.reopen(deadline)
+        except BaseException:
+            self._return_writer(writer, sound=False)
+            raise
+        self._doubtful.discard(writer)
+
+    def _open_writers(self, deadline: Deadline) -> None:
+        """Open all writers: opening an id is one act. Without an id of its own that waits until one is needed."""
+        with self._opening:
+            if self._idle is None:
+                with self._events.step("writer.open", count=self._size):
+                    self._idle = self._broker.open_writers(self._identity, self._size, self._ledger(), deadline)
+
+    _opening = threading.Lock()  # opening is rare; one lock for all bridges is enough
+
+    def _give_back(self, transaction: Transaction, writer: Writer, sound: bool) -> None:
+        self._transactions.discard(transaction)
+        if transaction._prepare:
+            writer.close()
+            self._free_slot()
+        else:
+            self._return_writer(writer, sound)
+
+    def _return_writer(self, writer: Writer, sound: bool) -> None:
+        if self._idle is not None:
+            if not sound:
+                self._doubtful.add(writer)
+            self._idle.append(writer)
+        self._free_slot()
+
+    def _free_slot(self) -> None:
+        with self._room:
+            self._busy -= 1
+            self._room.notify()
+
+    def _clear_abandoned(self) -> None:
+        """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
+        while self._abandoned:
+            writer, transaction = self._abandoned.popleft()
+            try:
+                with self._events.step("abort", transaction, abandoned=True):
+                    writer.abort(Deadline(self._timeout))
+                self._return_writer(writer, sound=True)
+            except TxnBridgeError as error:
+                _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)
+                self._return_writer(writer, sound=False)
+
+    def _make_token(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
+        evidence = writer.evidence()
+        return Token(
+            broker=self._backend_name,
+            cluster=self.cluster,
+            transaction=transaction,
+            how=evidence.how,
+            prepared=prepared,
+            expires_at=evidence.expires_at,
+            messages=evidence.messages,
+            fingerprint=fingerprint,
+        )
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def commit(self, token: str | Token) -> Outcome:
+        """Commit a prepared transaction, from any process. Safe to repeat.
+
+        Returns what is true, also when somebody else has aborted it. Raises `InvalidToken`, `InvalidState` for a token
+        that was never prepared, `OutcomeUnknown` if no answer came in time, `EvidenceLost` if none ever will.
+        """
+        return self._end(token, commit=True)
+
+    def abort(self, token: str | Token) -> Outcome:
+        """Abort a prepared transaction, from any process; the rules of `commit`."""
+        return self._end(token, commit=False)
+
+    def status(self, token: str | Token) -> Status:
+        """What became of a token's transaction. Changes nothing. Raises `InvalidToken`, `BrokerUnavailable`."""
+        parsed = self._check_token(token)
+        self.capabilities.require(Capability.STATUS_LOOKUP)
+        with self._events.step("status", parsed.transaction) as found:
+            status = self._broker.status(parsed, self._ledger(), Deadline(self._timeout))
+            found["state"] = status.state.value
+        return status
+
+    def _end(self, token: str | Token, commit: bool) -> Outcome:
+        parsed = self._check_token(token)
+        if not parsed.prepared:
+            raise InvalidState(
+                f"transaction {parsed.transaction} was never prepared, so its token only tells its status;"
+                " nobody but its own process could end it"
+            )
+        self.capabilities.require(Capability.RESOLVE_ANYWHERE)
+        end = self._broker.commit if commit else self._broker.abort
+        deadline = Deadline(self._timeout)
+        with self._events.step("resolve", parsed.transaction, decision="commit" if commit else "abort") as found:
+            while True:
+                try:
+                    outcome = end(parsed, deadline)
+                    break
+                except EvidenceLost as error:
+                    error.token = str(parsed)
+                    raise
+                except (OutcomeUnknown, BrokerUnavailable) as error:
+                    # Repeating the same decision is safe, and only an answer helps the caller.
+                    if isinstance(error, OutcomeUnknown):
+                        error.token = str(parsed)
+                    if deadline.left() <= _RETRY_SECONDS:
+                        raise
+                    time.sleep(_RETRY_SECONDS)
+            found["outcome"] = outcome.value
+        return outcome
+
+    def _resolve(self, token: Token | None, deadline: Deadline) -> Outcome | None:
+        """The outcome of a transaction of ours whose answer was lost; None while nobody can tell."""
+        if token is None or not self.capabilities[Capability.STATUS_LOOKUP]:
+            return None
+        with self._events.step("resolve", token.transaction, decision=None) as found:
+            while True:
+                try:
+                    status = self._broker.status(token, self._ledger(), deadline)
+                except (OutcomeUnknown, BrokerUnavailable):
+                    status = Status(TokenState.UNKNOWN)
+                found["state"] = status.state.value
+                if status.state is TokenState.COMMITTED:
+                    return Outcome.COMMITTED
+                if status.state is TokenState.ABORTED:
+                    return Outcome.ABORTED
+                if status.permanent or deadline.left() <= _RETRY_SECONDS:
+                    return None
+                time.sleep(_RETRY_SECONDS)
+
+    def _check_token(self, token: str | Token) -> Token:
+        self._check_open()
+        parsed = Token.parse(token)
+        if parsed.broker != self._backend_name:
+            raise InvalidToken(
+                f"this token belongs to a {parsed.broker} broker; this bridge speaks to {self._backend_name}"
+            )
+        if parsed.cluster != self.cluster:
+            raise InvalidToken(f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {self.cluster}")
+        return parsed
+
+    def _ledger(self) -> Any:
+        return _no_ledger  # no backend so far keeps its evidence in the decision log
+
+    # --- reading, publishing, deciding ------------------------------------------------------------------------------
+
+    def consumer(
+        self,
+        topics: str | Topic | Iterable[str | Topic],
+        group: str | None = None,
+        *,
+        start: str | int = "earliest",
+        sharing: str = "partition",
+    ) -> Consumer:
+        """Read committed messages. Members of a group share the partitions; without one all are read, unacknowledged.
+
+        `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
+        `sharing` is "partition" (one member a partition, in order), "message" or "key", as far as the broker can.
+        """
+        self._check_open()
+        if sharing not in ("partition", "message", "key"):
+            raise InvalidOption(f"sharing is 'partition', 'message' or 'key', not {sharing!r}")
+        if start not in ("earliest", "latest") and (not isinstance(start, int) or isinstance(start, bool)):
+            raise InvalidOption(f"start is 'earliest', 'latest' or milliseconds since 1970, not {start!r}")
+        if sharing != "partition":
+            self.capabilities.require(Capability.SHARE_MESSAGE if sharing == "message" else Capability.SHARE_KEY)
+        if isinstance(start, int):
+            self.capabilities.require(Capability.START_BY_TIME)
+        if group is not None and (not isinstance(group, str) or not group.strip()):
+            raise InvalidOption("a group's name is non-empty text")
+        found = topic_list(topics)
+        consumer = Consumer(self, found, Subscription(tuple(t.name for t in found), group, start, sharing))
+        self._consumers.add(consumer)
+        return consumer
+
+    def processor(self, inputs: str | Topic | Iterable[str | Topic], *, group: str, **settings: Any) -> Processor:
+        """A loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
+        from txnbridge._processor import Processor
+
+        self._check_open()
+        return Processor(self, inputs, group=group, **settings)
+
+    def read(self, topic: str | Topic, limit: int) -> list[Message]:
+        """The first `limit` committed messages of a topic that are readable now, without a group."""
+        found: list[Message] = []
+        with self.consumer(topic) as consumer:
+            while len(found) < limit:
+                # A poll that does not wait may come back empty early, so the broker itself says when all is read.
+                if not (batch := consumer.poll(limit - len(found), timeout=0.05)) and not any(consumer.lag().values()):
+                    break
+                found += batch
+        return found
+
+    def publisher(self, name: str | None = None) -> Publisher:
+        """Sends without a transaction: idempotent and in order. With a name it can resume after a crash by sequence."""
+        self._check_open()
+        self.capabilities.require(Capability.IDEMPOTENT_SEND)
+        if name is not None:
+            self.capabilities.require(Capability.RESUME_SEQUENCE)
+        return Publisher(self, self._broker.publisher(name, Deadline(self._timeout)))
+
+    def decisions(self, name: str | None = None) -> Decisions:
+        """The decision log of this bridge's application, or of another name: the first decision for an id wins."""
+        from txnbridge._decisions import Decisions
+
+        self._check_open()
+        self.capabilities.require(Capability.DECISION_LOG)
+        log = self._broker.decision_log(name or self._identity.application, Deadline(self._timeout))
+        return Decisions(log, timeout=self._timeout, events=self._events)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Abort what is unfinished, leave all groups, let go. Prepared transactions live on. Safe to repeat."""
+        if self._closed or self._forked:
+            return
+        deadline = Deadline(self._timeout)
+        with self._events.step("bridge.close"):
+            for transaction in list(self._transactions):
+                self._abort_unfinished(transaction)
+            self._closed = True
+            for consumer in list(self._consumers):
+                _quietly(consumer.close)
+            self._clear_abandoned()
+            for writer in self._idle or ():
+                _quietly(writer.close)
+            self._broker.close(deadline)
+        _live.discard(self)
+
+    def _abort_unfinished(self, transaction: Transaction) -> None:
+        if transaction.outcome is None and transaction.token is None:
+            warnings.warn(
+                f"transaction {transaction.id} was left unfinished; it is aborted",
+                ResourceWarning,
+                stacklevel=3,
+            )
+            _quietly(transaction.abort)
+
+    def __enter__(self) -> Bridge:
+        self._check_open()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise InvalidState("this bridge is closed")
+
+    def _check_process(self) -> None:
+        if self._forked:
+            raise InvalidState(FORK_HELP)
+
+    def _mark_forked(self) -> None:
+        """In the child of a fork: nothing of the parent's may be used, closed or collected."""
+        self._forked = True
+        _parents.append(self._broker)
+        for transaction in list(self._transactions):
+            transaction._guard.acquire(False)  # so that every call on it is refused, at no cost to `send`
+
+
+def _quietly(call: Any) -> None:
+    """At the end everything gets its chance to close; what fails is logged."""
+    try:
+        call()
+    except Exception as error:
+        _log.warning("closing: %s", error)
+
+
+def _require_xxhash() -> None:
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        raise InvalidOption("fingerprint=True needs a package: pip install xxhash") from None
+
+
+_live: weakref.WeakSet[Bridge] = weakref.WeakSet()
+_parents: list[Broker] = []  # brokers of the parent process, kept so that nothing of theirs is ever closed here
+_no_ledger: Mapping[str, Any] = MappingProxyType({})
+
+
+def _after_fork() -> None:
+    for bridge in list(_live):
+        bridge._mark_forked()
+    _live.clear()
+
+
+def _at_exit() -> None:
+    for bridge in list(_live):
+        _quietly(bridge.close)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_at_exit)

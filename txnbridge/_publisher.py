@@ -1,0 +1,98 @@
+"""Sends without a transaction."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from txnbridge import spi
+from txnbridge._deadline import Deadline
+from txnbridge._messages import Headers, encode_headers
+from txnbridge._topics import Topic, as_topic
+from txnbridge.errors import InvalidOption, InvalidState
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
+
+
+class Publisher:
+    """Idempotent sends in order, each visible once it is stored; failures are raised by `flush`.
+
+    With a name and a `sequence` it takes up after a crash where it stopped: a sequence that is stored already is
+    skipped, so that what is sent again from `last_sequence(topic) + 1` on is there exactly once.
+    """
+
+    def __init__(self, bridge: Bridge, publisher: spi.Publisher) -> None:
+        self._bridge = bridge
+        self._publisher = publisher
+        self._lock = threading.Lock()  # order is promised, so threads take turns
+        self._closed = False
+
+    def send(
+        self,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+        sequence: int | None = None,
+    ) -> None:
+        """Take one message. It waits for room within the bridge's timeout."""
+        target = as_topic(topic)
+        pairs = encode_headers(headers) if headers is not None else ()
+        data, key_data = target.encode_value(value, Headers(pairs)), target.encode_key(key)
+        if sequence is not None and (not isinstance(sequence, int) or sequence < 0):
+            raise InvalidOption(f"a sequence is a whole number from 0, not {sequence!r}")
+        for maker in self._bridge._header_makers:
+            pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+        size = len(data) if data is not None else None
+        with self._lock:
+            self._check()
+            with self._bridge._events.step("message.send", None, topic=target.name, bytes=size, sequence=sequence):
+                self._publisher.send(
+                    target.name,
+                    data,
+                    key_data,
+                    pairs or None,
+                    partition,
+                    timestamp,
+                    sequence,
+                    self._deadline(),
+                )
+
+    def flush(self) -> None:
+        """Return when everything sent so far is stored. Raises `DeliveryFailed`, `DeadlineExceeded`."""
+        with self._lock:
+            self._check()
+            with self._bridge._events.step("flush"):
+                self._publisher.flush(self._deadline())
+
+    def last_sequence(self, topic: str | Topic) -> int | None:
+        """The highest sequence that is stored under this publisher's name; None if there is none."""
+        with self._lock:
+            self._check()
+            return self._publisher.last_sequence(as_topic(topic).name, self._deadline())
+
+    def close(self) -> None:
+        """Flush and let go."""
+        with self._lock:
+            if not self._closed and not self._bridge._forked:
+                self._closed = True
+                self._publisher.close(self._deadline())
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        self._bridge._check_open()
+        if self._closed:
+            raise InvalidState("this publisher is closed")
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._bridge._timeout)

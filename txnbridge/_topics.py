@@ -1,0 +1,75 @@
+"""Topics: a name, and how its keys and values become bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge import codecs
+from txnbridge._messages import NO_HEADERS, Headers, Message, encode_key
+from txnbridge.codecs import Codec, CodecContext
+from txnbridge.errors import InvalidOption, Poison
+
+
+@dataclass(frozen=True)
+class Topic:
+    """A topic's name with the codecs of its values and keys. A bare name is bytes with keys as bytes or text."""
+
+    name: str
+    codec: Codec = codecs.bytes
+    key: Codec | None = None
+
+    def __post_init__(self) -> None:
+        check_topic_name(self.name)
+
+    @property
+    def plain(self) -> bool:
+        """Whether keys and values pass as they are."""
+        return self.codec is codecs.bytes and self.key is None
+
+    def encode_value(self, value: Any, headers: Headers = NO_HEADERS) -> bytes | None:
+        if value is None:
+            return None
+        try:
+            return self.codec.encode(value, CodecContext(self.name, "value", headers))
+        except Exception as error:
+            raise InvalidOption(f"the value for {self.name} cannot be encoded: {_reason(error)}") from error
+
+    def encode_key(self, key: Any) -> bytes | None:
+        if key is None or self.key is None:
+            return encode_key(key)
+        try:
+            return self.key.encode(key, CodecContext(self.name, "key"))
+        except Exception as error:
+            raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
+
+    def decode(self, message: Message) -> Message:
+        """The same message with its key and value decoded. Raises `Poison` holding the raw message."""
+        value, key = message.value, message.key
+        try:
+            if value is not None:
+                value = self.codec.decode(value, CodecContext(self.name, "value", message.headers))
+            if key is not None and self.key is not None:
+                key = self.key.decode(key, CodecContext(self.name, "key", message.headers))
+        except Exception as error:
+            raise Poison(f"cannot be decoded: {_reason(error)}", message=message) from error
+        return message._replace(value=value, key=key)
+
+
+def _reason(error: Exception) -> str:
+    """Why, without the data: many decoders quote what they read."""
+    return str(error) if isinstance(error, TypeError) else type(error).__name__
+
+
+def check_topic_name(name: object) -> None:
+    if not isinstance(name, str) or not name or len(name) > 249 or any(c.isspace() for c in name):
+        raise InvalidOption("a topic's name must be 1 to 249 characters of text without white space")
+
+
+def as_topic(topic: str | Topic) -> Topic:
+    """A `Topic` for what a user may give as one."""
+    if isinstance(topic, Topic):
+        return topic
+    if isinstance(topic, str):
+        return Topic(topic)
+    raise InvalidOption(f"a topic is a name or a Topic, not {type(topic).__name__}")

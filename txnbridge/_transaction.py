@@ -1,0 +1,468 @@
+"""One transaction: its states, its guards, and what happens at the end of its block."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from txnbridge._consumer import Assignment, collect_acks
+from txnbridge._messages import Headers, Message, Position, encode_headers, encode_key, split_item
+from txnbridge._token import Outcome, Token
+from txnbridge._topics import Topic, as_topic
+from txnbridge.errors import (
+    Abort,
+    Conflict,
+    Fenced,
+    InvalidState,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+    UsageError,
+)
+from txnbridge.spi import Begin, Writer
+
+if TYPE_CHECKING:
+    from txnbridge._bridge import Bridge
+
+_log = logging.getLogger("txnbridge")
+
+
+class State(Enum):
+    """Where a transaction is. It is used once: from OPEN to one of the last three."""
+
+    sentence: str
+
+    OPEN = "open", "It takes messages and acknowledgements."
+    FAILED = "failed", "Something of it could not be stored or acknowledged; only abort is left."
+    PREPARED = "prepared", "It is durable and invisible; whoever has its token ends it."
+    COMMITTING = "committing", "The broker has been asked to commit and has not answered yet."
+    ABORTING = "aborting", "The broker has been asked to abort and has not answered yet."
+    COMMITTED = "committed", "The broker has said that it is committed."
+    ABORTED = "aborted", "It certainly did not happen."
+    UNKNOWN = "unknown", "The broker was asked to end it and no answer came; its token tells later."
+
+    def __new__(cls, name: str, sentence: str) -> State:
+        member = object.__new__(cls)
+        member._value_ = name
+        member.sentence = sentence
+        return member
+
+
+# Module constants because `send` runs millions of times and an enum's attribute is slow to look up.
+_OPEN = State.OPEN
+_OUTCOMES = {
+    State.COMMITTED: Outcome.COMMITTED,
+    State.ABORTED: Outcome.ABORTED,
+    State.UNKNOWN: Outcome.UNKNOWN,
+}
+_UNFINISHED = {State.OPEN, State.FAILED}
+
+
+class Transaction:
+    """Sends and acknowledgements that become visible together or not at all.
+
+    As a block it commits at its end (or prepares, with `prepare=True`) and aborts on an exception; `raise Abort` leaves
+    it quietly. `commit()` and `abort()` inside the block are final. One thread uses it at a time.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_begin",
+        "_bridge",
+        "_cause",
+        "_events",
+        "_fingerprint",
+        "_guard",
+        "_held",
+        "_prepare",
+        "_slow",
+        "_state",
+        "_token",
+        "_write",
+        "_writer",
+    )
+
+    def __init__(self, bridge: Bridge, writer: Writer, begin: Begin, fingerprint: int | None) -> None:
+        self._bridge = bridge
+        self._writer = writer
+        self._begin = begin
+        self._prepare = begin.prepare
+        self._events = bridge._events
+        self._guard = threading.Lock()
+        self._state = State.OPEN
+        self._token: Token | None = None
+        self._cause: BaseException | None = None  # why it is FAILED
+        self._held: dict[Assignment, list[Position]] = {}
+        self._fingerprint = fingerprint
+        self._write = writer.send
+        # With a listener, a header maker or a fingerprint each message takes the long way round.
+        self._slow = bool(bridge._events) or bool(bridge._header_makers) or fingerprint is not None
+
+    # --- what can be read at any time -----------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        """Unique for ever; in events, logs and the doctor's lists."""
+        return self._begin.transaction
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What happened; None until it has ended."""
+        return _OUTCOMES.get(self._state)
+
+    @property
+    def deadline(self) -> float:
+        """Seconds left until it must have ended."""
+        return self._begin.deadline.left()
+
+    @property
+    def token(self) -> Token | None:
+        """The token of a prepared transaction, or of one whose outcome is unknown; None otherwise."""
+        return self._token
+
+    def __repr__(self) -> str:
+        return f"<Transaction {self.id} {self._state.value}>"
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        """Add one message. It blocks while the broker is slow, never beyond the transaction's deadline.
+
+        Raises `NotFound` and `InvalidOption` for a message that cannot be sent (the transaction stays usable), and
+        what the broker says otherwise (then only abort is left).
+        """
+        if not self._guard.acquire(False):
+            raise self._busy("send")
+        try:
+            if self._state is not _OPEN:
+                raise self._refusal("send")
+            if (
+                self._slow
+                or headers is not None
+                or topic.__class__ is not str
+                or (value.__class__ is not bytes and value is not None)
+            ):
+                self._send_slowly(topic, value, key, headers, partition, timestamp)
+            else:
+                if key is not None and key.__class__ is not bytes:
+                    key = encode_key(key)
+                self._write(topic, value, key, None, partition, timestamp)
+        except UsageError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._guard.release()
+
+    def _send_slowly(
+        self,
+        topic: str | Topic,
+        value: Any,
+        key: Any,
+        headers: Any,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        target = as_topic(topic)
+        pairs = encode_headers(headers) if headers is not None else ()
+        data = target.encode_value(value, Headers(pairs))
+        key_data = target.encode_key(key)
+        for maker in self._bridge._header_makers:
+            pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+        size = len(data) if data is not None else None
+        with self._events.step("message.send", self.id, topic=target.name, partition=partition, bytes=size):
+            self._write(target.name, data, key_data, pairs or None, partition, timestamp)
+        if self._fingerprint is not None:
+            self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
+
+    def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
+        """Add many messages to one topic: values, (value, key) or (value, key, headers), as they come.
+
+        The fast way for bulk. The items may be generated: they are taken as the broker takes them.
+        """
+        if not self._guard.acquire(False):
+            raise self._busy("send_many")
+        try:
+            if self._state is not _OPEN:
+                raise self._refusal("send_many")
+            if self._slow:
+                for item in items:
+                    value, key, headers = split_item(item)
+                    self._send_slowly(topic, value, key, headers, None, None)
+            elif isinstance(topic, Topic) and not topic.plain:
+                self._writer.send_many(topic.name, (_encode_item(topic, item) for item in items))
+            else:
+                self._writer.send_many(topic if isinstance(topic, str) else as_topic(topic).name, items)
+        except UsageError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._guard.release()
+
+    # --- acknowledging --------------------------------------------------------------------------------------------
+
+    def ack(self, messages: Message | Iterable[Message]) -> None:
+        """Acknowledge a message, or all of a batch, with this transaction.
+
+        Raises `InvalidState` for one that was not delivered to a consumer of this bridge, twice, or out of order on a
+        broker that only knows positions; `Conflict` if its assignment has ended.
+        """
+        self._acknowledge((messages,) if isinstance(messages, Message) else tuple(messages), up_to=False)
+
+    def ack_up_to(self, message: Message) -> None:
+        """Acknowledge everything of its partition that was delivered up to and with this message."""
+        self._acknowledge((message,), up_to=True)
+
+    def _acknowledge(self, messages: tuple[Message, ...], up_to: bool) -> None:
+        with self._exclusive("ack"):
+            if self._state is not _OPEN:
+                raise self._refusal("ack")
+            if not messages:
+                return
+            try:
+                with self._events.step("ack", self.id, messages=len(messages)):
+                    for context, positions in collect_acks(self, messages, up_to):
+                        self._writer.ack(context, positions)
+            except UsageError:
+                raise
+            except BaseException as error:
+                self._fail(error)
+                raise
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Commit now. It returns only after the broker has said "committed".
+
+        Raises `TransactionAborted` (or a subclass), `Fenced`, or `OutcomeUnknown` with the token to ask with.
+        """
+        with self._exclusive("commit"):
+            if self._prepare:
+                raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
+            if self._state is not State.OPEN:
+                raise self._refusal("commit")
+            self._commit()
+
+    def abort(self) -> None:
+        """Abort now. On a failed transaction this is the only call left. Aborting twice changes nothing."""
+        with self._exclusive("abort"):
+            if self._state is State.ABORTED:
+                return
+            if self._state not in _UNFINISHED:
+                raise self._refusal("abort", "open or failed")
+            self._abort()
+
+    def __enter__(self) -> Transaction:
+        if self._state is not State.OPEN:
+            raise self._refusal("a block")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        quiet = isinstance(error, Abort)
+        with self._exclusive("the end of the block"):
+            if self._state in _UNFINISHED:
+                if error is None:
+                    self._finish()
+                else:
+                    self._abort_after(error, quiet)
+        return quiet
+
+    def _finish(self) -> None:
+        """The end of a block without an exception."""
+        if self._state is State.FAILED:
+            cause = self._cause
+            self._abort()
+            if isinstance(cause, TransactionAborted | Fenced):
+                raise cause
+            raise TransactionAborted(f"transaction {self.id} was aborted because part of it failed") from cause
+        if self._prepare:
+            self._do_prepare()
+        else:
+            self._commit()
+
+    def _abort_after(self, error: BaseException, quiet: bool) -> None:
+        """Abort because of an exception in the block, which a failing abort may not hide."""
+        try:
+            self._abort()
+        except Exception as failure:
+            if quiet:
+                raise
+            _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
+
+    def _commit(self) -> None:
+        self._state = State.COMMITTING
+        try:
+            with self._events.step("commit", self.id):
+                self._writer.commit(self._begin.deadline)
+        except (TransactionAborted, Fenced):
+            self._end(State.ABORTED)
+            raise
+        except OutcomeUnknown as error:
+            self._settle(error)
+        except TxnBridgeError as error:
+            # Nothing was decided by this call, so only abort is left: the block's end or the caller does it.
+            self._state = State.OPEN
+            self._fail(error)
+            raise
+        except BaseException:
+            # Interrupted, or a bug: the request may be out.
+            self._end_unknown()
+            raise
+        else:
+            self._end(State.COMMITTED)
+
+    def _settle(self, error: OutcomeUnknown) -> None:
+        """No answer came: ask the broker once more in the time that is left, before anybody is told "unknown"."""
+        self._end_unknown()
+        if error.permanent:
+            error.token = str(self._token)
+            raise error
+        outcome = self._bridge._resolve(self._token, self._begin.deadline)
+        if outcome is Outcome.COMMITTED:
+            self._end(State.COMMITTED)
+        elif outcome is Outcome.ABORTED:
+            self._end(State.ABORTED)
+            raise TransactionAborted(f"transaction {self.id} was aborted; its answer was lost first") from error
+        else:
+            raise type(error)(
+                f"no answer to the end of transaction {self.id}: {error}. Ask later with its token",
+                token=str(self._token),
+            ) from (error.__cause__ or error)
+
+    def _abort(self) -> None:
+        self._state = State.ABORTING
+        try:
+            with self._events.step("abort", self.id):
+                self._writer.abort(self._begin.deadline)
+        except (TransactionAborted, Fenced):
+            self._end(State.ABORTED)  # it did not happen, which is what was asked for
+        except BaseException:
+            self._end_unknown()
+            raise
+        else:
+            self._end(State.ABORTED)
+
+    def _do_prepare(self) -> None:
+        try:
+            with self._events.step("prepare", self.id) as found:
+                self._writer.prepare(self._begin.deadline)
+                self._token = self._bridge._make_token(
+                    self._writer, self.id, prepared=True, fingerprint=self._fingerprint
+                )
+                found["expires_at"] = self._token.expires_at
+        except BaseException as error:
+            self._token = None
+            if isinstance(error, TransactionAborted | Fenced):
+                self._end(State.ABORTED)
+            else:
+                self._abort_after(error, quiet=False)
+            raise
+        self._end(State.PREPARED)
+
+    def _end_unknown(self) -> None:
+        self._token = self._bridge._make_token(self._writer, self.id, prepared=False)
+        self._end(State.UNKNOWN)
+
+    def _end(self, state: State) -> None:
+        previous, self._state = self._state, state
+        if previous is not State.UNKNOWN:  # from UNKNOWN the writer has gone back already
+            self._bridge._give_back(self, self._writer, sound=state is not State.UNKNOWN)
+        held, self._held = self._held, {}
+        for consumer in {assignment.consumer for assignment in held}:
+            consumer._transaction_ended(state, {a: p for a, p in held.items() if a.consumer is consumer}, self._token)
+        if state is State.UNKNOWN:
+            self._held = held  # until it is known
+
+    # --- guards ---------------------------------------------------------------------------------------------------
+
+    def _exclusive(self, call: str) -> _Exclusive:
+        return _Exclusive(self, call)
+
+    def _busy(self, call: str) -> TxnBridgeError:
+        self._bridge._check_process()
+        return InvalidState(f"{call} on transaction {self.id} while another call on it runs: one thread at a time")
+
+    def _refusal(self, call: str, needed: str = "open") -> TxnBridgeError:
+        self._bridge._check_process()
+        text = f"{call} needs an {needed} transaction; {self.id} is {self._state.value}"
+        if self._state is State.FAILED:
+            text += f" ({type(self._cause).__name__}: {self._cause}); abort it and run it again"
+        return InvalidState(text)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._state is State.OPEN:
+            self._state = State.FAILED
+            self._cause = error
+
+    def _fail_from_outside(self, error: Conflict, patience: float) -> None:
+        """A partition whose acknowledgements it holds is leaving: wait for a running call, then allow only abort."""
+        if self._guard.acquire(timeout=patience):
+            try:
+                self._fail(error)
+            finally:
+                self._guard.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) in _UNFINISHED and not self._bridge._forked:
+            # Not aborted here: garbage is collected at any time, also while locks are held.
+            self._bridge._abandoned.append((self._writer, self.id))
+            warnings.warn(
+                f"transaction {self.id} was left unfinished; it will be aborted",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+class _Exclusive:
+    """One call at a time."""
+
+    __slots__ = ("_call", "_transaction")
+
+    def __init__(self, transaction: Transaction, call: str) -> None:
+        self._transaction = transaction
+        self._call = call
+
+    def __enter__(self) -> None:
+        if not self._transaction._guard.acquire(False):
+            raise self._transaction._busy(self._call)
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        self._transaction._guard.release()
+        return False
+
+
+def _encode_item(topic: Topic, item: Any) -> Any:
+    value, key, headers = split_item(item)
+    pairs = None if headers is None else encode_headers(headers)
+    return topic.encode_value(value, Headers(pairs or ())), topic.encode_key(key), pairs
+
+
+def _hash(key: bytes | None, value: bytes | None) -> int:
+    """One message's part of the fingerprint: the sum of these does not depend on the order."""
+    import xxhash
+
+    seed = 0 if key is None else xxhash.xxh3_64_intdigest(key) | 1
+    return xxhash.xxh3_64_intdigest(b"" if value is None else value, seed=seed)

@@ -1,0 +1,163 @@
+"""URLs and options: only the URL names the broker, and nothing is taken that nobody knows."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import urllib.parse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from txnbridge._plugins import plugins
+from txnbridge.errors import BackendMissing, InvalidOption
+from txnbridge.spi import Backend, Option, Url
+
+# What to install for a scheme whose backend is not there.
+_EXTRAS = {"kafka": "kafka", "pulsar": "pulsar", "pulsar+ssl": "pulsar", "rocketmq": "rocketmq"}
+
+
+def parse_url(text: object) -> tuple[Url, dict[str, str]]:
+    """Take a URL apart: the address, and its query as options. Raises `InvalidOption`."""
+    if not isinstance(text, str) or ":" not in text:
+        raise InvalidOption(f"a broker's URL looks like kafka://host:9092 or embedded:orders.db, not {_shown(text)}")
+    scheme, _, rest = text.partition(":")
+    rest, _, query = rest.partition("?")
+    hosts: tuple[tuple[str, int | None], ...] = ()
+    path = rest
+    if rest.startswith("//"):
+        authority, slash, tail = rest[2:].partition("/")
+        path = slash + tail
+        hosts = tuple(_host(part) for part in authority.split(",") if part)
+    while path.startswith("//"):
+        path = path[1:]
+    path = urllib.parse.unquote(path)
+    options = dict(_query(query))
+    shown = scheme + ":" + ("//" + ",".join(_host_text(h) for h in hosts) if rest.startswith("//") else "") + path
+    return Url(scheme.lower(), hosts, path, shown), options
+
+
+def _shown(text: object) -> str:
+    return repr(text.partition("?")[0]) if isinstance(text, str) else type(text).__name__
+
+
+def _host(part: str) -> tuple[str, int | None]:
+    if "@" in part:
+        raise InvalidOption("a URL holds no user or password; give them as options, for example password='env:NAME'")
+    name, port = part, ""
+    if part.startswith("["):  # IPv6
+        name, _, port = part[1:].partition("]")
+        port = port.removeprefix(":")
+    elif ":" in part:
+        name, _, port = part.rpartition(":")
+    if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise InvalidOption(f"{part!r} is not host:port")
+    return name, int(port) if port else None
+
+
+def _host_text(host: tuple[str, int | None]) -> str:
+    name = f"[{host[0]}]" if ":" in host[0] else host[0]
+    return name if host[1] is None else f"{name}:{host[1]}"
+
+
+def _query(query: str) -> Iterable[tuple[str, str]]:
+    seen: set[str] = set()
+    for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
+        if name in seen:
+            raise InvalidOption(f"option {name!r} is in the URL twice")
+        seen.add(name)
+        yield name, value
+
+
+def find_backend(scheme: str) -> Backend:
+    """The backend of a URL scheme. Raises `BackendMissing` saying what to install, or which schemes there are."""
+    backends = plugins.backends()
+    for backend in backends:
+        if scheme in backend.schemes:
+            return backend
+    if scheme in _EXTRAS:
+        extra = _EXTRAS[scheme]
+        raise BackendMissing(f"there is no backend for {scheme}: here; pip install 'txnbridge[{extra}]'" + _failures())
+    known = ", ".join(sorted(s for backend in backends for s in backend.schemes)) or "none"
+    raise BackendMissing(f"no backend knows the URL scheme {scheme!r}; known here: {known}" + _failures())
+
+
+def _failures() -> str:
+    if not plugins.failed:
+        return ""
+    told = "; ".join(f"{name}: {type(e).__name__}: {e}" for name, e in sorted(plugins.failed.items()))
+    return f" (plug-ins that could not be loaded: {told})"
+
+
+def resolve_options(
+    declared: Mapping[str, Option], given: Mapping[str, Any], backend: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Typed options with their defaults, and apart from them the client's own (names with a dot).
+
+    Raises `InvalidOption` naming an unknown option and the nearest known one, or a value of the wrong kind.
+    """
+    ours = {name: option.default for name, option in declared.items()}
+    clients: dict[str, Any] = {}
+    for name, value in given.items():
+        value = _indirect(name, value)
+        if name in declared:
+            ours[name] = _typed(name, declared[name], value)
+        elif "." in name:
+            clients[name] = value
+        else:
+            raise unknown_option(name, declared, f"the {backend} backend")
+    return ours, clients
+
+
+def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
+    return InvalidOption(f"{whose} has no option {name!r}{hint}")
+
+
+def _indirect(name: str, value: Any) -> Any:
+    """`env:NAME` and `file:/path` stand for what is there, so that secrets stay out of URLs and code."""
+    if not isinstance(value, str):
+        return value
+    if value.startswith("env:"):
+        found = os.environ.get(value[4:])
+        if found is None:
+            raise InvalidOption(
+                f"option {name!r} is to come from the environment variable {value[4:]}, which is not set"
+            )
+        return found
+    if value.startswith("file:"):
+        try:
+            return Path(value[5:]).read_text().rstrip("\n")
+        except OSError as error:
+            raise InvalidOption(f"option {name!r} is to come from the file {value[5:]}: {error.strerror}") from error
+    return value
+
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+def _typed(name: str, option: Option, value: Any) -> Any:
+    typed = _convert(name, option, value)
+    if option.choices and typed not in option.choices:
+        raise InvalidOption(f"option {name!r} must be one of {', '.join(map(repr, option.choices))}")
+    return typed
+
+
+def _convert(name: str, option: Option, value: Any) -> Any:
+    wanted = option.kind.__name__
+    if value is None or (option.kind is not bool and isinstance(value, bool)):
+        raise InvalidOption(f"option {name!r} must be a {wanted}")
+    if option.kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
+            return value.lower() in _TRUE
+        raise InvalidOption(f"option {name!r} must be true or false")
+    if option.kind is str and not isinstance(value, str | os.PathLike):
+        raise InvalidOption(f"option {name!r} must be text")
+    try:
+        return option.kind(value)
+    except (TypeError, ValueError):
+        raise InvalidOption(f"option {name!r} must be a {wanted}") from None

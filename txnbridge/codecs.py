@@ -1,0 +1,109 @@
+"""Codecs: how an application's objects become bytes and come back.
+
+A codec is anything with `encode(obj, context) -> bytes` and `decode(data, context) -> obj`. What `decode` raises makes
+the message poison: it can be set aside, never skipped. A tombstone (None) passes every codec untouched.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json as _json
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+from txnbridge._messages import NO_HEADERS, Headers
+
+__all__ = ["Codec", "CodecContext", "bytes", "dataclass_json", "json", "pydantic", "str"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CodecContext:
+    """What a codec may want to know: the topic, whether it handles the key or the value, and the headers."""
+
+    topic: builtins.str
+    field: Literal["key", "value"]
+    headers: Headers = NO_HEADERS
+
+
+class Codec(Protocol):
+    """What `Topic` takes as a codec."""
+
+    def encode(self, obj: Any, context: CodecContext) -> builtins.bytes: ...
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> Any: ...
+
+
+class _Bytes:
+    """Bytes as they are."""
+
+    def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
+        if not isinstance(obj, builtins.bytes | bytearray | memoryview):
+            raise TypeError(f"{context.topic} takes bytes, not {type(obj).__name__}; give the topic a codec")
+        return builtins.bytes(obj)
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> builtins.bytes:
+        return data
+
+
+class _Str:
+    """Text as UTF-8."""
+
+    def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
+        if not isinstance(obj, builtins.str):
+            raise TypeError(f"{context.topic} takes text, not {type(obj).__name__}")
+        return obj.encode()
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> builtins.str:
+        return data.decode()
+
+
+class _Json:
+    """JSON as UTF-8. NaN and infinities are refused: other languages cannot read them."""
+
+    def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
+        return _json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> Any:
+        return _json.loads(data)
+
+
+class pydantic(Generic[_T]):
+    """JSON checked by a pydantic model, or by any type that pydantic understands (dataclasses, TypedDict, unions)."""
+
+    def __init__(self, model: type[_T]) -> None:
+        from pydantic import TypeAdapter
+
+        self._adapter: Any = TypeAdapter(model)
+
+    def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
+        encoded: builtins.bytes = self._adapter.dump_json(obj)
+        return encoded
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        decoded: _T = self._adapter.validate_json(data)
+        return decoded
+
+
+class dataclass_json(Generic[_T]):
+    """JSON of a flat dataclass. Unknown and missing fields are refused; for nested types take `pydantic`."""
+
+    def __init__(self, cls: type[_T]) -> None:
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"{cls.__name__} is not a dataclass")
+        self._cls = cls
+
+    def encode(self, obj: _T, context: CodecContext) -> builtins.bytes:
+        if not isinstance(obj, self._cls):
+            raise TypeError(f"{context.topic} takes {self._cls.__name__}, not {type(obj).__name__}")
+        return json.encode(dataclasses.asdict(obj), context)  # type: ignore[call-overload]
+
+    def decode(self, data: builtins.bytes, context: CodecContext) -> _T:
+        return self._cls(**json.decode(data, context))
+
+
+bytes = _Bytes()
+str = _Str()
+json = _Json()
