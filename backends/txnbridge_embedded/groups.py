@@ -1,0 +1,266 @@
+"""What a group has acknowledged, and who may acknowledge.
+
+Everything here runs inside a write transaction of the caller's, so that acknowledgements become true together with
+the messages of their transaction, or not at all.
+
+Offsets have gaps where transactions were aborted. An acknowledged message takes the gap in front of it along, so that
+a group's acknowledged offsets grow together into one range, whose end is `positions.next`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+from txnbridge.errors import Conflict
+from txnbridge.spi import Partition, Position
+from txnbridge_embedded.ranges import Range, runs
+from txnbridge_embedded.store import OFFSET_BITS
+
+NEVER = 1 << 62  # a lease until then is held by a prepared transaction: only its end frees the message
+
+
+@dataclass(frozen=True)
+class AckContext:
+    """Proof of one reader's assignment: its member, and for each partition its id and the epoch it was given with."""
+
+    group_id: int
+    group: str
+    sharing: str
+    member: str
+    held: Mapping[Partition, tuple[int, int]]
+
+
+def apply_acks(
+    connection: sqlite3.Connection,
+    context: AckContext,
+    positions: Mapping[Partition, Sequence[Position]],
+    number: int | None = None,
+) -> None:
+    """Acknowledge delivered messages; with a transaction's `number` only reserve them until it is decided.
+
+    Raises `Conflict` if the assignment (or the lease) under which they were delivered has ended, or if somebody else
+    has acknowledged or reserved one of them.
+    """
+    for partition, acked in positions.items():
+        _Acks(connection, context, partition).apply(runs(offset for (offset,) in acked), number)
+
+
+def commit_pending(connection: sqlite3.Connection, number: int) -> None:
+    """What a prepared transaction reserved is acknowledged."""
+    for group_id, partition_id, ranges in _pending(connection, number):
+        _acknowledge(connection, group_id, partition_id, ranges)
+    connection.execute("DELETE FROM pending_acks WHERE number = ?", (number,))
+
+
+def abort_pending(connection: sqlite3.Connection, number: int) -> None:
+    """What a prepared transaction reserved is given back, to be delivered again.
+
+    The reader that has the partition has passed these messages by, so they are left for it in `pending_acks` under the
+    negative of the new `positions.rewinds`: it delivers again what carries a number that it has not seen yet. They are
+    forgotten once acknowledged, or when the partition goes to another member, who reads everything from the start.
+    """
+    for group_id, partition_id, ranges in _pending(connection, number):
+        where = (group_id, partition_id)
+        connection.execute(
+            "UPDATE positions SET rewinds = rewinds + 1 WHERE group_id = ? AND partition_id = ?", where
+        )
+        connection.execute(
+            "UPDATE pending_acks SET number = -(SELECT rewinds FROM positions WHERE group_id = ? AND partition_id = ?)"
+            " WHERE group_id = ? AND partition_id = ? AND number = ?",
+            (*where, *where, number),
+        )
+        connection.executemany(
+            "UPDATE leases SET until = 0 WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
+            ((*where, *found) for found in ranges),
+        )
+
+
+def groups_of(connection: sqlite3.Connection, number: int) -> list[str]:
+    """The names of the groups in which a prepared transaction has reserved messages."""
+    rows = connection.execute(
+        "SELECT DISTINCT name FROM pending_acks JOIN groups ON groups.id = group_id WHERE number = ? ORDER BY name",
+        (number,),
+    )
+    return [name for (name,) in rows]
+
+
+def forget_partitions(connection: sqlite3.Connection, partition_ids: Iterable[int]) -> None:
+    """Drop what every group knows of some partitions, because they are being deleted."""
+    ids = [(partition_id,) for partition_id in partition_ids]
+    for table in ("assignments", "positions", "acks", "pending_acks", "leases"):
+        connection.executemany(f"DELETE FROM {table} WHERE partition_id = ?", ids)
+
+
+def forget_returned(connection: sqlite3.Connection, group_id: int, partition_id: int, below: int = NEVER) -> None:
+    """Drop the marks of what aborted prepared transactions gave back, up to an offset."""
+    connection.execute(
+        "DELETE FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < 0 AND last < ?",
+        (group_id, partition_id, below),
+    )
+
+
+class _Acks:
+    """Acknowledgements of one partition by one member."""
+
+    def __init__(self, connection: sqlite3.Connection, context: AckContext, partition: Partition) -> None:
+        self._connection = connection
+        self._context = context
+        self._partition = partition
+        if partition not in context.held:
+            raise self._conflict("was not assigned to this reader when these messages were delivered")
+        self._id, self._epoch = context.held[partition]
+        self._where = (context.group_id, self._id)
+
+    def apply(self, acked: Sequence[Range], number: int | None) -> None:
+        if self._context.sharing == "message":
+            self._check_leases(acked)
+        else:
+            self._check_assignment()
+        row = self._connection.execute(
+            "SELECT positions.next, partitions.first FROM positions JOIN partitions ON partitions.id = partition_id"
+            " WHERE group_id = ? AND partition_id = ?",
+            self._where,
+        ).fetchone()
+        if row is None:
+            raise self._conflict("has been deleted")
+        reached, kept = row
+        for first, last in acked:
+            self._check_free(first, last, reached)
+        ranges = [(self._gap_before(first, max(reached, kept)), last) for first, last in acked]
+        if number is None:
+            _acknowledge(self._connection, *self._where, ranges)
+        else:
+            self._reserve(ranges, number)
+
+    def _check_assignment(self) -> None:
+        row = self._connection.execute(
+            "SELECT member, epoch FROM assignments WHERE group_id = ? AND partition_id = ?", self._where
+        ).fetchone()
+        if row != (self._context.member, self._epoch):
+            raise self._conflict("has been taken from this reader since these messages were delivered")
+
+    def _check_leases(self, acked: Sequence[Range]) -> None:
+        # A lease that has run out still counts while nobody else has got the message.
+        for first, last in acked:
+            (count,) = self._connection.execute(
+                "SELECT count(*) FROM leases WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?"
+                " AND member = ?",
+                (*self._where, first, last, self._context.member),
+            ).fetchone()
+            if count != last - first + 1:
+                raise self._conflict("has given a message of these to another reader since it was delivered")
+
+    def _check_free(self, first: int, last: int, reached: int) -> None:
+        if first < reached or self._overlaps("acks", "1", first, last):
+            raise self._conflict("has had a message of these acknowledged already")
+        if self._overlaps("pending_acks", "number > 0", first, last):
+            raise self._conflict("has a message of these reserved by a prepared transaction")
+
+    def _overlaps(self, table: str, which: str, first: int, last: int) -> bool:
+        # The ranges do not overlap each other, so the last one that begins in time tells.
+        row = self._connection.execute(
+            f"SELECT last FROM {table} WHERE group_id = ? AND partition_id = ? AND first <= ? AND {which}"
+            " ORDER BY first DESC LIMIT 1",
+            (*self._where, last),
+        ).fetchone()
+        return row is not None and row[0] >= first
+
+    def _gap_before(self, first: int, lowest: int) -> int:
+        """Where the gap in front of a message begins; what retention has taken away is no gap."""
+        base = self._id << OFFSET_BITS
+        (before,) = self._connection.execute(
+            "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + lowest, base + first)
+        ).fetchone()
+        return min(first, lowest) if before is None else before - base + 1
+
+    def _reserve(self, ranges: Sequence[Range], number: int) -> None:
+        # "OR REPLACE": a mark of something given back earlier (number < 0) may begin at the same offset.
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO pending_acks VALUES (?, ?, ?, ?, ?)",
+            ((*self._where, first, last, number) for first, last in ranges),
+        )
+        self._connection.executemany(
+            "UPDATE leases SET member = NULL, until = ? WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
+            ((NEVER, *self._where, first, last) for first, last in ranges),
+        )
+
+    def _conflict(self, what: str) -> Conflict:
+        topic, number = self._partition
+        return Conflict(
+            f"cannot acknowledge for group {self._context.group!r}: partition {topic}[{number}] {what}; "
+            f"poll again and run the transaction with what comes"
+        )
+
+
+def _pending(connection: sqlite3.Connection, number: int) -> list[tuple[int, int, list[Range]]]:
+    rows = connection.execute(
+        "SELECT group_id, partition_id, first, last FROM pending_acks WHERE number = ?"
+        " ORDER BY group_id, partition_id, first",
+        (number,),
+    ).fetchall()
+    return [(*where, [row[2:] for row in found]) for where, found in groupby(rows, itemgetter(0, 1))]
+
+
+def _acknowledge(
+    connection: sqlite3.Connection, group_id: int, partition_id: int, ranges: Iterable[Range]
+) -> None:
+    where = (group_id, partition_id)
+    (reached,) = connection.execute(
+        "SELECT next FROM positions WHERE group_id = ? AND partition_id = ?", where
+    ).fetchone()
+    before = reached
+    for first, last in ranges:
+        if first <= reached:
+            reached = max(reached, last + 1)
+        else:
+            _add_range(connection, group_id, partition_id, first, last)
+        connection.execute(
+            "DELETE FROM leases WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
+            (*where, first, last),
+        )
+    if reached > before:
+        advance(connection, group_id, partition_id, reached)
+
+
+def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, reached: int) -> None:
+    """Set the position of a group, and take along the acknowledged ranges that it meets."""
+    where = (group_id, partition_id)
+    while row := connection.execute(
+        "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? ORDER BY first LIMIT 1", where
+    ).fetchone():
+        first, last = row
+        if first > reached:
+            break
+        reached = max(reached, last + 1)
+        connection.execute(
+            "DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, first)
+        )
+    connection.execute(
+        "UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (reached, *where)
+    )
+    forget_returned(connection, group_id, partition_id, reached)
+
+
+def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:
+    """Insert an acknowledged range, grown together with those that it touches."""
+    where = (group_id, partition_id)
+    row = connection.execute(
+        "SELECT first FROM acks WHERE group_id = ? AND partition_id = ? AND first < ? AND last >= ?"
+        " ORDER BY first DESC LIMIT 1",
+        (*where, first, first - 1),
+    ).fetchone()
+    if row is not None:
+        (first,) = row
+    row = connection.execute(
+        "SELECT last FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, last + 1)
+    ).fetchone()
+    if row is not None:
+        connection.execute(
+            "DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, last + 1)
+        )
+        (last,) = row
+    connection.execute("INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?)", (*where, first, last))

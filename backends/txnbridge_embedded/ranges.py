@@ -1,0 +1,40 @@
+"""Ranges of offsets, first and last included: a list of them is sorted and its ranges do not touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+Range = tuple[int, int]
+
+
+def runs(offsets: Iterable[int]) -> list[Range]:
+    """The runs of consecutive offsets among some offsets."""
+    return merged((offset, offset) for offset in offsets)
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same offsets as a proper list of ranges, whatever the order and overlaps of those given."""
+    found: list[Range] = []
+    for first, last in sorted(ranges):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def without(ranges: Iterable[Range], holes: Iterable[Range]) -> Iterator[Range]:
+    """What is left of some ranges without the offsets of others, both proper lists."""
+    waiting = iter(holes)
+    hole = next(waiting, None)
+    for first, last in ranges:
+        start = first
+        while hole is not None and hole[0] <= last:
+            if start < hole[0]:
+                yield start, hole[0] - 1
+            start = max(start, hole[1] + 1)
+            if hole[1] > last:
+                break  # it may reach into the next range too
+            hole = next(waiting, None)
+        if start <= last:
+            yield start, last
