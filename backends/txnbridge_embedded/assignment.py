@@ -92,9 +92,7 @@ class _Shares:
         yield from sorted(pairs, key=lambda pair: self._count[pair[1]])
 
     @staticmethod
-    def _back(
-        came_by: Mapping[str, tuple[str, int]], first: str, last: str
-    ) -> Iterator[tuple[str, int, str]]:
+    def _back(came_by: Mapping[str, tuple[str, int]], first: str, last: str) -> Iterator[tuple[str, int, str]]:
         while last != first:
             giver, topic = came_by[last]
             yield giver, topic, last

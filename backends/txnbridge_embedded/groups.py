@@ -65,9 +65,7 @@ def abort_pending(connection: sqlite3.Connection, number: int) -> None:
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
-        connection.execute(
-            "UPDATE positions SET rewinds = rewinds + 1 WHERE group_id = ? AND partition_id = ?", where
-        )
+        connection.execute("UPDATE positions SET rewinds = rewinds + 1 WHERE group_id = ? AND partition_id = ?", where)
         connection.execute(
             "UPDATE pending_acks SET number = -(SELECT rewinds FROM positions WHERE group_id = ? AND partition_id = ?)"
             " WHERE group_id = ? AND partition_id = ? AND number = ?",
@@ -184,7 +182,8 @@ class _Acks:
             ((*self._where, first, last, number) for first, last in ranges),
         )
         self._connection.executemany(
-            "UPDATE leases SET member = NULL, until = ? WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
+            "UPDATE leases SET member = NULL, until = ?"
+            " WHERE group_id = ? AND partition_id = ? AND offset BETWEEN ? AND ?",
             ((NEVER, *self._where, first, last) for first, last in ranges),
         )
 
@@ -205,9 +204,7 @@ def _pending(connection: sqlite3.Connection, number: int) -> list[tuple[int, int
     return [(*where, [row[2:] for row in found]) for where, found in groupby(rows, itemgetter(0, 1))]
 
 
-def _acknowledge(
-    connection: sqlite3.Connection, group_id: int, partition_id: int, ranges: Iterable[Range]
-) -> None:
+def _acknowledge(connection: sqlite3.Connection, group_id: int, partition_id: int, ranges: Iterable[Range]) -> None:
     where = (group_id, partition_id)
     (reached,) = connection.execute(
         "SELECT next FROM positions WHERE group_id = ? AND partition_id = ?", where
@@ -236,31 +233,26 @@ def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, re
         if first > reached:
             break
         reached = max(reached, last + 1)
-        connection.execute(
-            "DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, first)
-        )
-    connection.execute(
-        "UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (reached, *where)
-    )
+        connection.execute("DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, first))
+    connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (reached, *where))
     forget_returned(connection, group_id, partition_id, reached)
 
 
 def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:
     """Insert an acknowledged range, grown together with those that it touches."""
     where = (group_id, partition_id)
-    row = connection.execute(
-        "SELECT first FROM acks WHERE group_id = ? AND partition_id = ? AND first < ? AND last >= ?"
+    before = connection.execute(
+        "SELECT first, last FROM acks WHERE group_id = ? AND partition_id = ? AND first < ?"
         " ORDER BY first DESC LIMIT 1",
-        (*where, first, first - 1),
+        (*where, first),
     ).fetchone()
-    if row is not None:
-        (first,) = row
-    row = connection.execute(
-        "SELECT last FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, last + 1)
+    if before is not None and before[1] >= first - 1:
+        first = before[0]
+    behind = (*where, last + 1)
+    after = connection.execute(
+        "SELECT last FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", behind
     ).fetchone()
-    if row is not None:
-        connection.execute(
-            "DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, last + 1)
-        )
-        (last,) = row
+    if after is not None:
+        connection.execute("DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", behind)
+        (last,) = after
     connection.execute("INSERT OR REPLACE INTO acks VALUES (?, ?, ?, ?)", (*where, first, last))

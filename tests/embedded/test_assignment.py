@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from itertools import product
 
@@ -24,9 +25,7 @@ def same_topics(draw):
 @st.composite
 def any_topics(draw, most_partitions=12):
     topics = draw(st.integers(1, 4))
-    members = draw(
-        st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, topics)), min_size=1, max_size=4)
-    )
+    members = draw(st.dictionaries(st.sampled_from(NAMES), st.sets(st.integers(0, topics)), min_size=1, max_size=4))
     partitions = dict(enumerate(draw(st.lists(st.integers(0, topics), max_size=most_partitions))))
     owners = draw(st.dictionaries(st.integers(0, most_partitions), st.sampled_from(NAMES)))
     return members, partitions, owners
@@ -99,8 +98,10 @@ def test_a_chain_of_moves_evens_what_no_single_move_can():
     assert shares(members, assign(members, partitions, {1: "a", 2: "a", 3: "b"})) == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_thousand_partitions_and_fifty_members_take_no_noticeable_time():
+def test_a_thousand_partitions_and_fifty_members_take_less_than_a_second():
     members = {f"m{number}": (1, 2, 3) for number in range(50)}
     partitions = {number: 1 + number % 3 for number in range(1000)}
-    owners = dict.fromkeys(partitions, "m0")
-    assert set(shares(members, assign(members, partitions, owners)).values()) == {20}
+    started = time.process_time()
+    assigned = assign(members, partitions, dict.fromkeys(partitions, "m0"))
+    assert time.process_time() - started < 1  # a tenth of that here; it runs while the file is locked
+    assert set(shares(members, assigned).values()) == {20}

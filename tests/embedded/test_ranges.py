@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_embedded.ranges import merged, runs, without
@@ -16,7 +18,7 @@ def members(found):
 
 def is_proper(found):
     return all(first <= last for first, last in found) and all(
-        earlier[1] + 1 < later[0] for earlier, later in zip(found, found[1:], strict=False)
+        earlier[1] + 1 < later[0] for earlier, later in pairwise(found)
     )
 
 

@@ -1,0 +1,269 @@
+"""A group's acknowledgements: gaps, overlaps, reservations of prepared transactions, and whose they are."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from txnbridge_embedded import groups
+from txnbridge_embedded.groups import AckContext
+from txnbridge_embedded.store import OFFSET_BITS, SCHEMA
+
+from txnbridge.errors import Conflict
+
+GROUP, PARTITION_ID = 1, 7
+PARTITION = ("orders", 0)
+ME = AckContext(GROUP, "shipping", "partition", "me", {PARTITION: (PARTITION_ID, 3)})
+SHARED = AckContext(GROUP, "shipping", "message", "me", {PARTITION: (PARTITION_ID, 0)})
+
+
+def file(stored, first=0, start=0):
+    """A file with one partition that holds messages at the given offsets, given to `me` with epoch 3."""
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(SCHEMA)
+    connection.execute("INSERT INTO topics(name, created_at) VALUES ('orders', 0)")
+    end = max(stored, default=-1) + 1
+    connection.execute(
+        "INSERT INTO partitions(id, topic_id, number, first, next) VALUES (?, 1, 0, ?, ?)", (PARTITION_ID, first, end)
+    )
+    connection.executemany(
+        "INSERT INTO messages VALUES (?, 0, NULL, NULL, NULL)",
+        ((PARTITION_ID << OFFSET_BITS | offset,) for offset in stored),
+    )
+    connection.execute("INSERT INTO groups(id, name, sharing) VALUES (?, 'shipping', 'partition')", (GROUP,))
+    connection.execute("INSERT INTO assignments VALUES (?, ?, 'me', 3, NULL, NULL)", (GROUP, PARTITION_ID))
+    connection.execute("INSERT INTO positions VALUES (?, ?, ?, 0)", (GROUP, PARTITION_ID, start))
+    return connection
+
+
+def ack(connection, *offsets, number=None, context=ME):
+    groups.apply_acks(connection, context, {PARTITION: [(offset,) for offset in offsets]}, number)
+
+
+def reached(connection):
+    return connection.execute("SELECT next FROM positions").fetchone()[0]
+
+
+def rows(connection, table):
+    return connection.execute(f"SELECT first, last FROM {table} ORDER BY first").fetchall()
+
+
+def test_acknowledging_in_order_moves_the_position_and_keeps_no_ranges():
+    connection = file(range(10))
+    ack(connection, 0, 1, 2)
+    ack(connection, 3)
+    assert (reached(connection), rows(connection, "acks")) == (4, [])
+
+
+def test_a_message_acknowledged_out_of_order_holds_nothing_and_is_met_later():
+    connection = file(range(10))
+    ack(connection, 2, 3, 6)
+    assert (reached(connection), rows(connection, "acks")) == (0, [(2, 3), (6, 6)])
+    ack(connection, 4, 5)
+    assert rows(connection, "acks") == [(2, 6)]
+    ack(connection, 0, 1)
+    assert (reached(connection), rows(connection, "acks")) == (7, [])
+
+
+def test_the_gap_that_an_aborted_transaction_left_goes_with_the_message_behind_it():
+    connection = file([0, 1, 5, 6])
+    ack(connection, 0, 1, 5)
+    assert reached(connection) == 6
+
+
+def test_what_retention_took_away_is_not_acknowledged_with_the_message_behind_it():
+    connection = file(range(5, 10), first=5)
+    ack(connection, 5)
+    assert (reached(connection), rows(connection, "acks")) == (0, [(5, 5)])
+
+
+def test_a_delivered_message_that_retention_took_away_meanwhile_can_still_be_acknowledged():
+    connection = file(range(5, 10), first=5, start=3)
+    ack(connection, 3, 4)
+    assert reached(connection) == 5
+
+
+@pytest.mark.parametrize("offsets", [(0,), (4,), (3, 4, 5), (9, 2)])
+def test_what_is_acknowledged_cannot_be_acknowledged_again(offsets):
+    connection = file(range(10))
+    ack(connection, 0, 1, 2, 4)
+    with pytest.raises(Conflict, match="acknowledged already"):
+        ack(connection, *offsets)
+
+
+def test_what_a_prepared_transaction_reserved_cannot_be_acknowledged():
+    connection = file(range(10))
+    ack(connection, 1, 2, number=5)
+    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
+        ack(connection, 2)
+    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
+        ack(connection, 1, number=6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE assignments SET member = 'other', epoch = 4",
+        "UPDATE assignments SET epoch = 4",  # it went away and came back
+        "UPDATE assignments SET member = NULL",
+        "DELETE FROM assignments",
+    ],
+)
+def test_an_acknowledgement_from_an_assignment_that_has_ended_is_refused(change):
+    connection = file(range(10))
+    connection.execute(change)
+    with pytest.raises(Conflict, match="taken from this reader"):
+        ack(connection, 0)
+
+
+def test_an_acknowledgement_of_a_partition_that_was_never_assigned_is_refused():
+    connection = file(range(10))
+    with pytest.raises(Conflict, match="orders\\[1\\]"):
+        groups.apply_acks(connection, ME, {("orders", 1): [(0,)]})
+
+
+def test_an_acknowledgement_for_a_deleted_topic_is_refused():
+    connection = file(range(10))
+    ack(connection, 3)
+    ack(connection, 5, number=1)
+    groups.forget_partitions(connection, [PARTITION_ID])
+    with pytest.raises(Conflict):
+        ack(connection, 0)
+    groups.commit_pending(connection, 1)
+    for table in ("assignments", "positions", "acks", "pending_acks"):
+        assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+
+
+def test_what_was_given_back_is_marked_until_it_is_acknowledged():
+    connection = file(range(10))
+    ack(connection, 1, 2, number=5)
+    groups.abort_pending(connection, 5)
+    assert connection.execute("SELECT rewinds FROM positions").fetchone() == (1,)
+    assert connection.execute("SELECT first, last, number FROM pending_acks").fetchall() == [(1, 2, -1)]
+    ack(connection, 1, 2)
+    ack(connection, 0)
+    assert (reached(connection), rows(connection, "pending_acks")) == (3, [])
+
+
+def test_what_was_given_back_can_be_reserved_again():
+    connection = file(range(10))
+    ack(connection, 1, 2, number=5)
+    groups.abort_pending(connection, 5)
+    ack(connection, 1, number=6)
+    groups.commit_pending(connection, 6)
+    assert rows(connection, "acks") == [(1, 1)]
+
+
+def test_the_groups_of_a_prepared_transaction_are_named():
+    connection = file(range(10))
+    ack(connection, 1, 3, number=5)
+    assert groups.groups_of(connection, 5) == ["shipping"]
+    assert groups.groups_of(connection, 6) == []
+
+
+def lend(connection, offset, member, until=10**15):
+    connection.execute(
+        "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, 1)", (GROUP, PARTITION_ID, offset, member, until)
+    )
+
+
+def leases(connection):
+    return connection.execute("SELECT offset, member, until FROM leases ORDER BY offset").fetchall()
+
+
+def test_a_shared_message_is_acknowledged_by_whoever_holds_its_lease_even_if_that_has_run_out():
+    connection = file(range(10))
+    lend(connection, 0, "me", until=1)
+    lend(connection, 2, "me")
+    ack(connection, 0, 2, context=SHARED)
+    assert (reached(connection), rows(connection, "acks"), leases(connection)) == (1, [(2, 2)], [])
+
+
+def test_a_shared_message_is_not_acknowledged_without_its_lease():
+    connection = file(range(10))
+    lend(connection, 0, "me")
+    lend(connection, 1, "other")
+    for offsets in [(1,), (0, 1), (2,)]:
+        with pytest.raises(Conflict, match="to another reader"):
+            ack(connection, *offsets, context=SHARED)
+
+
+def test_a_reserved_shared_message_is_lent_to_nobody_until_its_transaction_is_aborted():
+    connection = file(range(10))
+    lend(connection, 0, "me")
+    ack(connection, 0, number=4, context=SHARED)
+    assert leases(connection) == [(0, None, groups.NEVER)]
+    groups.abort_pending(connection, 4)
+    assert leases(connection) == [(0, None, 0)]
+
+
+class Acknowledging(RuleBasedStateMachine):
+    """Any sequence of acknowledgements leaves exactly what a set of offsets would, and refuses exactly the overlaps."""
+
+    @initialize(stored=st.sets(st.integers(0, 30), min_size=1))
+    def begin(self, stored):
+        self.stored = sorted(stored)
+        self.connection = file(self.stored)
+        self.acked: set[int] = set()
+        self.reserved: dict[int, set[int]] = {}
+        self.numbers = 0
+
+    def _taken(self):
+        return self.acked.union(*self.reserved.values())
+
+    def _some(self, data):
+        return set(data.draw(st.lists(st.sampled_from(self.stored), min_size=1, max_size=6)))
+
+    @rule(data=st.data())
+    def acknowledge(self, data):
+        offsets = self._some(data)
+        if offsets & self._taken():
+            with pytest.raises(Conflict):
+                ack(self.connection, *offsets)
+        else:
+            ack(self.connection, *offsets)
+            self.acked |= offsets
+
+    @rule(data=st.data())
+    def reserve(self, data):
+        offsets = self._some(data)
+        self.numbers += 1
+        if offsets & self._taken():
+            with pytest.raises(Conflict):
+                ack(self.connection, *offsets, number=self.numbers)
+        else:
+            ack(self.connection, *offsets, number=self.numbers)
+            self.reserved[self.numbers] = offsets
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), committed=st.booleans())
+    def decide(self, data, committed):
+        number = data.draw(st.sampled_from(sorted(self.reserved)))
+        offsets = self.reserved.pop(number)
+        if committed:
+            groups.commit_pending(self.connection, number)
+            self.acked |= offsets
+        else:
+            groups.abort_pending(self.connection, number)
+
+    @invariant()
+    def the_file_says_what_the_sets_say(self):
+        ranges = rows(self.connection, "acks")
+        position = reached(self.connection)
+        found = {o for o in self.stored if o < position or any(first <= o <= last for first, last in ranges)}
+        assert found == self.acked
+        unacked = [o for o in self.stored if o not in self.acked]
+        below = [o for o in self.stored if not unacked or o < unacked[0]]
+        assert position == (below[-1] + 1 if below else 0)
+        assert all(
+            last + 1 < first for (_, last), (first, _) in zip([(0, position - 1), *ranges], ranges, strict=False)
+        )
+        live = self.connection.execute("SELECT first, last FROM pending_acks WHERE number > 0").fetchall()
+        assert {o for o in self.stored if any(a <= o <= b for a, b in live)} == set().union(*self.reserved.values())
+
+
+TestAcknowledging = Acknowledging.TestCase
+TestAcknowledging.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
