@@ -1,0 +1,25 @@
+"""Headers as text in the file: a JSON list of pairs, each value's bytes as Latin-1 characters."""
+
+from __future__ import annotations
+
+import json
+
+from txnbridge.spi import NO_HEADERS, Headers, RawHeaders
+
+
+def pack(headers: RawHeaders | None) -> str | None:
+    """The text to store; None for no headers."""
+    if not headers:
+        return None
+    # ASCII only, because a name may hold lone surrogates, which SQLite's UTF-8 cannot.
+    return json.dumps([(name, value.decode("latin-1")) for name, value in headers], separators=(",", ":"))
+
+
+def unpack_raw(text: str | None) -> list[tuple[str, bytes]]:
+    """The pairs that were stored."""
+    return [(name, value.encode("latin-1")) for name, value in json.loads(text)] if text else []
+
+
+def unpack(text: str | None) -> Headers:
+    """The headers that were stored."""
+    return Headers(unpack_raw(text)) if text else NO_HEADERS

@@ -1,0 +1,21 @@
+"""The options of one broker, with their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Durations are seconds. `backend.OPTIONS` says what each is for."""
+
+    spill_bytes: int = 8 << 20
+    max_message_bytes: int = 16 << 20
+    hold_seconds: float = 7 * DAY
+    keep_seconds: float = 30 * DAY
+    lease_seconds: float = 10.0
+    redeliver_seconds: float = 30.0
+    half_check_seconds: float = 30.0
+    half_checks: int = 15
