@@ -1,0 +1,63 @@
+"""The command line. One file a command, loaded when that command runs, so that `txnbridge --help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+import txnbridge
+from txnbridge.cli._common import EXIT_CODES_HELP, guarded
+from txnbridge.cli._extensions import plugin_commands
+
+# Command -> its line in `txnbridge --help`. The command is `command` in the module of its name.
+COMMANDS = {
+    "demo": "A short story that shows what txnbridge promises, and checks it.",
+    "topics": "List, create, delete and grow topics.",
+    "send": "Send messages in one transaction.",
+    "read": "Show committed messages.",
+    "run": "Run a processor.",
+    "redrive": "Send dead letters back to where they came from.",
+    "transactions": "List and end open and prepared transactions.",
+    "status": "Say what became of a token.",
+    "doctor": "Look for what weakens a promise or holds readers back.",
+    "capabilities": "Say what brokers promise.",
+}
+
+
+class Main(click.Group):
+    """The commands of this package by name, then those of plug-ins."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *sorted(plugin_commands().keys() - COMMANDS.keys())]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return plugin_commands().get(cmd_name)
+        command: click.Command = importlib.import_module(f"txnbridge.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        extra = plugin_commands()
+        rows = [(name, COMMANDS.get(name) or extra[name].get_short_help_str(80)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return guarded(ctx, super().parse_args, ctx, args)
+
+    def invoke(self, ctx: click.Context) -> None:
+        guarded(ctx, super().invoke, ctx)
+
+
+@click.command(
+    cls=Main,
+    epilog=EXIT_CODES_HELP,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.version_option(txnbridge.__version__, prog_name="txnbridge", message="%(prog)s %(version)s")
+def main() -> None:
+    """Messaging transactions: what belongs together becomes visible together, or not at all.
+
+    New here? `txnbridge demo` needs nothing and takes seconds.
+    """

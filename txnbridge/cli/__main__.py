@@ -1,0 +1,3 @@
+from txnbridge.cli import main
+
+main(prog_name="txnbridge")

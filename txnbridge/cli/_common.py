@@ -1,0 +1,279 @@
+"""What all commands share: options, output, errors in one line, exit codes.
+
+    @command("list", help="List topics.")
+    @click.option("--internal", is_flag=True, help="Also txnbridge's own.")
+    def list_topics(cli: Cli, internal: bool) -> None:
+        with cli.connect() as bridge:
+            topics = bridge.admin.topics(internal)
+        if cli.json:
+            cli.document([...])
+        else:
+            cli.table(["topic", "partitions"], [...])
+
+The function may return an `ExitCode`; None is OK. Errors are raised: `guarded` turns them into one line and a code.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import click
+
+import txnbridge
+from txnbridge.errors import (
+    BrokerUnavailable,
+    Fenced,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_DEBUG = "txnbridge.debug"  # in click's context, where the options of the running command are told to `guarded`
+_JSON = "txnbridge.json"
+
+
+class ExitCode(IntEnum):
+    """What a command tells the script that called it."""
+
+    sentence: str
+
+    OK = 0, "done, and the answer is yes"
+    FAILED = 1, "failed, or the answer is no"
+    USAGE = 2, "the call is wrong: repeating it will not help"
+    UNAVAILABLE = 3, "the broker did not answer or could not store; nothing was decided"
+    UNKNOWN = 4, "the outcome is unknown; the error names the token to ask with later"
+    ABORTED = 5, "aborted: it certainly did not happen"
+    FENCED = 6, "a newer owner of the transactional id exists"
+    WARNINGS = 7, "done, with warnings (doctor)"
+    INTERRUPTED = 130, "interrupted by Ctrl-C"
+    BROKEN_PIPE = 141, "whoever read the output went away"
+
+    def __new__(cls, code: int, sentence: str) -> ExitCode:
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.sentence = sentence
+        return member
+
+
+# "\b" keeps click from filling the lines into one paragraph.
+EXIT_CODES_HELP = "\b\nExit codes:\n" + "\n".join(f"  {code.value:>3}  {code.sentence}" for code in ExitCode)
+
+_CODES: tuple[tuple[type[TxnBridgeError], ExitCode], ...] = (
+    (UsageError, ExitCode.USAGE),
+    (BrokerUnavailable, ExitCode.UNAVAILABLE),
+    (OutcomeUnknown, ExitCode.UNKNOWN),
+    (TransactionAborted, ExitCode.ABORTED),
+    (Fenced, ExitCode.FENCED),
+)
+
+
+def exit_code(error: TxnBridgeError) -> ExitCode:
+    """The code that an error of ours ends a command with."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
+
+
+def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitCode:
+    """The code for a true outcome beside the one that was asked for."""
+    if outcome is wanted:
+        return ExitCode.OK
+    if outcome is txnbridge.Outcome.UNKNOWN:
+        return ExitCode.UNKNOWN
+    return ExitCode.ABORTED if outcome is txnbridge.Outcome.ABORTED else ExitCode.FAILED
+
+
+# --- a command and its options ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cli:
+    """What a command was called with, and how it speaks."""
+
+    url: str | None
+    json: bool
+    timeout: float
+
+    def connect(self, url: str | None = None, **options: Any) -> txnbridge.Bridge:
+        """Open the bridge that --url or TXNBRIDGE_URL names; `options` are those of `txnbridge.connect`."""
+        url = url or self.url
+        if not url:
+            raise click.UsageError("no broker: give its URL with --url or in TXNBRIDGE_URL")
+        return txnbridge.connect(url, timeout=self.timeout, **options)
+
+    def document(self, value: Any) -> None:
+        """Machine output: the one JSON document of this command, or one of its JSON lines."""
+        click.echo(json.dumps(value))
+
+    def say(self, text: str) -> None:
+        """One line for people. Silent with --json, whose stdout is for machines."""
+        if not self.json:
+            click.echo(text)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table for people."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+        console().print(table)
+
+    @contextmanager
+    def progress(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        """A progress bar on stderr around something that lasts; call what it yields with each step's size.
+
+        Without a terminal, and with --json, there is none.
+        """
+        if self.json or not sys.stderr.isatty():
+            yield lambda step: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console(stderr=True), transient=True) as bar:
+            task = bar.add_task(text, total=total)
+            yield lambda step: bar.advance(task, step)
+
+
+def console(stderr: bool = False) -> Console:
+    """Where rich writes: no markup in what is shown, and no line broken that goes to a file or a pipe."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, markup=False, highlight=False, emoji=False, width=None if stream.isatty() else 10_000)
+
+
+def command(
+    name: str, *, broker: bool = True, **attributes: Any
+) -> Callable[[Callable[..., ExitCode | None]], click.Command]:
+    """Make a function a command with the options that all have; it is given a `Cli` first.
+
+    `broker=False` leaves out --url and --timeout. `attributes` are those of `click.Command`.
+    """
+
+    def decorate(function: Callable[..., ExitCode | None]) -> click.Command:
+        @functools.wraps(function)
+        def run(json: bool, url: str | None = None, timeout: float = 0, **given: Any) -> None:
+            code = function(Cli(url, json, timeout), **given)
+            click.get_current_context().exit(code or ExitCode.OK)
+
+        decorated: Callable[..., None] = run
+        for option in reversed([*(_BROKER_OPTIONS if broker else ()), *_OPTIONS]):
+            decorated = option(decorated)
+        return click.command(name, cls=click.Command, **attributes)(decorated)
+
+    return decorate
+
+
+def _start_debugging(ctx: click.Context, option: click.Parameter, debug: bool) -> None:
+    ctx.meta[_DEBUG] = debug
+    if debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        ctx.with_resource(txnbridge.plugins.registered(_ShowEvents()))
+
+
+class _ShowEvents:
+    """The plug-in behind --debug: every step of every transaction into the log, which holds no bodies or keys."""
+
+    def __init__(self) -> None:
+        self._logger = txnbridge.EventLogger()
+
+    @txnbridge.hookimpl
+    def txnbridge_event(self, event: txnbridge.Event) -> None:
+        self._logger(event)
+
+
+def _remember_json(ctx: click.Context, option: click.Parameter, json: bool) -> bool:
+    ctx.meta[_JSON] = json
+    return json
+
+
+_BROKER_OPTIONS = (
+    click.option("--url", envvar="TXNBRIDGE_URL", metavar="URL", help="The broker. Default: TXNBRIDGE_URL."),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=30.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="The deadline of each call to the broker.",
+    ),
+)
+_OPTIONS = (
+    # Both are eager, so that they hold when another option is found wrong.
+    click.option("--json", is_flag=True, is_eager=True, callback=_remember_json, help="JSON on stdout, for machines."),
+    click.option(
+        "--debug",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_start_debugging,
+        help="Show every step on stderr, and errors with their traceback.",
+    ),
+)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def guarded(
+    ctx: click.Context, call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """Make a call; turn what it raises into one line on stderr and an exit code, with a traceback only by --debug."""
+    try:
+        return call(*args, **kwargs)
+    except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
+        raise
+    except (KeyboardInterrupt, click.Abort):
+        click.echo(err=True)  # the terminal shows ^C at the start of the line
+        ctx.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # What is still buffered goes nowhere instead of failing once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ctx.exit(ExitCode.BROKEN_PIPE)
+    except Exception as error:
+        if ctx.meta.get(_DEBUG):
+            traceback.print_exc()
+        ctx.exit(_report(ctx, error))
+
+
+def _report(ctx: click.Context, error: Exception) -> int:
+    text, code = _describe(error)
+    token = getattr(error, "token", None)
+    if ctx.meta.get(_JSON):
+        told = {"error": type(error).__name__, "message": text, "exit_code": int(code), "token": token}
+        click.echo(json.dumps({k: v for k, v in told.items() if v is not None}), err=True)
+    else:
+        line = " ".join(text.split()) + (f" (token: {token})" if token else "")
+        click.echo(f"txnbridge: {line}", err=True)
+    return int(code)
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    if isinstance(error, TxnBridgeError):
+        return str(error) or type(error).__name__, exit_code(error)
+    if isinstance(error, click.ClickException):
+        where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "txnbridge"
+        return f"{error.format_message()} See `{where} --help`.", error.exit_code
+    if isinstance(error, OSError):
+        return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
+    # Not one of ours, so its text may quote anything, also a message's body.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}; --debug shows all", ExitCode.FAILED

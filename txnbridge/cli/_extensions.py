@@ -1,0 +1,28 @@
+"""Commands that plug-ins bring, and plug-ins that could not be loaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from txnbridge._plugins import plugins
+
+if TYPE_CHECKING:
+    import click
+
+
+@functools.cache
+def plugin_commands() -> dict[str, click.Command]:
+    """Every plug-in's commands by name. One that fails is in `failed_plugins`, and takes nothing else down."""
+    try:
+        return {command.name: command for command in plugins.commands() if command.name}
+    except Exception as error:
+        plugins.failed["txnbridge_commands"] = error
+        return {}
+
+
+def failed_plugins() -> dict[str, BaseException]:
+    """Plug-ins that could not be loaded, by name, after trying all of them."""
+    plugins.backends()
+    plugin_commands()
+    return dict(sorted(plugins.failed.items()))
