@@ -134,6 +134,7 @@ class Bridge:
         self._hold = hold
         self._url = url
         self._count = itertools.count(1)
+        self._opening = threading.Lock()
         self._room = threading.Condition()
         self._size = writers
         self._busy = 0
@@ -244,16 +245,7 @@ class Bridge:
         return Begin(f"{self._identity.name}/{self._name[-8:]}/{next(self._count)}", Deadline(timeout), prepare, hold)
 
     def _take_writer(self, begin: Begin) -> Writer:
-        self._clear_abandoned()
-        with self._room:
-            while self._busy >= self._size:
-                if not self._room.wait(begin.deadline.left()) and self._busy >= self._size:
-                    raise DeadlineExceeded(
-                        f"all {self._size} writers of this bridge had open transactions for"
-                        f" {begin.deadline.seconds:g} s; end them sooner or connect(…, writers=…) with more"
-                    )
-                self._clear_abandoned()
-            self._busy += 1
+        self._take_slot(begin.deadline)
         try:
             if begin.prepare:
                 with self._events.step("writer.open", begin.transaction, prepare=True):
@@ -268,6 +260,21 @@ class Bridge:
         if writer in self._doubtful:
             self._reopen(writer, begin.deadline)
         return writer
+
+    def _take_slot(self, deadline: Deadline) -> None:
+        while True:
+            self._clear_abandoned()
+            with self._room:
+                if self._busy < self._size:
+                    self._busy += 1
+                    return
+                # In short turns, because a transaction that is left unfinished meanwhile tells nobody.
+                self._room.wait(min(deadline.left(), 0.1))
+            if deadline.expired:
+                raise DeadlineExceeded(
+                    f"all {self._size} writers of this bridge had open transactions for {deadline.seconds:g} s;"
+                    " end them sooner or connect(…, writers=…) with more"
+                )
 
     def _reopen(self, writer: Writer, deadline: Deadline) -> None:
         try:
@@ -284,8 +291,6 @@ class Bridge:
             if self._idle is None:
                 with self._events.step("writer.open", count=self._size):
                     self._idle = self._broker.open_writers(self._identity, self._size, self._ledger(), deadline)
-
-    _opening = threading.Lock()  # opening is rare; one lock for all bridges is enough
 
     def _give_back(self, transaction: Transaction, writer: Writer, sound: bool) -> None:
         self._transactions.discard(transaction)
@@ -449,9 +454,9 @@ class Bridge:
 
     def processor(self, inputs: str | Topic | Iterable[str | Topic], *, group: str, **settings: Any) -> Processor:
         """A loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
+        self._check_open()
         from txnbridge._processor import Processor
 
-        self._check_open()
         return Processor(self, inputs, group=group, **settings)
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
@@ -475,10 +480,10 @@ class Bridge:
 
     def decisions(self, name: str | None = None) -> Decisions:
         """The decision log of this bridge's application, or of another name: the first decision for an id wins."""
-        from txnbridge._decisions import Decisions
-
         self._check_open()
         self.capabilities.require(Capability.DECISION_LOG)
+        from txnbridge._decisions import Decisions
+
         log = self._broker.decision_log(name or self._identity.application, Deadline(self._timeout))
         return Decisions(log, timeout=self._timeout, events=self._events)
 

@@ -91,7 +91,7 @@ class Token:
         body = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), sort_keys=True)
         packed = body.encode()
         # The checksum tells a token that was cut or mistyped from one that names nothing.
-        text = _PREFIX + base64.urlsafe_b64encode(zlib.crc32(packed).to_bytes(4, "big") + packed).decode().rstrip("=")
+        text = _PREFIX + _encode(zlib.crc32(packed).to_bytes(4, "big") + packed)
         if len(text) > MAX_TOKEN_BYTES:
             raise UsageError(f"this transaction's token would take {len(text)} bytes, more than {MAX_TOKEN_BYTES}")
         return text
@@ -107,7 +107,11 @@ class Token:
         return _read_fields(_unpack(text))
 
 
-def _unpack(text: str) -> dict[str, Any]:
+def _encode(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def _unpack(text: object) -> dict[str, Any]:
     if not isinstance(text, str):
         raise InvalidToken(f"a token is text, not {type(text).__name__}")
     text = text.strip()
@@ -116,9 +120,10 @@ def _unpack(text: str) -> dict[str, Any]:
     if len(text) > MAX_TOKEN_BYTES:
         raise InvalidToken(f"this is not a txnbridge token: it is longer than {MAX_TOKEN_BYTES} bytes")
     try:
-        body = text.split(".", 1)[1].encode("ascii")
-        raw = base64.b64decode(body + b"=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        if zlib.crc32(raw[4:]).to_bytes(4, "big") != raw[:4]:
+        body = text.split(".", 1)[1]
+        raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+        # Base64 has several texts for the same bytes; only the one that we write is a token.
+        if zlib.crc32(raw[4:]).to_bytes(4, "big") != raw[:4] or _encode(raw) != body:
             raise ValueError("checksum")
         fields = json.loads(raw[4:])
     except (ValueError, binascii.Error, UnicodeError, RecursionError):

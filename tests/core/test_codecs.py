@@ -1,0 +1,86 @@
+"""Codecs: objects become bytes and come back, or say that they cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txnbridge import InvalidOption, Poison, Topic, codecs
+from txnbridge.spi import NO_HEADERS, Message
+
+
+@dataclass
+class Order:
+    id: int
+    note: str = ""
+
+
+def through(topic: Topic, value: Any, key: Any = None) -> Message:
+    data, key_data = topic.encode_value(value), topic.encode_key(key)
+    return topic.decode(Message(topic.name, 0, (0,), key_data, data, NO_HEADERS, 0, 1, None))
+
+
+@pytest.mark.parametrize(
+    ("codec", "value"),
+    [
+        (codecs.bytes, b"\x00\xff"),
+        (codecs.str, "früh"),
+        (codecs.json, {"a": [1, None, "x"]}),
+        (codecs.dataclass_json(Order), Order(1, "x")),
+        (codecs.pydantic(Order), Order(2)),
+        (codecs.pydantic(list[int]), [1, 2]),
+    ],
+)
+def test_what_is_encoded_comes_back(codec: codecs.Codec, value: Any) -> None:
+    assert through(Topic("t", codec), value).value == value
+
+
+def test_keys_have_a_codec_of_their_own() -> None:
+    assert through(Topic("t", codecs.json, key=codecs.json), 1, {"k": 1}).key == {"k": 1}
+    assert through(Topic("t", codecs.json), 1, "text").key == b"text"
+
+
+def test_a_tombstone_passes_every_codec() -> None:
+    assert through(Topic("t", codecs.json, key=codecs.str), None).value is None
+
+
+@pytest.mark.parametrize(
+    ("codec", "value"),
+    [
+        (codecs.bytes, "text"),
+        (codecs.str, b"bytes"),
+        (codecs.json, float("nan")),
+        (codecs.json, object()),
+        (codecs.dataclass_json(Order), {"id": 1}),
+    ],
+)
+def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: codecs.Codec, value: Any) -> None:
+    with pytest.raises(InvalidOption, match="orders"):
+        Topic("orders", codec).encode_value(value)
+
+
+@given(st.binary())
+@pytest.mark.parametrize("codec", [codecs.str, codecs.json, codecs.dataclass_json(Order), codecs.pydantic(Order)])
+def test_bytes_that_cannot_be_decoded_are_poison_and_keep_the_raw_message(codec: codecs.Codec, data: bytes) -> None:
+    raw = Message("t", 0, (3,), None, data, NO_HEADERS, 0, 1, None)
+    try:
+        Topic("t", codec).decode(raw)
+    except Poison as poison:
+        assert poison.message is raw
+
+
+def test_the_reason_of_poison_holds_nothing_of_the_body() -> None:
+    raw = Message("t", 0, (3,), None, b'{"id": "secret-body"}', NO_HEADERS, 0, 1, None)
+    with pytest.raises(Poison) as caught:
+        Topic("t", codecs.pydantic(Order)).decode(raw)
+    assert "secret-body" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 250, None])
+def test_a_topic_needs_a_proper_name(name: Any) -> None:
+    with pytest.raises(InvalidOption):
+        Topic(name)

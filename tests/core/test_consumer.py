@@ -1,0 +1,334 @@
+"""A consumer's own logic: what may be acknowledged, what comes again, what happens when a partition leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.core.toy import ToyBackend, ToyReader, connect_toy
+from txnbridge import (
+    Abort,
+    Bridge,
+    Capability,
+    Conflict,
+    Consumer,
+    InvalidOption,
+    InvalidState,
+    Message,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    Poison,
+    State,
+    Status,
+    TokenState,
+    Topic,
+    codecs,
+)
+from txnbridge.spi import NO_HEADERS, absent
+
+P = ("t", 0)
+
+
+class Room:
+    """A bridge on the toy backend, one consumer, and its reader with five messages."""
+
+    def __init__(self, absent_capability: Capability | None = None, **options: object) -> None:
+        lacking = {absent_capability: absent("a test says so")} if absent_capability else {}
+        self.bridge, self.broker = connect_toy(ToyBackend(lacking), timeout=0.5)
+        self.consumer: Consumer = self.bridge.consumer("t", "g", **options)  # type: ignore[arg-type]
+        self.reader: ToyReader = self.broker.readers[0]
+        self.reader.feed(b"0", b"1", b"2", b"3", b"4")
+
+    @property
+    def acked(self) -> list[tuple[int, ...]]:
+        return [p for writer in self.broker.writers for _, told in writer.acked for p in told[P]]
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    room = Room()
+    with room.bridge:
+        yield room
+
+
+@pytest.fixture
+def in_order() -> Iterator[Room]:
+    room = Room(Capability.INDIVIDUAL_ACK)
+    with room.bridge:
+        yield room
+
+
+def values(messages: object) -> list[bytes]:
+    return [m.value for m in messages]  # type: ignore[attr-defined]
+
+
+def test_what_was_delivered_is_acknowledged_with_the_proof_of_its_delivery(room: Room) -> None:
+    batch = room.consumer.poll(3)
+    with room.bridge.transaction() as txn:
+        txn.ack(batch)
+    assert room.broker.writers[3].acked == [("generation 1", {P: [(0,), (1,), (2,)]})]
+    assert values(room.consumer.poll()) == [b"3", b"4"]
+
+
+def test_messages_may_be_acknowledged_one_by_one_in_any_order(room: Room) -> None:
+    batch = room.consumer.poll()
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[3])
+        txn.ack(batch[1])
+        txn.ack([batch[0], batch[2]])
+    assert room.acked == [(3,), (1,), (0,), (2,)]
+
+
+def test_acknowledging_up_to_a_message_takes_all_before_it(in_order: Room) -> None:
+    batch = in_order.consumer.poll()
+    with in_order.bridge.transaction() as txn:
+        txn.ack_up_to(batch[2])
+        txn.ack_up_to(batch[4])
+    assert in_order.acked == [(0,), (1,), (2,), (3,), (4,)]
+
+
+def test_out_of_order_is_refused_with_the_reason_where_only_positions_are_known(in_order: Room) -> None:
+    batch = in_order.consumer.poll()
+    with in_order.bridge.transaction() as txn:
+        with pytest.raises(InvalidState, match="only knows positions"):
+            txn.ack(batch[1])
+        with pytest.raises(InvalidState, match="only knows positions"):
+            txn.ack([batch[1], batch[0]])
+        txn.ack(batch[:2])
+        txn.ack(batch[2])
+    assert in_order.acked == [(0,), (1,), (2,)]
+
+
+def test_acknowledging_twice_is_refused(room: Room) -> None:
+    batch = room.consumer.poll()
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+        with pytest.raises(InvalidState, match="already"):
+            txn.ack(batch[0])
+        with pytest.raises(InvalidState, match="twice"):
+            txn.ack([batch[1], batch[1]])
+    with room.bridge.transaction() as txn:
+        with pytest.raises(InvalidState, match="already"):
+            txn.ack(batch[0])
+    assert room.acked == [(0,)]
+
+
+def test_what_was_not_read_in_a_group_is_refused(room: Room) -> None:
+    lone = room.bridge.consumer("t")
+    room.broker.readers[1].feed(b"0")
+    made_up = Message("t", 0, (0,), None, b"0", NO_HEADERS, 0, 1, None)
+    with room.bridge.transaction() as txn:
+        for message in (lone.poll()[0], made_up):
+            with pytest.raises(InvalidState, match="group"):
+                txn.ack(message)
+
+
+def test_what_another_bridge_read_is_refused(room: Room) -> None:
+    with Room().bridge as other, other.transaction() as txn, pytest.raises(InvalidState, match="another bridge"):
+        txn.ack(room.consumer.poll()[0])
+
+
+def test_after_an_abort_its_messages_come_again_next(room: Room) -> None:
+    batch = room.consumer.poll(3)
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[:2])
+        raise Abort
+    again = room.consumer.poll()
+    assert values(again) == [b"0", b"1", b"2", b"3", b"4"]
+    with room.bridge.transaction() as txn:
+        txn.ack(again)
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_message_given_back_by_an_abort_cannot_be_acknowledged_before_it_came_again(room: Room) -> None:
+    batch = room.consumer.poll(3)
+    with room.bridge.transaction() as txn:
+        txn.ack(batch)
+        raise Abort
+    room.consumer.pause()
+    room.reader.log.clear()
+    assert not room.consumer.poll()
+    with room.bridge.transaction() as txn, pytest.raises(InvalidState, match="comes again"):
+        txn.ack(batch[0])
+
+
+def test_where_messages_are_shared_only_the_aborted_ones_are_given_back(room: Room) -> None:
+    room = Room(sharing="message")
+    batch = room.consumer.poll()
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[1])
+        raise Abort
+    room.consumer.poll()
+    assert room.reader.nacked == [{P: [(1,)]}]
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+
+
+def test_one_open_transaction_at_a_time_holds_a_consumers_acknowledgements(room: Room) -> None:
+    batch = room.consumer.poll()
+    with room.bridge.transaction() as first, room.bridge.transaction() as second:
+        first.ack(batch[0])
+        with pytest.raises(InvalidState, match=first.id):
+            second.ack(batch[1])
+    with room.bridge.transaction() as third:
+        third.ack(batch[1])
+
+
+def test_a_partition_that_leaves_lets_its_transaction_only_abort(room: Room) -> None:
+    batch = room.consumer.poll(2)
+    with pytest.raises(Conflict, match=r"t\[0\] left"), room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+        room.reader.leaving = [("revoke", [P])]
+        room.consumer.poll()
+        assert txn.state is State.FAILED
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_an_ack_of_an_ended_assignment_is_a_conflict_also_when_the_partition_came_back(room: Room) -> None:
+    batch = room.consumer.poll(2)
+    room.reader.leaving, room.reader.coming = [("lost", [P])], [P]
+    room.consumer.poll(1)
+    with pytest.raises(Conflict, match="left this consumer"), room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_a_transaction_without_acks_of_it_is_not_disturbed_by_a_leaving_partition(room: Room) -> None:
+    room.consumer.poll(2)
+    with room.bridge.transaction() as txn:
+        txn.send("out", b"1")
+        room.reader.leaving = [("revoke", [P])]
+        room.consumer.poll()
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def unknown(room: Room) -> None:
+    batch = room.consumer.poll(2)
+    with room.bridge.transaction() as txn:
+        pass  # opens the writers
+    room.broker.writers[3].raises["commit"] = [OutcomeUnknown("no answer")]
+    with pytest.raises(OutcomeUnknown), room.bridge.transaction() as txn:
+        txn.ack(batch)
+
+
+@pytest.mark.parametrize(("state", "expected"), [(TokenState.COMMITTED, [b"2"]), (TokenState.ABORTED, [b"0"])])
+def test_reading_on_waits_until_an_unknown_outcome_is_known(
+    room: Room, state: TokenState, expected: list[bytes]
+) -> None:
+    unknown(room)
+    with pytest.raises(OutcomeUnknown) as caught:
+        room.consumer.poll(1, timeout=0.1)
+    assert caught.value.token
+    room.broker.answers["status"] = [Status(state)]
+    assert values(room.consumer.poll(1)) == expected
+
+
+def test_a_value_that_cannot_be_decoded_is_raised_alone_and_in_its_place(room: Room) -> None:
+    consumer = room.bridge.consumer(Topic("t", codecs.json), "h")
+    room.broker.readers[-1].feed(b"1", b"{", b"[2]", b"{", b"3")
+    assert values(consumer.poll()) == [1]
+    with pytest.raises(Poison) as caught:
+        consumer.poll()
+    assert caught.value.message.value == b"{"
+    assert consumer.positions() == {P: (2,)}
+    with room.bridge.transaction() as txn:
+        txn.ack(caught.value.message)  # it was delivered, so it can be set aside
+    assert values(consumer.poll(1)) == [[2]]
+    with pytest.raises(Poison):
+        consumer.poll()
+    assert values(consumer.poll()) == [3]
+
+
+def test_a_batch_waits_to_become_full_and_stops_before_poison(room: Room) -> None:
+    consumer = room.bridge.consumer(Topic("t", codecs.json), "h")
+    room.broker.readers[-1].feed(b"1", b"2", b"{", b"4")
+    batches = consumer.batches(max_messages=10, max_wait=0.05)
+    assert values(next(batches)) == [1, 2]
+    with pytest.raises(Poison):
+        next(batches)
+    assert values(next(consumer.batches(max_messages=1))) == [4]
+
+
+def test_seeking_forgets_what_was_delivered_and_is_refused_while_acks_are_held(room: Room) -> None:
+    batch = room.consumer.poll()
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+        with pytest.raises(InvalidState, match=txn.id):
+            room.consumer.seek({P: (0,)})
+    room.consumer.seek({P: (3,)})
+    assert values(room.consumer.poll()) == [b"3", b"4"]
+    with room.bridge.transaction() as txn, pytest.raises(InvalidState):
+        txn.ack(batch[1])
+
+
+def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(room: Room) -> None:
+    batch = room.consumer.poll()
+    room.consumer.nack(batch[1:3])
+    assert room.reader.nacked == [{P: [(1,), (2,)]}]
+    with room.bridge.transaction() as txn, pytest.raises(InvalidState):
+        txn.ack(batch[1])
+    with pytest.raises(InvalidState):
+        room.consumer.nack(batch[1])
+
+
+def test_closing_leaves_the_group_and_ends_what_was_delivered(room: Room) -> None:
+    batch = room.consumer.poll()
+    room.consumer.close()
+    room.consumer.close()
+    assert "close" in room.reader.calls
+    with pytest.raises(InvalidState, match="closed"):
+        room.consumer.poll()
+    with pytest.raises(Conflict), room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("capability", "use"),
+    [
+        (Capability.REDELIVERY, lambda room: room.consumer.nack([])),
+        (Capability.REPLAY, lambda room: room.consumer.seek({})),
+        (Capability.START_BY_TIME, lambda room: room.consumer.seek(5)),
+        (Capability.START_BY_TIME, lambda room: room.bridge.consumer("t", "x", start=5)),
+        (Capability.SHARE_MESSAGE, lambda room: room.bridge.consumer("t", "x", sharing="message")),
+        (Capability.SHARE_KEY, lambda room: room.bridge.consumer("t", "x", sharing="key")),
+        (Capability.PREPARE, lambda room: room.bridge.transaction(prepare=True)),
+        (Capability.RESUME_SEQUENCE, lambda room: room.bridge.publisher("p")),
+        (Capability.DECISION_LOG, lambda room: room.bridge.decisions()),
+    ],
+)
+def test_what_a_broker_does_not_keep_is_refused_on_use(capability: Capability, use) -> None:
+    room = Room(capability)
+    with room.bridge, pytest.raises(NotSupported, match="a test says so"):
+        use(room)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharing": "all"},
+        {"start": "yesterday"},
+        {"start": True},
+        {"group": " "},
+        {"topics": []},
+        {"topics": ["t", "t"]},
+    ],
+)
+def test_wrong_arguments_are_refused(room: Room, options: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption):
+        room.bridge.consumer(**{"topics": "t", "group": "g", **options})  # type: ignore[arg-type]
+
+
+def test_reading_without_a_group_ends_when_all_is_read(room: Room) -> None:
+    bridge: Bridge = room.bridge
+    original = room.broker.reader
+
+    def fed(*args, **kwargs):
+        reader = original(*args, **kwargs)
+        reader.feed(b"0", b"1", b"2")
+        return reader
+
+    room.broker.reader = fed  # type: ignore[method-assign]
+    assert values(bridge.read("t", 2)) == [b"0", b"1"]
+    assert values(bridge.read("t", 99)) == [b"0", b"1", b"2"]

@@ -1,0 +1,68 @@
+"""Events: every step is told; a listener is never felt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from txnbridge import Event, EventLogger, JsonLinesRecorder
+from txnbridge._events import Emitter
+
+
+def test_a_step_tells_before_and_after_with_what_was_found() -> None:
+    seen: list[Event] = []
+    with Emitter("b", [seen.append]).step("commit", "t-1", size=3) as found:
+        found["answer"] = 7
+    assert [(e.name, e.phase, e.transaction) for e in seen] == [("commit", "before", "t-1"), ("commit", "after", "t-1")]
+    assert seen[0].data == {"size": 3} and seen[1].data == {"size": 3, "answer": 7}
+    assert seen[0].mono_ns <= seen[1].mono_ns
+
+
+def test_a_failing_step_tells_so_and_raises_its_error() -> None:
+    seen: list[Event] = []
+    with pytest.raises(KeyError), Emitter("b", [seen.append]).step("commit"):
+        raise KeyError("x")
+    assert [e.phase for e in seen] == ["before", "failed"] and seen[1].data == {"error": "KeyError"}
+
+
+def test_a_listener_that_raises_is_logged_and_the_next_one_still_hears(caplog: pytest.LogCaptureFixture) -> None:
+    def bad(event: Event) -> None:
+        raise ValueError("listener's own fault")
+
+    seen: list[Event] = []
+    Emitter("b", [bad, seen.append]).emit("commit", "before")
+    assert len(seen) == 1
+    assert "listener's own fault" in caplog.text
+
+
+def test_an_emitter_without_listeners_is_falsy() -> None:
+    assert not Emitter("b", [])
+    assert Emitter("b", [print])
+
+
+def test_the_logger_warns_of_failures_only(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "txnbridge"), pytest.raises(KeyError):
+        with Emitter("b", [EventLogger()]).step("commit", "t-1"):
+            raise KeyError
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+def test_the_recorder_writes_one_whole_line_an_event_from_many_threads(tmp_path: Path) -> None:
+    recorder = JsonLinesRecorder(tmp_path / "events.jsonl")
+    emitter = Emitter("b", [recorder])
+    threads = [
+        threading.Thread(target=lambda: [emitter.emit("ack", "after", "t", n=i) for i in range(200)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert len(lines) == 800
+    assert set(lines[0]) == {"v", "name", "phase", "mono_ns", "wall_ns", "bridge", "transaction", "data"}
+    assert lines[0]["v"] == 1

@@ -1,0 +1,61 @@
+"""After a fork nothing of the parent's can be used in the child, and the parent goes on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.core.toy import connect_toy
+from txnbridge import InvalidState, Outcome
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*fork.*:DeprecationWarning"
+)  # 3.12 warns of forks in threaded programs
+
+
+def in_child(check) -> int:
+    """Run a check in a forked child; its exit code says whether it held."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            check()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_the_child_is_told_what_to_do_and_the_parent_goes_on() -> None:
+    bridge, broker = connect_toy()
+    with bridge:
+        consumer = bridge.consumer("t", "g")
+        publisher_calls = [bridge.transaction, lambda: bridge.status("txb1.x"), consumer.poll, lambda: bridge.admin]
+        txn = bridge.transaction()
+
+        def check() -> None:
+            for call in [*publisher_calls, lambda: txn.send("t", b"1"), txn.commit, txn.abort]:
+                with pytest.raises(InvalidState, match="post_fork"):
+                    call()
+            bridge.close()  # does nothing
+            consumer.close()
+            assert not broker.closed
+
+        assert in_child(check) == 0
+        txn.send("t", b"1")
+        txn.commit()
+        assert txn.outcome is Outcome.COMMITTED
+
+
+def test_the_child_opens_a_bridge_of_its_own() -> None:
+    parent, _ = connect_toy()
+    with parent:
+
+        def check() -> None:
+            bridge, _ = connect_toy()
+            with bridge, bridge.transaction() as txn:
+                txn.send("t", b"1")
+            assert txn.outcome is Outcome.COMMITTED
+
+        assert in_child(check) == 0

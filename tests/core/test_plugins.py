@@ -1,0 +1,73 @@
+"""Plug-ins are loaded one by one; one that fails takes nothing else down."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pluggy
+import pytest
+
+from txnbridge import hookimpl
+from txnbridge._plugins import GROUP, Plugins
+
+
+def test_our_marker_is_what_pluggys_own_would_be() -> None:
+    @pluggy.HookimplMarker(GROUP)
+    def theirs() -> None: ...
+
+    @hookimpl
+    def ours() -> None: ...
+
+    assert getattr(ours, f"{GROUP}_impl") == getattr(theirs, f"{GROUP}_impl")
+
+
+def test_a_plugin_that_cannot_be_imported_is_reported_by_name_and_the_others_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no client here')\n")
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nbroken = broken_plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    found = Plugins()
+    assert "embedded" in [backend.name for backend in found.backends()]
+    assert "no client here" in str(found.failed["broken"])
+    assert "broken_plugin" not in sys.modules
+
+
+def test_a_hook_that_raises_is_reported_and_the_other_backends_are_there() -> None:
+    class Bad:
+        @hookimpl
+        def txnbridge_backends(self):
+            raise RuntimeError("half installed")
+
+    found = Plugins()
+    found.register(Bad())
+    assert "embedded" in [backend.name for backend in found.backends()]
+    assert any("half installed" in str(error) for error in found.failed.values())
+
+
+def test_a_plugin_registered_for_a_while_is_gone_afterwards() -> None:
+    class Listener:
+        @hookimpl
+        def txnbridge_event(self, event):
+            pass
+
+    found = Plugins(entry_points=False)
+    with found.registered(Listener()):
+        assert len(found.listeners()) == 1
+    assert found.listeners() == []
+
+
+def test_a_hook_with_a_mistyped_argument_is_refused_when_it_is_registered() -> None:
+    class Mistyped:
+        @hookimpl
+        def txnbridge_event(self, evnet):
+            pass
+
+    with pytest.raises(pluggy.PluginValidationError):
+        Plugins(entry_points=False).register(Mistyped())

@@ -1,0 +1,437 @@
+"""A transaction's states and guards, on a backend that fails as it is told."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.core.toy import ToyBroker, ToyWriter, connect_toy
+from txnbridge import (
+    Abort,
+    Bridge,
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    Outcome,
+    OutcomeUnknown,
+    State,
+    Status,
+    Token,
+    TokenState,
+    Topic,
+    TransactionAborted,
+    codecs,
+)
+
+
+@pytest.fixture
+def toy() -> Iterator[tuple[Bridge, ToyBroker]]:
+    bridge, broker = connect_toy(writers=1, timeout=0.4, transactional_id="billing")
+    with bridge:
+        yield bridge, broker
+
+
+@pytest.fixture
+def bridge(toy: tuple[Bridge, ToyBroker]) -> Bridge:
+    return toy[0]
+
+
+@pytest.fixture
+def writer(toy: tuple[Bridge, ToyBroker]) -> ToyWriter:
+    return toy[1].writers[0]
+
+
+def test_a_block_commits_at_its_end(bridge: Bridge, writer: ToyWriter) -> None:
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+        assert (txn.state, txn.outcome) == (State.OPEN, None)
+    assert (txn.state, txn.outcome, txn.token) == (State.COMMITTED, Outcome.COMMITTED, None)
+    assert writer.calls == ["begin", "send", "commit"]
+
+
+def test_an_exception_aborts_and_is_raised(bridge: Bridge, writer: ToyWriter) -> None:
+    with pytest.raises(KeyError), bridge.transaction() as txn:
+        raise KeyError("mine")
+    assert txn.outcome is Outcome.ABORTED
+    assert writer.calls == ["begin", "abort"]
+
+
+def test_raising_abort_leaves_the_block_quietly(bridge: Bridge, writer: ToyWriter) -> None:
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+        raise Abort
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_a_failing_abort_never_hides_the_exception_of_the_block(
+    bridge: Bridge, writer: ToyWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer.raises["abort"] = [BrokerUnavailable("gone")]
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyError), bridge.transaction() as txn:
+        raise KeyError("mine")
+    assert "gone" in caplog.text
+    assert txn.outcome is Outcome.UNKNOWN and txn.token is not None
+
+
+def test_a_failing_abort_is_raised_when_there_is_nothing_to_hide(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["abort"] = [BrokerUnavailable("gone")]
+    with pytest.raises(BrokerUnavailable), bridge.transaction():
+        raise Abort
+
+
+def test_a_commit_inside_the_block_is_final(bridge: Bridge, writer: ToyWriter) -> None:
+    with bridge.transaction() as txn:
+        txn.commit()
+        with pytest.raises(InvalidState, match="send needs an open transaction.*is committed"):
+            txn.send("orders", b"late")
+    assert writer.calls == ["begin", "commit"]
+
+
+def test_an_abort_inside_the_block_is_final_and_may_be_repeated(bridge: Bridge, writer: ToyWriter) -> None:
+    with bridge.transaction() as txn:
+        txn.abort()
+        txn.abort()
+        with pytest.raises(InvalidState, match="is aborted"):
+            txn.commit()
+    assert writer.calls == ["begin", "abort"]
+
+
+def test_an_exception_after_an_explicit_commit_does_not_undo_it(bridge: Bridge, writer: ToyWriter) -> None:
+    with pytest.raises(KeyError), bridge.transaction() as txn:
+        txn.commit()
+        raise KeyError
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_transaction_is_used_once(bridge: Bridge) -> None:
+    with bridge.transaction() as txn:
+        pass
+    with pytest.raises(InvalidState), txn:
+        pass
+
+
+def test_a_message_that_cannot_be_sent_leaves_the_transaction_usable(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["send"] = [NotFound("no such topic")]
+    with bridge.transaction() as txn:
+        with pytest.raises(NotFound):
+            txn.send("nowhere", b"1")
+        with pytest.raises(InvalidOption):
+            txn.send("orders", "text without a codec")
+        txn.send("orders", b"2")
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_failed_delivery_leaves_only_abort(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["send"] = [DeliveryFailed("queue lost")]
+    txn = bridge.transaction()
+    with pytest.raises(DeliveryFailed):
+        txn.send("orders", b"1")
+    assert txn.state is State.FAILED
+    with pytest.raises(InvalidState, match="queue lost"):
+        txn.send("orders", b"2")
+    with pytest.raises(InvalidState, match="abort it"):
+        txn.commit()
+    txn.abort()
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_a_failed_delivery_that_was_swallowed_is_raised_at_the_end_of_the_block(
+    bridge: Bridge, writer: ToyWriter
+) -> None:
+    writer.raises["send"] = [BrokerUnavailable("gone")]
+    with pytest.raises(TransactionAborted) as caught, bridge.transaction() as txn:
+        with pytest.raises(BrokerUnavailable):
+            txn.send("orders", b"1")
+    assert isinstance(caught.value.__cause__, BrokerUnavailable)
+    assert txn.outcome is Outcome.ABORTED
+
+
+@pytest.mark.parametrize("error", [Conflict("taken"), Fenced("newer", newer="host-2"), DeliveryFailed("lost")])
+def test_a_commit_that_certainly_did_not_happen_is_aborted(bridge: Bridge, writer: ToyWriter, error: Exception) -> None:
+    writer.raises["commit"] = [error]
+    with pytest.raises(type(error)), bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_a_commit_that_could_not_be_asked_is_aborted_at_the_end_of_the_block(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [BrokerUnavailable("gone")]
+    txn = bridge.transaction()
+    with pytest.raises(BrokerUnavailable):
+        txn.commit()
+    assert txn.state is State.FAILED
+    txn.abort()
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_a_lost_answer_is_looked_up_before_anybody_is_told_unknown(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
+    broker.answers["status"] = [BrokerUnavailable("still gone"), Status(TokenState.COMMITTED)]
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_lost_answer_that_turns_out_aborted_is_raised_as_such(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
+    broker.answers["status"] = [Status(TokenState.ABORTED)]
+    with pytest.raises(TransactionAborted), bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.ABORTED
+
+
+def test_an_answer_that_stays_lost_is_unknown_with_a_token_that_only_tells(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
+    with pytest.raises(OutcomeUnknown) as caught, bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.UNKNOWN
+    assert caught.value.token == str(txn.token)
+    token = Token.parse(str(caught.value.token))
+    assert not token.prepared
+    for end in (bridge.commit, bridge.abort):
+        with pytest.raises(InvalidState, match="never prepared"):
+            end(token)
+    broker.answers["status"] = [Status(TokenState.COMMITTED)]
+    assert bridge.status(token).state is TokenState.COMMITTED
+
+
+def test_lost_evidence_is_said_as_such(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [EvidenceLost("trimmed")]
+    with pytest.raises(EvidenceLost) as caught, bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert caught.value.permanent and caught.value.token == str(txn.token)
+
+
+def test_a_commit_that_was_interrupted_is_unknown(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt), bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.UNKNOWN and txn.token is not None
+
+
+def test_after_an_unknown_outcome_the_writer_is_reopened_before_it_is_used(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [OutcomeUnknown("no answer")]
+    with pytest.raises(OutcomeUnknown), bridge.transaction():
+        pass
+    with bridge.transaction():
+        pass
+    assert writer.calls == ["begin", "commit", "reopen", "begin", "commit"]
+
+
+def test_a_writer_that_cannot_be_reopened_is_tried_again_and_takes_no_place(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [OutcomeUnknown("no answer")]
+    writer.raises["reopen"] = [BrokerUnavailable("gone"), Fenced("newer owner")]
+    with pytest.raises(OutcomeUnknown), bridge.transaction():
+        pass
+    with pytest.raises(BrokerUnavailable):
+        bridge.transaction()
+    with pytest.raises(Fenced):
+        bridge.transaction()
+    with bridge.transaction():
+        pass
+
+
+# --- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_preparing_block_gives_a_token(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("orders", b"1")
+    assert (txn.state, txn.outcome) == (State.PREPARED, None)
+    assert txn.token is not None and txn.token.prepared and txn.token.messages == 1
+    assert broker.writers[-1].calls == ["begin", "send", "prepare", "close"]
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+
+
+def test_a_preparing_transaction_refuses_commit_and_allows_abort(bridge: Bridge) -> None:
+    with bridge.transaction(prepare=True) as txn:
+        with pytest.raises(InvalidState, match=r"bridge.commit\(token\)"):
+            txn.commit()
+        txn.abort()
+    assert txn.outcome is Outcome.ABORTED and txn.token is None
+
+
+@pytest.mark.parametrize("error", [Conflict("taken"), BrokerUnavailable("gone"), OutcomeUnknown("no answer")])
+def test_a_prepare_that_failed_is_aborted_and_leaves_no_token(toy: tuple[Bridge, ToyBroker], error: Exception) -> None:
+    bridge, broker = toy
+    txn = bridge.transaction(prepare=True)
+    broker.writers[-1].raises["prepare"] = [error]
+    with pytest.raises(type(error)), txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.ABORTED and txn.token is None
+
+
+def test_once_prepared_the_block_decides_nothing_any_more(bridge: Bridge) -> None:
+    with bridge.transaction(prepare=True) as txn:
+        pass
+    with pytest.raises(InvalidState, match="is prepared"):
+        txn.abort()
+
+
+def test_ending_by_token_is_repeated_until_an_answer_comes(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    with bridge.transaction(prepare=True) as txn:
+        pass
+    broker.answers["commit"] = [OutcomeUnknown("lost"), BrokerUnavailable("gone"), Outcome.ABORTED]
+    assert txn.token is not None
+    assert bridge.commit(txn.token) is Outcome.ABORTED  # the truth, though COMMIT was asked
+
+
+def test_ending_by_token_gives_up_at_the_deadline_and_says_unknown(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    with bridge.transaction(prepare=True) as txn:
+        pass
+    broker.answers["commit"] = [OutcomeUnknown("lost")] * 100
+    with pytest.raises(OutcomeUnknown) as caught:
+        bridge.commit(str(txn.token))
+    assert caught.value.token == str(txn.token)
+
+
+def test_a_prepared_one_may_not_live_longer_than_the_broker_allows(bridge: Bridge) -> None:
+    with pytest.raises(InvalidOption, match="3600"):
+        bridge.transaction(prepare=True, hold=3601)
+
+
+def test_a_fingerprint_does_not_depend_on_the_order(bridge: Bridge) -> None:
+    def fingerprint(*messages: tuple[bytes | None, bytes | None]) -> int | None:
+        with bridge.transaction(prepare=True, fingerprint=True) as txn:
+            for value, key in messages:
+                txn.send("orders", value, key=key)
+        assert txn.token is not None
+        return txn.token.fingerprint
+
+    assert fingerprint((b"1", None), (b"2", b"k")) == fingerprint((b"2", b"k"), (b"1", None))
+    assert fingerprint((b"1", b"2")) != fingerprint((b"2", b"1"))
+    assert fingerprint((b"", None)) != fingerprint((b"", b""))
+    assert fingerprint() == 0
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_while_one_runs_is_refused(bridge: Bridge, writer: ToyWriter) -> None:
+    txn = bridge.transaction()
+
+    def items() -> Iterator[bytes]:
+        with pytest.raises(InvalidState, match="one thread at a time"):
+            txn.send("orders", b"from inside")
+        with pytest.raises(InvalidState, match="one thread at a time"):
+            txn.commit()
+        yield b"1"
+
+    txn.send_many("orders", items())
+    txn.commit()
+    assert writer.sent == [("orders", b"1")]
+
+
+def test_handing_a_transaction_over_between_calls_is_fine(bridge: Bridge) -> None:
+    txn = bridge.transaction()
+    thread = threading.Thread(target=txn.send, args=("orders", b"1"))
+    thread.start()
+    thread.join()
+    txn.commit()
+    assert txn.outcome is Outcome.COMMITTED
+
+
+def test_the_next_transaction_waits_for_a_writer_within_its_deadline(bridge: Bridge) -> None:
+    first = bridge.transaction()
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="all 1 writers"):
+        bridge.transaction(timeout=0.1)
+    assert 0.1 <= time.monotonic() - began < 5
+    waiting: list[Any] = []
+    thread = threading.Thread(target=lambda: waiting.append(bridge.transaction(timeout=10)))
+    thread.start()
+    first.commit()
+    thread.join()
+    waiting[0].commit()
+
+
+def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one(bridge: Bridge, writer: ToyWriter) -> None:
+    txn = bridge.transaction()
+    with pytest.warns(ResourceWarning, match="left unfinished"):
+        del txn
+        gc.collect()
+    assert "abort" not in writer.calls
+    with bridge.transaction():
+        pass
+    assert writer.calls == ["begin", "abort", "begin", "commit"]
+
+
+def test_closing_the_bridge_aborts_what_is_unfinished_and_warns() -> None:
+    bridge, broker = connect_toy()
+    txn = bridge.transaction()
+    with pytest.warns(ResourceWarning, match="left unfinished"):
+        bridge.close()
+    assert txn.outcome is Outcome.ABORTED and broker.closed
+    bridge.close()
+    with pytest.raises(InvalidState, match="closed"):
+        bridge.transaction()
+
+
+def test_a_bridge_without_an_id_opens_its_writers_when_they_are_needed() -> None:
+    bridge, broker = connect_toy()
+    with bridge:
+        assert broker.identities == [] and bridge.transactional_id is None
+        with bridge.transaction():
+            pass
+        assert len(broker.writers) == 4 and not broker.identities[0].owned
+
+
+def test_opening_an_id_opens_all_its_writers(bridge: Bridge, toy: tuple[Bridge, ToyBroker]) -> None:
+    assert bridge.transactional_id == "billing"
+    assert toy[1].identities[0].owned and "pid" in toy[1].identities[0].host
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def test_a_codec_makes_bytes_of_the_value_and_text_keys_become_utf8(bridge: Bridge, writer: ToyWriter) -> None:
+    orders = Topic("orders", codecs.json)
+    with bridge.transaction() as txn:
+        txn.send(orders, {"id": 1}, key="ü", headers={"kind": "new"}, partition=2, timestamp=5)
+        txn.send_many(orders, [1, ([2], "k"), (None, b"k", {"a": "b"})])
+        txn.send_many("plain", [b"x", (b"y", "k")])
+    assert writer.sent == [
+        ("orders", b'{"id":1}', "ü".encode(), (("kind", b"new"),), 2, 5),
+        ("orders", (b"1", None, None)),
+        ("orders", (b"[2]", b"k", None)),
+        ("orders", (None, b"k", (("a", b"b"),))),
+        ("plain", b"x"),
+        ("plain", (b"y", "k")),
+    ]
+
+
+def test_an_item_of_many_that_cannot_be_encoded_leaves_the_transaction_usable(
+    bridge: Bridge, writer: ToyWriter
+) -> None:
+    with bridge.transaction() as txn:
+        with pytest.raises(InvalidOption):
+            txn.send_many(Topic("orders", codecs.json), [1, object(), 3])
+    assert writer.sent == [("orders", (b"1", None, None))]
+
+
+def test_an_exception_of_the_items_own_generator_leaves_only_abort(bridge: Bridge) -> None:
+    def items() -> Iterator[bytes]:
+        yield b"1"
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError), bridge.transaction() as txn:
+        txn.send_many("orders", items())
+    assert txn.outcome is Outcome.ABORTED

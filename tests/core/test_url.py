@@ -1,0 +1,109 @@
+"""URLs and options: nothing is taken that nobody knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from txnbridge import BackendMissing, InvalidOption, connect
+from txnbridge._url import find_backend, parse_url, resolve_options
+from txnbridge.spi import Option
+
+OPTIONS = {
+    "batch_size": Option(int, 10, "how many"),
+    "fast": Option(bool, False, "whether"),
+    "level": Option(str, "full", "how sure", choices=("full", "normal")),
+    "wait": Option(float, 1.5, "how long"),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "path"),
+    [
+        ("kafka://h1:9092,h2", (("h1", 9092), ("h2", None)), ""),
+        ("kafka://[::1]:9092", (("::1", 9092),), ""),
+        ("pulsar://h:6650/tenant/space", (("h", 6650),), "/tenant/space"),
+        ("embedded:orders.db", (), "orders.db"),
+        ("embedded:///abs/a%20b.db", (), "/abs/a b.db"),
+        ("embedded:////abs/x.db", (), "/abs/x.db"),
+        ("embedded:", (), ""),
+    ],
+)
+def test_a_url_is_taken_apart(text: str, hosts: tuple[tuple[str, int | None], ...], path: str) -> None:
+    url, options = parse_url(text)
+    assert (url.hosts, url.path, options) == (hosts, path, {})
+
+
+def test_the_query_holds_options() -> None:
+    assert parse_url("embedded:x?like=kafka&fast=")[1] == {"like": "kafka", "fast": ""}
+
+
+@pytest.mark.parametrize("bad", ["", "orders.db", "kafka://h:port", "kafka://h:0", "kafka://u:pw@h:1", "a:?x=1&x=2", 7])
+def test_a_wrong_url_is_refused(bad: object) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse_url(bad)
+    assert "pw" not in str(caught.value)
+
+
+@given(st.text())
+def test_no_url_raises_anything_else(text: str) -> None:
+    try:
+        parse_url(text)
+    except InvalidOption:
+        pass
+
+
+def test_a_secret_in_the_query_is_not_in_the_shown_url() -> None:
+    assert "hunter2" not in str(parse_url("kafka://h:1?sasl.password=hunter2")[0])
+
+
+def test_options_are_typed_and_complete() -> None:
+    ours, clients = resolve_options(OPTIONS, {"batch_size": "5", "fast": "yes", "linger.ms": "3"}, "toy")
+    assert ours == {"batch_size": 5, "fast": True, "level": "full", "wait": 1.5}
+    assert clients == {"linger.ms": "3"}
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(InvalidOption, match="'batchsize'.*'batch_size'"):
+        resolve_options(OPTIONS, {"batchsize": 1}, "toy")
+
+
+@pytest.mark.parametrize(
+    "given_options",
+    [{"batch_size": "many"}, {"fast": "perhaps"}, {"level": "none"}, {"wait": None}, {"batch_size": True}],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_the_options_name(given_options: dict[str, object]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(given_options))):
+        resolve_options(OPTIONS, given_options, "toy")
+
+
+def test_a_value_may_come_from_the_environment_or_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SIZE", "7")
+    (tmp_path / "level").write_text("normal\n")
+    ours, _ = resolve_options(OPTIONS, {"batch_size": "env:SIZE", "level": f"file:{tmp_path}/level"}, "toy")
+    assert (ours["batch_size"], ours["level"]) == (7, "normal")
+
+
+@pytest.mark.parametrize("value", ["env:NOT_SET_ANYWHERE", "file:/does/not/exist"])
+def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
+    with pytest.raises(InvalidOption, match="level"):
+        resolve_options(OPTIONS, {"level": value}, "toy")
+
+
+def test_a_scheme_of_ours_without_its_extra_says_what_to_install() -> None:
+    with pytest.raises(BackendMissing, match=r"txnbridge\[pulsar\]"):
+        find_backend("pulsar")
+
+
+def test_an_unknown_scheme_names_the_known_ones() -> None:
+    with pytest.raises(BackendMissing, match="embedded"):
+        find_backend("amqp")
+
+
+def test_nobodys_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
+    with pytest.raises(InvalidOption, match="TXNBRIDGE_URL"):
+        connect()
