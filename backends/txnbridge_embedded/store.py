@@ -1,12 +1,12 @@
-"""The file: its schema, its connections, whose turn it is to write, and what its errors mean."""
+"""The file: its connections, whose turn it is to write, its topics, and what SQLite's errors mean."""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sqlite3
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +23,17 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
+from txnbridge_embedded import files, schema
+from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 
-APPLICATION_ID = 0x74786E62  # "txnb", in the file's header: tells our file from another program's
-VERSION = 1  # of the schema, in the file's header
-OLDEST_SQLITE = (3, 35)  # RETURNING; WITHOUT ROWID and upserts are older
+__all__ = ["MAX_OFFSET", "OFFSET_BITS", "CommitUnclear", "Connection", "Store", "Topic", "now_ms", "translate"]
 
-OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages lie together
-MAX_OFFSET = (1 << OFFSET_BITS) - 1
-MAX_PARTITION_ID = (1 << 22) - 1  # what 63 bits leave, with one bit to spare
+_log = logging.getLogger("txnbridge.embedded")
 
-# How often the writer whose turn it is asks for the lock. A commit takes from 0.5 ms, so this adds little to it, and
-# only one writer of all that wait asks so often.
+# How often the writer whose turn it is asks for the lock. A commit takes from 0.2 ms, so this adds little to it, and
+# of all that wait only one asks so often.
 _LOCK_POLL = 0.0002
-# How often the others ask for the turn. There is a whole commit's time to take it, so it need not be quick.
+# How often the others ask for the turn. They have a whole commit's time to take it.
 _TURN_POLL = 0.0005
 # The turn is a courtesy: whoever holds it may have been stopped, so nobody waits longer for it than this.
 _TURN_PATIENCE = 0.1
@@ -43,98 +41,10 @@ _TURN_PATIENCE = 0.1
 _READ_POLL = 0.001
 # How old the known partition count of a topic may be: topics grow rarely, and a look costs a query.
 _TOPIC_AGE = 1.0
-# Pages in the write-ahead log before they are copied into the file.
-_CHECKPOINT_PAGES = 4000
-_WAL_BYTES = 32 << 20  # a log that once grew longer is cut back to this
-
-SCHEMA = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-
-CREATE TABLE topics(
-  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
-  retention_ms INTEGER, retention_bytes INTEGER, created_at INTEGER NOT NULL);
--- first: the oldest offset that is kept; next: the offset to give next; bytes: all that was ever written
-CREATE TABLE partitions(
-  id INTEGER PRIMARY KEY AUTOINCREMENT, topic_id INTEGER NOT NULL, number INTEGER NOT NULL,
-  first INTEGER NOT NULL DEFAULT 0, next INTEGER NOT NULL DEFAULT 0, bytes INTEGER NOT NULL DEFAULT 0,
-  UNIQUE(topic_id, number));
--- partitions of deleted topics whose messages are still to be removed
-CREATE TABLE garbage(partition_id INTEGER PRIMARY KEY);
--- id: partition << 40 | offset; headers: JSON pairs, values as Latin-1
-CREATE TABLE messages(
-  id INTEGER PRIMARY KEY, timestamp INTEGER NOT NULL, key BLOB, headers TEXT, value BLOB);
--- what lies below `offset` was written before `at`, and was `bytes` in all; only for topics with retention
-CREATE TABLE marks(
-  partition_id INTEGER NOT NULL, offset INTEGER NOT NULL, at INTEGER NOT NULL, bytes INTEGER NOT NULL,
-  PRIMARY KEY(partition_id, offset)) WITHOUT ROWID;
-
-CREATE TABLE identities(
-  name TEXT PRIMARY KEY, epoch INTEGER NOT NULL, host TEXT NOT NULL, opened_at INTEGER NOT NULL) WITHOUT ROWID;
--- last: number of the last transaction that this writer committed (or prepared); retired: it commits no more
-CREATE TABLE writers(
-  id TEXT PRIMARY KEY, identity TEXT, last INTEGER NOT NULL, used_at INTEGER NOT NULL,
-  retired INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
-CREATE INDEX writers_identity ON writers(identity) WHERE identity IS NOT NULL;
--- those with messages or acknowledgements in the file before their end; state: open, prepared, aborting, and of
--- prepared ones also committed and aborted
-CREATE TABLE transactions(
-  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, identity TEXT, owner TEXT NOT NULL,
-  state TEXT NOT NULL, prepared INTEGER NOT NULL DEFAULT 0, begun_at INTEGER NOT NULL, deadline_at INTEGER NOT NULL,
-  ended_at INTEGER, messages INTEGER NOT NULL DEFAULT 0, reason TEXT NOT NULL DEFAULT '');
-CREATE INDEX transactions_deadline ON transactions(deadline_at) WHERE ended_at IS NULL;
--- offsets that are written and not decided (or not yet removed); readers stop before the first of a partition
-CREATE TABLE undecided(
-  partition_id INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL, number INTEGER NOT NULL,
-  PRIMARY KEY(partition_id, first)) WITHOUT ROWID;
-CREATE INDEX undecided_number ON undecided(number);
-
-CREATE TABLE groups(
-  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL DEFAULT 0,
-  sharing TEXT NOT NULL);
-CREATE TABLE members(
-  id TEXT PRIMARY KEY, group_id INTEGER NOT NULL, topics TEXT NOT NULL, host TEXT NOT NULL,
-  expires_at INTEGER NOT NULL, joined_at INTEGER NOT NULL) WITHOUT ROWID;
--- epoch grows whenever the partition is given to a member, also to the same one again
-CREATE TABLE assignments(
-  group_id INTEGER NOT NULL, partition_id INTEGER NOT NULL, member TEXT, epoch INTEGER NOT NULL,
-  wanted TEXT, wanted_since INTEGER, PRIMARY KEY(group_id, partition_id)) WITHOUT ROWID;
--- everything below next is acknowledged; rewinds grows when acknowledgements of a prepared transaction are aborted
-CREATE TABLE positions(
-  group_id INTEGER NOT NULL, partition_id INTEGER NOT NULL, next INTEGER NOT NULL,
-  rewinds INTEGER NOT NULL DEFAULT 0, PRIMARY KEY(group_id, partition_id)) WITHOUT ROWID;
--- acknowledged ranges beyond positions.next
-CREATE TABLE acks(
-  group_id INTEGER NOT NULL, partition_id INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL,
-  PRIMARY KEY(group_id, partition_id, first)) WITHOUT ROWID;
--- acknowledgements of prepared transactions: taken until they are decided
-CREATE TABLE pending_acks(
-  group_id INTEGER NOT NULL, partition_id INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL,
-  number INTEGER NOT NULL, PRIMARY KEY(group_id, partition_id, first)) WITHOUT ROWID;
-CREATE INDEX pending_acks_number ON pending_acks(number);
--- messages handed out in groups that share message by message
-CREATE TABLE leases(
-  group_id INTEGER NOT NULL, partition_id INTEGER NOT NULL, offset INTEGER NOT NULL, member TEXT,
-  until INTEGER NOT NULL, deliveries INTEGER NOT NULL,
-  PRIMARY KEY(group_id, partition_id, offset)) WITHOUT ROWID;
-
-CREATE TABLE sequences(
-  publisher TEXT NOT NULL, topic_id INTEGER NOT NULL, last INTEGER NOT NULL,
-  PRIMARY KEY(publisher, topic_id)) WITHOUT ROWID;
-CREATE TABLE logs(
-  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE,
-  first INTEGER NOT NULL DEFAULT 0, next INTEGER NOT NULL DEFAULT 0);
-CREATE TABLE log_records(id INTEGER PRIMARY KEY, record BLOB NOT NULL);  -- id: log << 40 | position
--- state: waiting, parked, committed, aborted
-CREATE TABLE halves(
-  id INTEGER PRIMARY KEY AUTOINCREMENT, group_name TEXT NOT NULL, transaction_id TEXT NOT NULL,
-  state TEXT NOT NULL, check_at INTEGER NOT NULL, lent_until INTEGER NOT NULL DEFAULT 0,
-  deadline_at INTEGER NOT NULL, checks INTEGER NOT NULL DEFAULT 0, ended_at INTEGER,
-  UNIQUE(group_name, transaction_id));
-CREATE INDEX halves_due ON halves(group_name, check_at) WHERE state = 'waiting';
-CREATE TABLE half_messages(
-  half INTEGER NOT NULL, number INTEGER NOT NULL, topic TEXT NOT NULL, key BLOB, headers TEXT, value BLOB,
-  PRIMARY KEY(half, number)) WITHOUT ROWID;
-"""
+# The write-ahead log is copied into the file once it is this long. Longer saves nothing, because most pages are
+# written once; shorter makes more commits wait for a copy, longer makes them wait longer.
+CHECKPOINT_BYTES = 8 << 20
+_WAL_BYTES = 64 << 20  # a log that a slow reader let grow beyond this is cut back
 
 
 class CommitUnclear(StorageFailed):
@@ -144,12 +54,12 @@ class CommitUnclear(StorageFailed):
 class Connection(sqlite3.Connection):
     """A connection with its own place in the queue of writers."""
 
-    turn = -1  # a descriptor of the turn file: flock belongs to it, so threads of one process queue as well
+    turn = -1  # a descriptor of the turn file: flock belongs to it, so that threads of one process queue as well
 
     def close(self) -> None:
-        if self.turn >= 0:
-            os.close(self.turn)
-            self.turn = -1
+        turn, self.turn = self.turn, -1
+        if turn >= 0:
+            os.close(turn)
         super().close()
 
 
@@ -179,20 +89,54 @@ class Store:
         self._durable = durable
         self._max_bytes = max_bytes
         self._create_topics = create_topics
-        self._inode = 0
+        self._inode: tuple[int, int] | None = None
+        self._keeper: Connection | None = None
+        self._wal = _WalLength(Path(f"{path}-wal"))
         self._topics: dict[str, tuple[float, Topic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------
 
     def open(self, deadline: Deadline, *, create: bool = True) -> None:
-        """Make the file, or see that it is one of ours. Raises for every kind of wrong file what `_check` says."""
-        connection = self.connect()
+        """See that the file is one of ours, or make it.
+
+        Raises `InvalidOption` or `NotFound` for a path that cannot be right, another program's file or a newer one,
+        `AccessDenied`, `StorageFailed` for a damaged one, `DeadlineExceeded` while another process keeps it locked.
+        """
+        files.check_sqlite()
+        files.check_path(self.path, create)
         try:
-            prepare_file(connection, self.path, deadline)
-            row = connection.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()
-            self.cluster = row[0]
-        finally:
-            connection.close()
+            connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, factory=Connection)
+            try:
+                self._make_ready(connection, deadline)
+            finally:
+                connection.close()
+            # One connection stays open for as long as the store: when the last one of all closes, SQLite copies and
+            # removes its log, which costs the next one dearly. It also copies the log while others write.
+            self._keeper = self.connect()
+            self.cluster = self._keeper.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()[0]
+        except sqlite3.Error as error:
+            self.close()
+            raise translate(error, f"opening {self.path}") from error
+
+    def _make_ready(self, connection: Connection, deadline: Deadline) -> None:
+        def look(_: Connection) -> bool:
+            return files.check_header(connection, self.path)
+
+        def set_journal(_: Connection) -> str:
+            return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+
+        ours = self._retry(connection, deadline, "opening", _READ_POLL, look)
+        if not ours:
+            connection.execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
+        if self._retry(connection, deadline, "opening", _READ_POLL, set_journal) != "wal":
+            raise StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
+        if not ours:
+            self._open_turn(connection)
+            with self.writing(connection, deadline, "creating the file"):
+                if not look(connection):  # another process may have been quicker
+                    schema.create(connection)
+        found = os.stat(self.path)
+        self._inode = (found.st_dev, found.st_ino)
 
     def connect(self, *, durable: bool | None = None) -> Connection:
         """A connection for one user at a time, from any thread; `durable=False` for what a power cut may take."""
@@ -202,21 +146,32 @@ class Store:
             )
         except sqlite3.Error as error:
             raise translate(error, f"opening {self.path}") from error
-        synchronous = "FULL" if (self._durable if durable is None else durable) else "NORMAL"
         try:
-            connection.turn = os.open(f"{self.path}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            connection.execute(f"PRAGMA synchronous = {synchronous}")
-            connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-            connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-            if self._max_bytes is not None:
-                (page,) = connection.execute("PRAGMA page_size").fetchone()
-                connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // page)}")
+            self._open_turn(connection)
+            self._set_up(connection, self._durable if durable is None else durable)
         except BaseException as error:
             connection.close()
             if isinstance(error, sqlite3.Error):
                 raise translate(error, f"opening {self.path}") from error
             raise
         return connection
+
+    def _open_turn(self, connection: Connection) -> None:
+        connection.turn = os.open(f"{self.path}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _set_up(self, connection: Connection, durable: bool) -> None:
+        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+        connection.execute("PRAGMA wal_autocheckpoint = 0")  # `_copy_log` says why
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        if self._max_bytes is not None:
+            connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // schema.PAGE_BYTES)}")
+
+    def close(self) -> None:
+        """Let go of the file. Connections that were given out close themselves."""
+        self._wal.close()
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
 
     # --- transactions of SQLite ------------------------------------------------------------------------------------
 
@@ -231,7 +186,7 @@ class Store:
             self._begin(connection, deadline, what)
             yield connection
         except BaseException as error:
-            roll_back(connection)
+            _roll_back(connection)
             if isinstance(error, sqlite3.Error):
                 raise translate(error, f"{what} in {self.path}") from error
             raise
@@ -246,44 +201,43 @@ class Store:
         except sqlite3.Error as error:
             raise translate(error, f"reading {self.path}") from error
         finally:
-            roll_back(connection)
+            _roll_back(connection)
 
     def _begin(self, connection: Connection, deadline: Deadline, what: str) -> None:
+        if self._inode is not None and not files.in_place(self.path, self._inode):
+            raise files.moved(self.path)
+        _roll_back(connection)  # of a transaction that an interrupt left open at the wrong moment
         self._take_turn(connection, deadline)
         try:
             self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
             fcntl.flock(connection.turn, fcntl.LOCK_UN)
+        self._copy_log()
 
     def _take_turn(self, connection: Connection, deadline: Deadline) -> None:
+        """Queue up: without this SQLite gives the lock to whoever asks at the right moment, and starves others."""
         patience = time.monotonic() + min(_TURN_PATIENCE, deadline.left())
         while True:
             try:
-                fcntl.flock(connection.turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return fcntl.flock(connection.turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= patience:
-                    return
+                    return None
             time.sleep(_TURN_POLL)
 
     def _retry(
-        self,
-        connection: Connection,
-        deadline: Deadline,
-        what: str,
-        pause: float,
-        step: Callable[[Connection], None],
-    ) -> None:
+        self, connection: Connection, deadline: Deadline, what: str, pause: float, step: Callable[[Connection], Any]
+    ) -> Any:
         """Repeat `step` while others hold the file, until the deadline."""
         while True:
             try:
                 return step(connection)
-            except sqlite3.OperationalError as error:
+            except sqlite3.Error as error:
                 if not is_busy(error):
                     raise
                 if deadline.expired:
                     raise DeadlineExceeded(
-                        f"{what} waited {deadline.seconds:g} s for {self.path}: another process keeps it locked; "
+                        f"{what} waited {deadline.seconds:g} s for {self.path}, which another process keeps locked; "
                         f"`fuser {self.path}` shows which"
                     ) from error
             time.sleep(pause)
@@ -293,13 +247,27 @@ class Store:
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             still_open = connection.in_transaction
-            roll_back(connection)
+            _roll_back(connection)
             meaning = translate(error, f"{what} in {self.path}")
             # Refused with the transaction still open, or for want of room: its last page was never written, so it did
-            # not happen. Anything else may have come after that page.
-            if still_open or code_of(error) == sqlite3_full:
+            # not happen. Any other error may have come after that page.
+            if still_open or code_of(error) == _FULL:
                 raise meaning from error
             raise CommitUnclear(str(meaning)) from error
+
+    def _copy_log(self) -> None:
+        """Copy a long write-ahead log into the file, while the caller holds the write lock and has written nothing.
+
+        SQLite does that by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: a
+        copy that starts when everything is copied already, and stalls while a writer begins the log anew, takes the
+        new log for copied. Nobody begins it anew while the lock is held.
+        """
+        if self._keeper is None or not self._wal.is_long():
+            return
+        try:
+            self._keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        except sqlite3.Error as error:  # such as a full disk: the log keeps everything, the next writer tries again
+            _log.debug("the log of %s could not be copied: %s", self.path, error)
 
     # --- topics ----------------------------------------------------------------------------------------------------
 
@@ -310,28 +278,56 @@ class Store:
             return known[1]
         topic = read_topic(connection, name)
         if topic is None:
-            self._topics.pop(name, None)
-            raise NotFound(
-                f"there is no topic {name!r} in {self.path}: `txnbridge topics create {name}` makes it, "
-                f"and so does connecting with create_topics=1"
-            )
+            self.forget_topic(name)
+            raise NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
         self._topics[name] = (time.monotonic(), topic)
         return topic
 
     def ensure_topic(self, connection: Connection, name: str, deadline: Deadline) -> Topic:
         """As `topic`, but makes a missing one if the bridge may. Never call it inside `writing` or `reading`."""
         try:
-            return self.topic(connection, name)
+            with self.reading(connection, deadline):
+                return self.topic(connection, name)
         except NotFound:
             if not self._create_topics:
                 raise
         with self.writing(connection, deadline, f"creating topic {name!r}"):
             add_topic(connection, name, self._create_topics)
-        return self.topic(connection, name)
+            return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
         """Look at the file again when the topic is next asked for."""
         self._topics.pop(name, None)
+
+
+class _WalLength:
+    """Tells from the log's own format whether it is long, for two reads of 8 bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        # Each page goes behind a header of 24 bytes, and the log begins with one of 32.
+        self._last = 32 + CHECKPOINT_BYTES // schema.PAGE_BYTES * (24 + schema.PAGE_BYTES)
+
+    def is_long(self) -> bool:
+        """Whether the page that stands CHECKPOINT_BYTES into the file belongs to the log's present run.
+
+        The file does not shrink when the log begins anew, but each run has a salt of its own, in the log's header and
+        in each page's. (It is safe to open and close this file: SQLite's locks are on the other two.)
+        """
+        try:
+            if self._descriptor < 0 or os.fstat(self._descriptor).st_nlink == 0:
+                self.close()
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            salt = os.pread(self._descriptor, 8, 16)
+            return salt != b"" and salt == os.pread(self._descriptor, 8, self._last + 8)
+        except OSError:  # not there yet
+            return False
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def read_topic(connection: sqlite3.Connection, name: str) -> Topic | None:
@@ -353,14 +349,13 @@ def add_topic(
 ) -> bool:
     """Add a topic inside a write transaction; False if there is one of this name."""
     added = connection.execute(
-        "INSERT OR IGNORE INTO topics(name, retention_ms, retention_bytes, created_at) VALUES (?, ?, ?, ?)",
+        "INSERT INTO topics(name, retention_ms, retention_bytes, created_at) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT DO NOTHING RETURNING id",
         (name, retention_ms, retention_bytes, now_ms()),
-    )
-    if not added.rowcount:
-        return False
-    assert added.lastrowid is not None
-    add_partitions(connection, added.lastrowid, 0, partitions)
-    return True
+    ).fetchall()
+    for (topic_id,) in added:
+        add_partitions(connection, topic_id, 0, partitions)
+    return bool(added)
 
 
 def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int) -> None:
@@ -373,14 +368,10 @@ def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, co
         raise InvalidOption(f"one file holds at most {MAX_PARTITION_ID} partitions, deleted ones included")
 
 
-def roll_back(connection: sqlite3.Connection) -> None:
+def _roll_back(connection: sqlite3.Connection) -> None:
     """End SQLite's transaction if one is open; SQLite has often done so itself after an error."""
     if connection.in_transaction:
-        try:
-            connection.execute("ROLLBACK")
-        except sqlite3.Error:
-            if connection.in_transaction:  # pragma: no cover - SQLite ends it even when it complains
-                raise
+        connection.execute("ROLLBACK")
 
 
 def _begin_immediate(connection: Connection) -> None:
@@ -394,60 +385,47 @@ def _begin_snapshot(connection: Connection) -> None:
     connection.execute("SELECT 1 FROM meta LIMIT 1").fetchone()
 
 
-def prepare_file(connection: Connection, path: Path, deadline: Deadline) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    if application == APPLICATION_ID:
-        return
-    connection.executescript(
-        f"BEGIN IMMEDIATE; {SCHEMA}; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {VERSION}; "
-        f"INSERT INTO meta VALUES ('cluster', '{uuid.uuid4()}'), ('created_at', {now_ms()}); COMMIT"
-    )
-
-
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# SQLite's result codes, by number because Python 3.10 has no names for them.
-sqlite3_perm, sqlite3_busy, sqlite3_locked, sqlite3_readonly = 3, 5, 6, 8
-sqlite3_ioerr, sqlite3_corrupt, sqlite3_full, sqlite3_cantopen = 10, 11, 13, 14
-sqlite3_protocol, sqlite3_notadb = 15, 26
-
-# Python 3.10 tells the text alone.
+# SQLite's primary result codes. Python 3.10 tells an error's text alone.
+_PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL, _NOTADB = (
+    *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
+)
 _CODES = {
-    "database is locked": sqlite3_busy,
-    "database table is locked": sqlite3_locked,
-    "locking protocol": sqlite3_protocol,
-    "attempt to write a readonly database": sqlite3_readonly,
-    "disk I/O error": sqlite3_ioerr,
-    "database disk image is malformed": sqlite3_corrupt,
-    "database or disk is full": sqlite3_full,
-    "unable to open database file": sqlite3_cantopen,
-    "file is not a database": sqlite3_notadb,
+    "access permission denied": _PERM,
+    "database is locked": _BUSY,
+    "database table is locked": _LOCKED,
+    "attempt to write a readonly database": _READONLY,
+    "disk I/O error": _IOERR,
+    "database disk image is malformed": _CORRUPT,
+    "database or disk is full": _FULL,
+    "unable to open database file": _CANTOPEN,
+    "locking protocol": _PROTOCOL,
+    "file is not a database": _NOTADB,
 }
-
 _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
-    sqlite3_busy: (DeadlineExceeded, "another process keeps the file locked"),
-    sqlite3_locked: (DeadlineExceeded, "another connection keeps the file locked"),
-    sqlite3_protocol: (DeadlineExceeded, "other processes keep the file's lock table busy"),
-    sqlite3_perm: (AccessDenied, "the operating system refuses access to the file"),
-    sqlite3_readonly: (AccessDenied, "the file may not be written: check its rights, its folder's and the mount's"),
-    sqlite3_cantopen: (AccessDenied, "the file, or those beside it, cannot be opened: check the rights"),
-    sqlite3_full: (StorageFailed, "no room: the disk is full or max_bytes is reached"),
-    sqlite3_ioerr: (StorageFailed, "the disk refuses to read or write"),
-    sqlite3_corrupt: (StorageFailed, "the file is damaged: `txnbridge doctor` says more; restore a copy"),
-    sqlite3_notadb: (StorageFailed, "the file is not an SQLite database, or its header is damaged"),
+    _BUSY: (DeadlineExceeded, "another process keeps the file locked"),
+    _LOCKED: (DeadlineExceeded, "another connection keeps the file locked"),
+    _PROTOCOL: (DeadlineExceeded, "other processes keep the file's lock table busy"),
+    _PERM: (AccessDenied, "the operating system refuses access"),
+    _READONLY: (AccessDenied, "the file may not be written: check its rights, its folder's and the mount's"),
+    _CANTOPEN: (AccessDenied, "the file, or one beside it, cannot be opened: check the rights and the open files"),
+    _FULL: (StorageFailed, "there is no room: the disk is full or max_bytes is reached"),
+    _IOERR: (StorageFailed, "the disk refuses to read or write"),
+    _CORRUPT: (StorageFailed, "the file is damaged: restore a copy (`txnbridge doctor` tells how much is damaged)"),
+    _NOTADB: (StorageFailed, "the file is not an SQLite database, or its header is damaged"),
 }
 
 
 def code_of(error: sqlite3.Error) -> int | None:
-    """SQLite's primary result code; None if it says none."""
-    code: Any = getattr(error, "sqlite_errorcode", None)
+    """SQLite's primary result code; None if there is none."""
+    code: int | None = getattr(error, "sqlite_errorcode", None)
     return _CODES.get(str(error)) if code is None else code & 0xFF
 
 
 def is_busy(error: sqlite3.Error) -> bool:
     """Whether somebody else holds what was asked for, so that asking again may help."""
-    return code_of(error) in (sqlite3_busy, sqlite3_locked, sqlite3_protocol)
+    return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
 def translate(error: sqlite3.Error, what: str) -> TxnBridgeError:
