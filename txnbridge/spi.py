@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -129,12 +129,12 @@ class Context:
 class Backend(ABC):
     """A broker's adapter, found by its URL schemes. It is cheap to import: the client library is imported in `open`."""
 
-    name: ClassVar[str]
-    schemes: ClassVar[tuple[str, ...]]
-    capabilities: ClassVar[Capabilities]
-    limits: ClassVar[Limits]
-    options: ClassVar[Mapping[str, Option]]
-    steps: ClassVar[tuple[str, ...]] = ()  # the names of its own `step:` events
+    name: str
+    schemes: tuple[str, ...]
+    capabilities: Capabilities
+    limits: Limits
+    options: Mapping[str, Option]
+    steps: tuple[str, ...] = ()  # the names of its own `step:` events
 
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:

@@ -7,7 +7,7 @@ import pytest
 from txnbridge import Capabilities, Capability, Level, NotSupported
 from txnbridge.spi import NATIVE, absent, emulated
 
-ALL = {capability: NATIVE for capability in Capability}
+ALL = dict.fromkeys(Capability, NATIVE)
 
 
 def test_a_declaration_that_forgets_one_is_refused_by_its_name() -> None:

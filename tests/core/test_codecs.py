@@ -67,10 +67,12 @@ def test_a_value_that_cannot_be_encoded_is_refused_before_it_is_sent(codec: code
 @pytest.mark.parametrize("codec", [codecs.str, codecs.json, codecs.dataclass_json(Order), codecs.pydantic(Order)])
 def test_bytes_that_cannot_be_decoded_are_poison_and_keep_the_raw_message(codec: codecs.Codec, data: bytes) -> None:
     raw = Message("t", 0, (3,), None, data, NO_HEADERS, 0, 1, None)
+    kept: Any = raw
     try:
         Topic("t", codec).decode(raw)
     except Poison as poison:
-        assert poison.message is raw
+        kept = poison.message
+    assert kept is raw
 
 
 def test_the_reason_of_poison_holds_nothing_of_the_body() -> None:

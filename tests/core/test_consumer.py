@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -60,8 +61,8 @@ def in_order() -> Iterator[Room]:
         yield room
 
 
-def values(messages: object) -> list[bytes]:
-    return [m.value for m in messages]  # type: ignore[attr-defined]
+def values(messages: Iterable[Message]) -> list[Any]:
+    return [m.value for m in messages]
 
 
 def test_what_was_delivered_is_acknowledged_with_the_proof_of_its_delivery(room: Room) -> None:
@@ -326,6 +327,7 @@ def test_reading_without_a_group_ends_when_all_is_read(room: Room) -> None:
 
     def fed(*args, **kwargs):
         reader = original(*args, **kwargs)
+        assert isinstance(reader, ToyReader)
         reader.feed(b"0", b"1", b"2")
         return reader
 

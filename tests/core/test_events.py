@@ -54,9 +54,12 @@ def test_the_logger_warns_of_failures_only(caplog: pytest.LogCaptureFixture) -> 
 def test_the_recorder_writes_one_whole_line_an_event_from_many_threads(tmp_path: Path) -> None:
     recorder = JsonLinesRecorder(tmp_path / "events.jsonl")
     emitter = Emitter("b", [recorder])
-    threads = [
-        threading.Thread(target=lambda: [emitter.emit("ack", "after", "t", n=i) for i in range(200)]) for _ in range(4)
-    ]
+
+    def emit_many() -> None:
+        for i in range(200):
+            emitter.emit("ack", "after", "t", n=i)
+
+    threads = [threading.Thread(target=emit_many) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -31,11 +32,19 @@ def test_the_child_is_told_what_to_do_and_the_parent_goes_on() -> None:
     bridge, broker = connect_toy()
     with bridge:
         consumer = bridge.consumer("t", "g")
-        publisher_calls = [bridge.transaction, lambda: bridge.status("txb1.x"), consumer.poll, lambda: bridge.admin]
         txn = bridge.transaction()
 
         def check() -> None:
-            for call in [*publisher_calls, lambda: txn.send("t", b"1"), txn.commit, txn.abort]:
+            calls: list[Callable[[], object]] = [
+                bridge.transaction,
+                lambda: bridge.status("txb1.x"),
+                lambda: bridge.admin,
+                consumer.poll,
+                lambda: txn.send("t", b"1"),
+                txn.commit,
+                txn.abort,
+            ]
+            for call in calls:
                 with pytest.raises(InvalidState, match="post_fork"):
                     call()
             bridge.close()  # does nothing

@@ -16,17 +16,17 @@ raw_pairs = st.lists(st.tuples(names, st.binary()))
 
 
 def message(**changes: object) -> Message:
-    fields = dict(
-        topic="t",
-        partition=0,
-        position=(4,),
-        key=b"k",
-        value=b"secret",
-        headers=NO_HEADERS,
-        timestamp=7,
-        deliveries=1,
-        source=None,
-    )
+    fields = {
+        "topic": "t",
+        "partition": 0,
+        "position": (4,),
+        "key": b"k",
+        "value": b"secret",
+        "headers": NO_HEADERS,
+        "timestamp": 7,
+        "deliveries": 1,
+        "source": None,
+    }
     return Message(**{**fields, **changes})  # type: ignore[arg-type]
 
 

@@ -94,7 +94,7 @@ def test_a_failing_abort_is_raised_when_there_is_nothing_to_hide(bridge: Bridge,
 def test_a_commit_inside_the_block_is_final(bridge: Bridge, writer: ToyWriter) -> None:
     with bridge.transaction() as txn:
         txn.commit()
-        with pytest.raises(InvalidState, match="send needs an open transaction.*is committed"):
+        with pytest.raises(InvalidState, match=r"send needs an open transaction.*is committed"):
             txn.send("orders", b"late")
     assert writer.calls == ["begin", "commit"]
 

@@ -236,9 +236,7 @@ class ToyBackend(Backend):
     options: Mapping[str, Option] = {}
 
     def __init__(self, absent: Mapping[Capability, Support] | None = None) -> None:
-        self.capabilities = Capabilities(  # type: ignore[misc]
-            "toy", {capability: NATIVE for capability in Capability} | dict(absent or {})
-        )
+        self.capabilities = Capabilities("toy", dict.fromkeys(Capability, NATIVE) | dict(absent or {}))
         self.brokers: list[ToyBroker] = []
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
