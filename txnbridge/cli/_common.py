@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -96,6 +97,11 @@ def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitC
     if outcome is txnbridge.Outcome.UNKNOWN:
         return ExitCode.UNKNOWN
     return ExitCode.ABORTED if outcome is txnbridge.Outcome.ABORTED else ExitCode.FAILED
+
+
+def when(milliseconds: int) -> str:
+    """A point in time for people, in their own time zone."""
+    return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
 
 
 # --- a command and its options ---------------------------------------------------------------------------------------

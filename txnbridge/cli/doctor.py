@@ -1,0 +1,63 @@
+"""`txnbridge doctor`: what weakens a promise or holds readers back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode, exit_code
+from txnbridge.cli._extensions import failed_plugins
+from txnbridge.errors import TxnBridgeError
+from txnbridge.spi import Advice
+
+_CODES = {"ok": ExitCode.OK, "warning": ExitCode.WARNINGS, "problem": ExitCode.FAILED}
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold red")}
+
+
+@_common.command("doctor")
+def command(cli: Cli) -> ExitCode:
+    """Look for settings and states that weaken a promise or hold readers back.
+
+    Exit code 0: all is well; 7: warnings; 1: a problem; 3: the broker does not answer.
+    """
+    findings, code = _look(cli)
+    if cli.json:
+        cli.document([asdict(advice) for advice in findings])
+    else:
+        _show(cli, findings)
+    return code
+
+
+def _look(cli: Cli) -> tuple[list[Advice], ExitCode]:
+    findings = [
+        Advice(
+            "problem",
+            f"plug-in {name}",
+            f"could not be loaded: {type(error).__name__}: {error}",
+            "repair it, or uninstall it",
+        )
+        for name, error in failed_plugins().items()
+    ]
+    code = None
+    try:
+        with cli.connect() as bridge:
+            findings += bridge.admin.check()
+    except TxnBridgeError as error:
+        findings.append(Advice("problem", "connection", str(error)))
+        code = exit_code(error)
+    levels = {advice.level for advice in findings}
+    worst = next((level for level in ("problem", "warning") if level in levels), "ok")
+    return findings, code or _CODES[worst]
+
+
+def _show(cli: Cli, findings: list[Advice]) -> None:
+    from rich.text import Text
+
+    if not findings:
+        cli.say("nothing found")
+        return
+    rows = []
+    for advice in findings:
+        remedy = f" Remedy: {advice.remedy}" if advice.remedy else ""
+        rows.append((Text(*_MARKS[advice.level]), advice.subject, advice.text + remedy))
+    cli.table(["", "what", "finding"], rows)

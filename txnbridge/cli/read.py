@@ -1,0 +1,111 @@
+"""`txnbridge read`: committed messages."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+import txnbridge
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode
+
+# In a group the broker first hands out partitions, and what others still hold does not count as the end.
+_GROUP_WAIT = 2.0
+# Without a group the broker itself says what lies ahead, so this is only how long it may sleep between two questions.
+_WAIT = 0.05
+_BATCH = 500
+
+
+def _start(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
+    if given in ("earliest", "latest"):
+        return given
+    if given.isdecimal():
+        return int(given)
+    raise click.BadParameter("it is earliest, latest or milliseconds since 1970")
+
+
+@_common.command("read")
+@click.argument("topic")
+@click.option("--limit", type=click.IntRange(min=1), help="Stop after so many messages.")
+@click.option("--follow", is_flag=True, help="Wait for more instead of stopping at the end.")
+@click.option("--start", default="earliest", callback=_start, help="earliest, latest or milliseconds since 1970.")
+@click.option("--group", help="Read as a member of this group. Its position stays, unless --ack is given.")
+@click.option("--ack", is_flag=True, help="Acknowledge for the group what was shown.")
+def command(
+    cli: Cli, topic: str, limit: int | None, follow: bool, start: str | int, group: str | None, ack: bool
+) -> ExitCode:
+    """Show the committed messages of TOPIC. With --json each is one line of JSON.
+
+    Text is shown as text, anything else in base64. A value of `null` in JSON is a tombstone.
+    """
+    if ack and group is None:
+        raise click.UsageError("--ack needs --group: without a group nothing is acknowledged")
+    # A mistyped name must not become a new topic.
+    with cli.connect(create_topics=0) as bridge, bridge.consumer(topic, group, start=start) as consumer:
+        for batch in _batches(consumer, limit, follow, in_group=group is not None):
+            for message in batch:
+                if cli.json:
+                    cli.document(as_json(message))
+                else:
+                    cli.say(as_line(message))
+            if ack:
+                with bridge.transaction() as txn:
+                    txn.ack(batch)
+    return ExitCode.OK
+
+
+def _batches(
+    consumer: txnbridge.Consumer, limit: int | None, follow: bool, in_group: bool
+) -> Iterator[txnbridge.Batch]:
+    left = limit
+    while left is None or left > 0:
+        batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_GROUP_WAIT if in_group else _WAIT)
+        if batch:
+            yield batch
+            left = None if left is None else left - len(batch)
+        elif not follow and (in_group or not any(consumer.lag().values())):
+            return
+
+
+def as_json(message: txnbridge.Message) -> dict[str, Any]:
+    """A message as JSON values. Bytes that are not text are in base64 under a name that says so."""
+    return {
+        "topic": message.topic,
+        "partition": message.partition,
+        "position": list(message.position),
+        **_json_bytes("key", message.key),
+        **_json_bytes("value", message.value),
+        "headers": [{"name": name, **_json_bytes("value", value)} for name, value in message.headers.raw],
+        "timestamp": message.timestamp,
+        "deliveries": message.deliveries,
+    }
+
+
+def _json_bytes(name: str, data: bytes | None) -> dict[str, str | None]:
+    try:
+        return {name: None if data is None else data.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(data or b"").decode()}
+
+
+def as_line(message: txnbridge.Message) -> str:
+    """A message as one line that is safe to show: nothing in it can steer the terminal."""
+    place = f"{message.topic}[{message.partition}] {':'.join(map(str, message.position))}"
+    key = [] if message.key is None else [f"key={_readable(message.key)}"]
+    headers = [f"{_printable(name)}={_readable(value)}" for name, value in message.headers.raw]
+    value = "(no value)" if message.value is None else _readable(message.value)
+    return " | ".join([place, *([" ".join(key + headers)] if key or headers else []), value])
+
+
+def _readable(data: bytes) -> str:
+    try:
+        return _printable(data.decode())
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(data).decode()}"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,50 @@
+"""`txnbridge status`: what became of a token."""
+
+from __future__ import annotations
+
+import click
+
+from txnbridge import Status, Token, TokenState
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode, when
+
+CODES = {
+    TokenState.COMMITTED: ExitCode.OK,
+    TokenState.PREPARED: ExitCode.FAILED,
+    TokenState.ABORTED: ExitCode.ABORTED,
+    TokenState.UNKNOWN: ExitCode.UNKNOWN,
+}
+
+
+@_common.command("status")
+@click.argument("token")
+def command(cli: Cli, token: str) -> ExitCode:
+    """Say what became of the transaction that TOKEN names. Changes nothing.
+
+    Exit code 0: committed; 1: prepared, nobody has ended it yet; 5: aborted; 4: unknown.
+    """
+    parsed = Token.parse(token)
+    with cli.connect() as bridge:
+        status = bridge.status(parsed)
+    if cli.json:
+        cli.document(
+            {
+                "transaction": parsed.transaction,
+                "state": status.state.value,
+                "expires_at": status.expires_at,
+                "reason": status.reason,
+                "permanent": status.permanent,
+            }
+        )
+    cli.say(in_words(status))
+    return CODES[status.state]
+
+
+def in_words(status: Status) -> str:
+    """A status as one line."""
+    text = status.state.value
+    if status.state is TokenState.PREPARED and status.expires_at is not None:
+        text += f", aborted at {when(status.expires_at)} if nobody ends it before"
+    if status.permanent:
+        text += " for ever"
+    return f"{text} ({status.reason})" if status.reason else text

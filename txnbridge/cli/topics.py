@@ -1,0 +1,78 @@
+"""`txnbridge topics`: list, create, delete and grow them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode
+
+command = click.Group("topics", help="List, create, delete and grow topics.")
+
+
+@_common.command("list", help="List topics.")
+@click.option("--internal", is_flag=True, help="Also those that txnbridge keeps for itself.")
+def list_(cli: Cli, internal: bool) -> None:
+    with cli.connect() as bridge:
+        topics = bridge.admin.topics(internal)
+    if cli.json:
+        cli.document([asdict(topic) for topic in topics])
+    elif not topics:
+        cli.say("no topics")
+    else:
+        rows = [(t.name, t.partitions, _retention(t.retention_seconds, t.retention_bytes)) for t in topics]
+        cli.table(["topic", "partitions", "retention"], rows)
+
+
+def _retention(seconds: float | None, size: int | None) -> str:
+    bounds = [f"{seconds:g} s"] * (seconds is not None) + [f"{size} bytes"] * (size is not None)
+    return ", ".join(bounds) or "for ever"
+
+
+@_common.command("create", help="Create a topic. Nothing changes if it is there with as many partitions.")
+@click.argument("name")
+@click.option("--partitions", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--retention-seconds", type=click.FloatRange(min=0, min_open=True), help="Older messages may go.")
+@click.option("--retention-bytes", type=click.IntRange(min=1), help="The oldest messages above this size may go.")
+def create(cli: Cli, name: str, partitions: int, retention_seconds: float | None, retention_bytes: int | None) -> None:
+    with cli.connect() as bridge:
+        created = bridge.admin.create_topic(
+            name, partitions, retention_seconds=retention_seconds, retention_bytes=retention_bytes
+        )
+    if cli.json:
+        cli.document({"topic": name, "created": created})
+    cli.say(f"created {name}" if created else f"{name} is there already")
+
+
+@_common.command("delete", help="Delete a topic and its messages.")
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Really do it.")
+def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
+    with cli.connect() as bridge:
+        topic = bridge.admin.topic(name)
+        if yes:
+            bridge.admin.delete_topic(name)
+    if cli.json:
+        cli.document({"topic": name, "deleted": yes})
+    if not yes:
+        cli.say(f"would delete {name} with its {topic.partitions} partitions and all messages; do it with --yes")
+        return ExitCode.USAGE
+    cli.say(f"deleted {name}")
+    return ExitCode.OK
+
+
+@_common.command("grow", help="Give a topic more partitions. Keys spread over all of them from then on.")
+@click.argument("name")
+@click.argument("partitions", type=click.IntRange(min=1))
+def grow(cli: Cli, name: str, partitions: int) -> None:
+    with cli.connect() as bridge:
+        bridge.admin.grow_topic(name, partitions)
+    if cli.json:
+        cli.document({"topic": name, "partitions": partitions})
+    cli.say(f"{name} has {partitions} partitions")
+
+
+for each in (list_, create, delete, grow):
+    command.add_command(each)

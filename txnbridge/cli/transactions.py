@@ -1,0 +1,118 @@
+"""`txnbridge transactions`: what has not ended, and ending it by hand."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+
+from txnbridge import Bridge, Decision, Outcome, Token
+from txnbridge.cli import _common, status
+from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
+from txnbridge.spi import OpenTransaction
+
+_log = logging.getLogger("txnbridge")
+_WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
+
+command = click.Group("transactions", help="List and end open and prepared transactions.")
+
+
+@_common.command("list", help="List open and prepared transactions, the oldest first.")
+def list_(cli: Cli) -> None:
+    with cli.connect() as bridge:
+        found = bridge.admin.transactions()
+    if cli.json:
+        cli.document([_as_json(transaction) for transaction in found])
+    elif not found:
+        cli.say("no open transactions")
+    else:
+        rows = [(t.transaction, t.state, t.owner, _when(t.since), _when(t.expires_at), _count(t)) for t in found]
+        cli.table(["transaction", "state", "owner", "since", "expires", "messages"], rows)
+
+
+@_common.command("describe", help="Show all that is known of one open or prepared transaction.")
+@click.argument("transaction")
+def describe(cli: Cli, transaction: str) -> None:
+    with cli.connect() as bridge:
+        found = bridge.admin.transaction(transaction)
+    if cli.json:
+        cli.document(_as_json(found))
+        return
+    cli.say(f"transaction  {found.transaction}")
+    cli.say(f"state        {found.state}")
+    cli.say(f"owner        {found.owner or '-'}")
+    cli.say(f"since        {_when(found.since)}")
+    cli.say(f"expires      {_when(found.expires_at)}")
+    cli.say(f"messages     {_count(found)}")
+    cli.say(f"partitions   {', '.join(f'{topic}[{number}]' for topic, number in found.partitions) or '-'}")
+    cli.say(f"groups       {', '.join(found.groups) or '-'}")
+    cli.say(f"token        {found.token or '-'}")
+
+
+def _as_json(transaction: OpenTransaction) -> dict[str, Any]:
+    token = transaction.token
+    return {**vars(transaction), "token": None if token is None else str(token)}
+
+
+def _when(time: int | None) -> str:
+    return "-" if time is None else when(time)
+
+
+def _count(transaction: OpenTransaction) -> str:
+    return "-" if transaction.messages is None else str(transaction.messages)
+
+
+def _ending(decision: Decision, help: str) -> click.Command:
+    @_common.command(decision.value, help=help)
+    @click.argument("transaction", metavar="TRANSACTION_OR_TOKEN")
+    @click.option("--yes", is_flag=True, help="Really do it.")
+    @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+    def end(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
+        token = Token.parse(transaction) if transaction.startswith("txb") else None
+        with cli.connect() as bridge:
+            if not (yes and reason):
+                return _say_what_would_happen(cli, bridge, token or transaction, decision)
+            outcome = _end(bridge, token or transaction, decision, reason)
+        if cli.json:
+            name = transaction if token is None else token.transaction
+            cli.document({"transaction": name, "outcome": outcome.value, "reason": reason})
+        cli.say(outcome.value)
+        return outcome_code(outcome, _WANTED[decision])
+
+    return end
+
+
+def _say_what_would_happen(cli: Cli, bridge: Bridge, what: Token | str, decision: Decision) -> ExitCode:
+    if isinstance(what, Token):
+        name, state = what.transaction, status.in_words(bridge.status(what))
+    else:
+        name, state = what, bridge.admin.transaction(what).state
+    if cli.json:
+        cli.document({"transaction": name, "state": state, "would": decision.value})
+    cli.say(f"would {decision.value} transaction {name}, now {state}")
+    cli.say("do it with --yes and --reason TEXT")
+    return ExitCode.USAGE
+
+
+def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> Outcome:
+    name = what.transaction if isinstance(what, Token) else what
+    commit = decision is Decision.COMMIT
+    with bridge._events.step("resolve", name, decision=decision.value, by="command line", reason=reason) as found:
+        if isinstance(what, Token):
+            outcome = bridge.commit(what) if commit else bridge.abort(what)
+        else:
+            outcome = bridge.admin.commit(what) if commit else bridge.admin.abort(what)
+        found["outcome"] = outcome.value
+    # A warning, so that it is logged also where nobody set up logging.
+    _log.warning("transaction %s: %s by hand, it is %s; reason: %s", name, decision.value, outcome.value, reason)
+    return outcome
+
+
+for each in (
+    list_,
+    describe,
+    _ending(Decision.COMMIT, "Commit a prepared transaction. The application's own decision is overridden."),
+    _ending(Decision.ABORT, "Abort an open or prepared transaction."),
+):
+    command.add_command(each)
