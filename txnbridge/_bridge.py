@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +142,7 @@ class Bridge:
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         self._consumers: set[Consumer] = set()
+        self._commit_writer: Callable[[Writer, Deadline], None] = _commit_writer  # the testing kit loses answers here
         self._backend_name = backend.name
         ours, clients = resolve_options(backend.options, options, backend.name)
         context = Context(self._name, self._events, identity.application, self._timeout, hold, create_topics, clients)
@@ -537,6 +538,10 @@ class Bridge:
         _parents.append(self._broker)
         for transaction in list(self._transactions):
             transaction._guard.acquire(False)  # so that every call on it is refused, at no cost to `send`
+
+
+def _commit_writer(writer: Writer, deadline: Deadline) -> None:
+    writer.commit(deadline)
 
 
 def _quietly(call: Any) -> None:

@@ -316,7 +316,7 @@ class Transaction:
         self._state = State.COMMITTING
         try:
             with self._events.step("commit", self.id):
-                self._writer.commit(self._begin.deadline)
+                self._bridge._commit_writer(self._writer, self._begin.deadline)
         except (TransactionAborted, Fenced):
             self._end(State.ABORTED)
             raise
@@ -335,12 +335,13 @@ class Transaction:
             self._end(State.COMMITTED)
 
     def _settle(self, error: OutcomeUnknown) -> None:
-        """No answer came: ask the broker once more in the time that is left, before anybody is told "unknown"."""
+        """No answer came: ask the broker in the time that is left, if any is, before anybody is told "unknown"."""
         self._end_unknown()
         if error.permanent:
             error.token = str(self._token)
             raise error
-        outcome = self._bridge._resolve(self._token, self._begin.deadline)
+        deadline = self._begin.deadline
+        outcome = None if deadline.expired else self._bridge._resolve(self._token, deadline)
         if outcome is Outcome.COMMITTED:
             self._end(State.COMMITTED)
         elif outcome is Outcome.ABORTED:

@@ -1,0 +1,346 @@
+"""Functions in processes of their own, which are killed or paused at a named event.
+
+The children come from a fork server: a fresh interpreter that has imported txnbridge and opened nothing. So a child
+starts in milliseconds and inherits nothing of the process that wants it but its paths and its environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any, Literal
+
+from txnbridge._events import Event
+from txnbridge._plugins import hookimpl, plugins
+from txnbridge.errors import InvalidOption
+
+How = Literal["kill", "pause"]
+
+_SIGNALS: dict[How, signal.Signals] = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}
+# A stopped process does not answer, and one that is about to stop may miss the first signal to go on.
+_RESUME_SECONDS = 0.01
+
+_parent: _Line | None = None  # in a child: the line to the process that started it
+
+
+class StopAt:
+    """A plug-in that kills or pauses its own process at one event, as if from outside.
+
+    `point` is the number of the event, counted from 1 over all bridges, or "commit/before", or "commit/before/3" for
+    the third of that kind.
+    """
+
+    def __init__(self, point: int | str, how: How = "kill") -> None:
+        self._wanted = _parse_point(point)
+        self._signal = _SIGNALS[how]
+        self._seen: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        with self._lock:  # so that no other thread's event gets past this one
+            name = f"{event.name}/{event.phase}"
+            self._seen.update((None, name))
+            kind, number = self._wanted
+            if kind in (None, name) and self._seen[kind] == number:
+                self._stop(f"{name}/{self._seen[name]} (event {self._seen[None]})")
+
+    def _stop(self, event: str) -> None:
+        os.kill(os.getpid(), self._signal)
+
+
+def _parse_point(point: int | str) -> tuple[str | None, int]:
+    if isinstance(point, int):
+        kind, number = None, point
+    else:
+        name, phase, *nth = point.split("/") if point.count("/") in (1, 2) else ("", "")
+        kind, number = f"{name}/{phase}", int(nth[0]) if nth and nth[0].isdecimal() else (0 if nth else 1)
+        if phase not in ("before", "after", "failed"):
+            number = 0
+    if number < 1:
+        raise InvalidOption(f"a point is the number of an event, 'commit/before' or 'commit/before/3', not {point!r}")
+    return kind, number
+
+
+def tell(value: object) -> None:
+    """In a child: hand a value to `Child.told` in the process that started it. Elsewhere it does nothing."""
+    if _parent is not None:
+        _parent.send("told", value)
+
+
+class Child:
+    """A function that runs in a process of its own; as a block it is killed at the end if it still runs.
+
+    With `kill=` or `pause=` the process gets SIGKILL or SIGSTOP at that point (see `StopAt`). The function must be
+    importable, its arguments must pickle. Plug-ins that are modules are registered in the child as they are here.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        kill: int | str | None = None,
+        pause: int | str | None = None,
+    ) -> None:
+        if kill is not None and pause is not None:
+            raise InvalidOption("a child is killed or paused, not both")
+        point, how = (kill, "kill") if pause is None else (pause, "pause")
+        if point is not None:
+            _parse_point(point)
+        self._how = how
+        self._name = f"{function.__module__}.{function.__qualname__}"
+        self._told: deque[Any] = deque()
+        self._line, theirs = multiprocessing.Pipe()
+        task = _Task(_reference(function), pickle.dumps(args), point, how, dict(os.environ), _module_plugins())
+        self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
+        self._process.start()
+        theirs.close()
+        _running.add(self)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def told(self, timeout: float = 60) -> Any:
+        """The next value that the function gave to `tell`."""
+        return self._told.popleft() if self._told else self._receive("told", timeout)
+
+    def stopped(self, timeout: float = 60) -> str:
+        """Wait until the child was killed or paused at its point, and return what event that was.
+
+        Raises `AssertionError` if the function ended before, and if a kill did not kill.
+        """
+        event = self._stopped_or_returned(timeout)
+        if event is None:
+            raise AssertionError(f"{self._name} returned before it {_SAID['stopped']}")
+        return event
+
+    def _stopped_or_returned(self, timeout: float) -> str | None:
+        """As `stopped`, but None for a function that returned before it came to its point."""
+        kind, event = self._receive_one(("stopped", "result"), timeout)
+        if kind == "result":
+            return None
+        if self._how == "kill":
+            self._join(timeout)
+            if self._process.exitcode != -signal.SIGKILL:
+                raise AssertionError(f"{self._name} was to be killed at {event}; it ended with {self._exit()}")
+        return str(event)
+
+    def resume(self, timeout: float = 60) -> None:
+        """Let a child that was paused at its point go on, and wait until it does."""
+        deadline = time.monotonic() + timeout
+        while not self._line.poll(_RESUME_SECONDS):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{self._name} was to go on and did not within {timeout:g} s")
+            self._signal(signal.SIGCONT)
+        self._receive("resumed", timeout)
+
+    def pause(self) -> None:
+        """Stop the child where it is."""
+        self._signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        """Undo `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def result(self, timeout: float = 60) -> Any:
+        """What the function returned. Raises what it raised, or `AssertionError` if it was killed or took too long."""
+        return self._receive("result", timeout)
+
+    def kill(self) -> None:
+        """Kill the child with SIGKILL, and return when it is gone."""
+        self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._line.close()
+
+    def __repr__(self) -> str:
+        return f"<Child {self._process.pid} running {self._name}>"
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def _receive(self, wanted: str, timeout: float) -> Any:
+        return self._receive_one((wanted,), timeout)[1]
+
+    def _receive_one(self, wanted: tuple[str, ...], timeout: float) -> tuple[str, Any]:
+        said = _SAID[wanted[0]]
+        deadline = time.monotonic() + timeout
+        while self._line.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                kind, value = self._line.recv()
+            except (EOFError, ConnectionResetError):
+                self._join(timeout)
+                raise AssertionError(f"{self._name} ended with {self._exit()} before it {said}") from None
+            if kind in wanted:
+                return kind, value
+            if kind == "told":
+                self._told.append(value)
+            elif kind == "raised":
+                error, text = value
+                raise error from _ChildTraceback(text)
+            elif kind == "result":
+                raise AssertionError(f"{self._name} returned before it {said}")
+        raise AssertionError(f"{self._name} has not {said} within {timeout:g} s")
+
+    def _join(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise AssertionError(f"{self._name} (pid {self.pid}) did not end within {timeout:g} s")
+
+    def _exit(self) -> str:
+        code = self._process.exitcode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+_running: weakref.WeakSet[Child] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_all() -> None:
+    """A paused child would otherwise outlive this process, which waits for it at its own end."""
+    for child in list(_running):
+        child.kill()
+
+
+_SAID = {"told": "told anything", "stopped": "came to its point", "resumed": "went on", "result": "returned"}
+
+
+class _ChildTraceback(Exception):
+    """The traceback of an error that was raised in a child, as text."""
+
+    def __str__(self) -> str:
+        return f"in the child process:\n{self.args[0]}"
+
+
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # pytest too where it runs: the modules that tests are in import it.
+    context.set_forkserver_preload([__name__, *(["pytest"] if "pytest" in sys.modules else [])])
+    return context
+
+
+def _module_plugins() -> list[str]:
+    return [plugin.__name__ for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
+
+
+def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """A function's module, file and name. Raises `InvalidOption` for one that no other process can import."""
+    if "<" in function.__qualname__:
+        raise InvalidOption(f"{function.__qualname__} cannot be imported by a child process; write it at module level")
+    module = sys.modules[function.__module__]
+    return function.__module__, getattr(module, "__file__", None) or "", function.__qualname__
+
+
+# --- in the child --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Task:
+    function: tuple[str, str, str]
+    args: bytes
+    point: int | str | None
+    how: How
+    environment: dict[str, str]
+    plugins: Sequence[str]
+
+
+class _Line:
+    """The child's end of the line; any thread may use it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, value: object = None) -> None:
+        with self._lock:
+            self._connection.send((kind, value))
+
+
+def _run(connection: Connection, task: _Task) -> None:
+    global _parent
+    line = _parent = _Line(connection)
+    try:
+        line.send("result", _call(task, line))
+    except BaseException as error:
+        line.send("raised", (_picklable(error), traceback.format_exc()))
+
+
+def _call(task: _Task, line: _Line) -> Any:
+    os.environ.clear()
+    os.environ.update(task.environment)
+    function = _load(*task.function)
+    for name in task.plugins:
+        module = importlib.import_module(name)
+        if not plugins.manager.is_registered(module):
+            plugins.register(module)
+    if task.point is not None:
+        plugins.register(_Stopping(task.point, task.how, line))
+    return function(*pickle.loads(task.args))
+
+
+class _Stopping(StopAt):
+    """Says so before it stops, and after a pause that it goes on."""
+
+    def __init__(self, point: int | str, how: How, line: _Line) -> None:
+        super().__init__(point, how)
+        self._line = line
+
+    def _stop(self, event: str) -> None:
+        self._line.send("stopped", event)
+        super()._stop(event)
+        self._line.send("resumed")
+
+
+def _load(name: str, file: str, qualname: str) -> Callable[..., Any]:
+    found: Any = _module(name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """The module of this name, from its file if the name alone does not lead there (test modules may live anywhere)."""
+    try:
+        module = importlib.import_module(name)
+        if not file or os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):
+            return module
+    except ImportError:
+        pass
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"module {name} cannot be imported in a child process")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,189 @@
+"""For the tests of programs that use txnbridge: a bridge to a fresh embedded broker, and faults on demand.
+
+`pytest_plugins = ["txnbridge.testing"]` in the top `conftest.py` brings the fixtures `bridge` and `bridge_url`:
+
+    def test_an_order_is_shipped(bridge):
+        take_order(bridge, 42)
+        assert [m.value for m in bridge.read("shipments", limit=10)] == [b"42"]
+
+A program that will run on another broker is tested against that broker's promises:
+
+    @pytest.fixture
+    def bridge_url(bridge_url):
+        return bridge_url + "?like=kafka"
+
+Everything else here works without pytest. (PYTEST_DONT_REWRITE: pytest may find this module imported already.)
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import txnbridge
+from txnbridge._children import Child, StopAt, tell
+from txnbridge._events import Event
+from txnbridge._plugins import hookimpl, plugins
+from txnbridge._token import Outcome
+from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
+from txnbridge.spi import Deadline, Writer
+
+__all__ = ["Child", "StopAt", "crash_everywhere", "listening", "next_commit", "recorded", "tell"]
+
+try:
+    import pytest
+except ImportError:
+    pass  # then there are no fixtures
+else:
+    __all__ += ["bridge", "bridge_url"]
+
+    @pytest.fixture
+    def bridge_url(tmp_path: Path) -> str:
+        """The URL of a fresh embedded broker; override it to add options, such as `?like=kafka`."""
+        return f"embedded:{tmp_path / 'broker.db'}"
+
+    @pytest.fixture
+    def bridge(bridge_url: str) -> Iterator[txnbridge.Bridge]:
+        """A bridge to a fresh embedded broker, closed after the test."""
+        with txnbridge.connect(bridge_url) as opened:
+            yield opened
+
+
+# --- listening -----------------------------------------------------------------------------------------------------
+
+
+class _Listener:
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self._function = function
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        self._function(event)
+
+
+@contextmanager
+def listening(function: Callable[[Event], object]) -> Iterator[None]:
+    """Tell a function of every event of the bridges that are opened inside this block, as long as they live."""
+    with plugins.registered(_Listener(function)):
+        yield
+
+
+@contextmanager
+def recorded() -> Iterator[list[Event]]:
+    """A list that every event of the bridges opened inside this block is appended to."""
+    events: list[Event] = []
+    with listening(events.append):
+        yield events
+
+
+# --- an answer that is lost ----------------------------------------------------------------------------------------
+
+
+def next_commit(bridge: txnbridge.Bridge, outcome: Outcome, *, happened: bool = True) -> _NextCommit:
+    """Decide how the next commit of a transaction of this bridge ends.
+
+    With `Outcome.UNKNOWN` its answer is lost until the transaction's deadline, which passes at once: the program gets
+    `OutcomeUnknown`, and `bridge.status(error.token)` tells it later that it was committed (or aborted, with
+    `happened=False`). With `Outcome.ABORTED` it is aborted and the program is told so.
+
+    It counts from the call on; as a block it also raises `AssertionError` if nothing was committed inside.
+    """
+    if outcome is Outcome.COMMITTED:
+        raise InvalidOption("a commit cannot be told to succeed; choose Outcome.UNKNOWN or Outcome.ABORTED")
+    return _NextCommit(bridge, outcome, happened)
+
+
+class _NextCommit:
+    def __init__(self, bridge: txnbridge.Bridge, outcome: Outcome, happened: bool) -> None:
+        self._bridge = bridge
+        self._outcome = outcome
+        self._happened = happened
+        self._used = threading.Lock()
+        self._commit = bridge._commit_writer
+        bridge._commit_writer = self._instead
+
+    def _instead(self, writer: Writer, deadline: Deadline) -> None:
+        if not self._used.acquire(blocking=False):  # two threads at once: it is for one of them
+            return self._commit(writer, deadline)
+        self._bridge._commit_writer = self._commit
+        if self._outcome is Outcome.ABORTED:
+            writer.abort(deadline)
+            raise TransactionAborted("the testing kit was asked to abort this transaction")
+        (writer.commit if self._happened else writer.abort)(deadline)
+        deadline.at = time.monotonic()
+        raise OutcomeUnknown("the testing kit was asked to lose the answer")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        if not self._used.locked():
+            self._bridge._commit_writer = self._commit
+            if error[0] is None:
+                raise AssertionError("next_commit: no transaction was committed inside the block")
+
+
+# --- dying everywhere ----------------------------------------------------------------------------------------------
+
+
+def crash_everywhere(
+    function: Callable[[Any], object],
+    check: Callable[[Any], object],
+    *,
+    fresh: Callable[[], Any] | None = None,
+    timeout: float = 60,
+) -> list[str]:
+    """Kill a program at each of its events in turn, run it again each time, and check what came of it.
+
+    `function(start)` runs in a child process that is killed with SIGKILL at its first event; then it runs again to its
+    end, and `check(start)` asserts here. Then the same from a fresh start with a kill at the second event, and so on,
+    until a run ends without having been killed. `fresh()` makes each start; by default it is the URL of a new embedded
+    broker. The function must be importable (a test module is), and must find what it left behind by itself.
+
+    Returns the events that it was killed at. Raises `AssertionError`, with the event after which the promise was
+    broken, and if there was no event to kill at: then nothing was checked.
+    """
+    killed_at: list[str] = []
+    with ExitStack() as stack:
+        fresh = fresh or _embedded_urls(stack)
+        for number in count(1):
+            start = fresh()
+            event = _run_and_kill(function, start, number, timeout)
+            _recover_and_check(function, check, start, event, timeout)
+            if event is None:
+                break
+            killed_at.append(event)
+    if not killed_at:
+        raise AssertionError(f"{function.__qualname__} caused no event, so it was killed nowhere and nothing is proven")
+    return killed_at
+
+
+def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="txnbridge-"))
+    numbers = count(1)
+    return lambda: f"embedded:{folder}/{next(numbers)}.db"
+
+
+def _run_and_kill(function: Callable[[Any], object], start: Any, number: int, timeout: float) -> str | None:
+    """Run until the `number`th event; None if the function ended before."""
+    with Child(function, start, kill=number) as child:
+        return child._stopped_or_returned(timeout)
+
+
+def _recover_and_check(
+    function: Callable[[Any], object], check: Callable[[Any], object], start: Any, event: str | None, timeout: float
+) -> None:
+    try:
+        if event is not None:
+            with Child(function, start) as child:
+                child.result(timeout)
+        check(start)
+    except Exception as error:
+        when = f"killed at {event} and run again" if event else "not killed"
+        raise AssertionError(f"{function.__qualname__}, {when}: {type(error).__name__}: {error}") from error
