@@ -1,0 +1,201 @@
+"""Appends to a decision log and reads it on, so that a process that follows it reads only what is new.
+
+What is read always begins with the last record that was read before: a log that was truncated, trimmed or made anew
+is noticed, and never taken for the one that was known.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from txnbridge._deadline import Deadline
+from txnbridge._decision_records import Birth, Record, encode
+from txnbridge._decision_state import State
+from txnbridge._events import Emitter
+from txnbridge._messages import Position
+from txnbridge.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    EvidenceLost,
+    OutcomeUnknown,
+    PositionLost,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import DecisionLog
+
+# An append is repeated soon after a hiccup, and not so often as to hurt a sick broker.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+# Forgetting walks through everything in memory: seldom enough to cost nothing, often enough to keep memory flat.
+_FORGET_AFTER = 10_000
+
+
+class Follower:
+    """One process's view of one log. May be used by many threads."""
+
+    def __init__(self, log: DecisionLog, events: Emitter, now: Callable[[], int]) -> None:
+        self._log = log
+        self._events = events
+        self._now = now
+        self._lock = threading.RLock()
+        self._awaited: dict[str, dict[Position, bool]] = {}
+        self._log_id: str | None = None
+        self._lost = ""  # why this is not the log that was read before
+        self._state = self._new_state()
+
+    def _new_state(self) -> State:
+        # Where a broker gives the first record of every log the same position, a birth record elsewhere is not first.
+        return State(self._tell, getattr(self._log, "origin", None))
+
+    def _tell(self, nonce: str, position: Position, counts: bool) -> None:
+        if (seen := self._awaited.get(nonce)) is not None:
+            seen[position] = counts
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def looking(self, deadline: Deadline) -> Iterator[State]:
+        """What follows from the records read so far; nobody reads on meanwhile."""
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
+        try:
+            yield self._state
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def following(
+        self, deadline: Deadline, up_to: Position | None = None, *, may_create: bool = True
+    ) -> Iterator[State]:
+        """Read on to a position, or to the log's present end; then as `looking`. An empty log gets its birth record.
+
+        Raises `OutcomeUnknown` if the log answers with less than is known to be there, `EvidenceLost` if it is another.
+        """
+        with self.looking(deadline):
+            if self._lost:
+                raise EvidenceLost(self._lost)
+            if up_to is None:
+                up_to = self._end(deadline, may_create)
+            if up_to is not None:
+                self._reach(up_to, deadline)
+            yield self._state
+
+    def _end(self, deadline: Deadline, may_create: bool) -> Position | None:
+        end, cursor = self._log.end(deadline), self._state.cursor
+        if cursor is not None and (end is None or end < cursor[0]):
+            raise OutcomeUnknown(
+                f"the decision log ends before {list(cursor[0])}, which this process has read: the broker answers from"
+                " an old copy, or has lost records"
+            )
+        if end is None and may_create:
+            birth = Birth(log=secrets.token_hex(8), nonce=secrets.token_hex(8), at=self._now())
+            return self._store(birth, deadline, None)
+        return end
+
+    def _reach(self, up_to: Position, deadline: Deadline) -> None:
+        self._read_on(up_to, deadline)
+        if not self._state.founded and (end := self._log.end(deadline)) is not None:
+            # The snapshot that this log stands on may be behind the end that was known when reading began.
+            self._read_on(end, deadline)
+        if self._state.founded and self._log_id not in (None, self._state.log):
+            self._lose("the decision log was made anew since this process first read it")
+        self._log_id = self._state.log or self._log_id
+        if self._state.records_since_forgetting >= _FORGET_AFTER and self._state.cursor is not None:
+            self._state.forget(self._state.oldest_living(self._now()) or self._state.cursor[0])
+
+    def _read_on(self, up_to: Position, deadline: Deadline) -> None:
+        cursor = self._state.cursor
+        if self._state.blocked or (cursor is not None and cursor[0] >= up_to):
+            return
+        first = None if cursor is None else cursor[0]
+        with self._events.step("decision.read", first=first and list(first), last=list(up_to)) as found:
+            try:
+                records = iter(self._log.read(first, up_to, deadline))
+                again = cursor if cursor is None else next(records, None)
+            except PositionLost:
+                records, again = iter(()), None
+            found["records"] = sum(1 for _ in self._take(records)) if again == cursor else 0
+        if again != cursor:
+            self._start_anew(deadline)
+        elif not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
+            raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
+
+    def _take(self, records: Iterator[tuple[Position, bytes]]) -> Iterator[None]:
+        for position, raw in records:
+            if not self._state.take(position, raw):
+                return
+            yield
+
+    def _start_anew(self, deadline: Deadline) -> None:
+        """The last record that was read is not there: dropped by a trim, which is in order, or lost."""
+        begin, cursor = self._log.begin(deadline), self._state.cursor
+        if begin is None or cursor is None or begin <= cursor[0]:
+            self._lose("the decision log no longer has a record that this process has read: it was truncated or made"
+                       " anew, and proves nothing")  # fmt: skip
+        self._state = self._new_state()
+        if (end := self._log.end(deadline)) is not None:
+            self._read_on(end, deadline)
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        raise EvidenceLost(reason)
+
+    # --- appending --------------------------------------------------------------------------------------------------
+
+    def append(self, record: Record, deadline: Deadline, transaction: str | None = None) -> tuple[Position, bool]:
+        """Append a record and read the log up to it; its position, and whether it (or an earlier copy) counts.
+
+        Raises `OutcomeUnknown` if it may or may not be stored, or could not be read back.
+        """
+        seen: dict[Position, bool] = {}
+        self._awaited[record.nonce] = seen
+        try:
+            position = self._store(record, deadline, transaction)
+            self._read_back(position, seen, deadline)
+        finally:
+            del self._awaited[record.nonce]
+        return position, any(seen.values())
+
+    def _read_back(self, position: Position, seen: dict[Position, bool], deadline: Deadline) -> None:
+        try:
+            with self.following(deadline, position) as state:
+                if position in seen:
+                    return
+                if state.blocked:
+                    raise OutcomeUnknown(state.blocked)
+                raise EvidenceLost(
+                    state.doubt
+                    or f"the decision log gave a record the position {list(position)}, and shows another one there: it"
+                    " has lost records"
+                )
+        except BrokerUnavailable as error:
+            raise OutcomeUnknown("a record was stored in the decision log, but could not be read back") from error
+
+    def _store(self, record: Record, deadline: Deadline, transaction: str | None) -> Position:
+        """Append until there is a clean answer: only that gives a position up to which the log must be read."""
+        raw = encode(record)
+        doubt = False
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
+                    position = self._log.append(raw, deadline)
+                    found["position"] = list(position)
+                return position
+            except (OutcomeUnknown, BrokerUnavailable) as error:
+                failure: TxnBridgeError = error
+            doubt = doubt or isinstance(failure, OutcomeUnknown)
+            if isinstance(failure, DeadlineExceeded | StorageFailed) or deadline.left() <= pause:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        if not doubt:
+            raise failure
+        raise OutcomeUnknown(
+            f"a {record.kind!r} record may or may not be in the decision log: no answer came within"
+            f" {deadline.seconds:g} s; ask again"
+        ) from failure

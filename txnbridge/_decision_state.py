@@ -1,0 +1,366 @@
+"""What follows from a decision log: a pure fold over its records, in their order.
+
+Nothing here reads a clock or talks to a broker: whoever folds the same records comes to the same conclusions.
+docs/decisions.md gives the rules and their reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge._decision_records import (
+    Begin,
+    Birth,
+    Claimed,
+    Done,
+    Entry,
+    Opened,
+    Part,
+    Path,
+    Presence,
+    Record,
+    Snapshot,
+    Stored,
+    Under,
+    Unreadable,
+    decode,
+    digest,
+    load_json,
+    read_path,
+    read_position,
+    read_under,
+)
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+
+# The one kind of ledger entry that has a meaning here: it makes a transaction independent of its owner.
+PREPARE = "prepare"
+
+_AboutId = Opened | Entry | Claimed | Done
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Who opened an id: under which name, as the which in the row, where in the log, and what it said."""
+
+    under: Under
+    position: Position
+    host: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Winner:
+    """The first claim on an id that counts. `body` is None if its parts are gone."""
+
+    position: Position
+    nonce: str
+    decision: Decision
+    by: Under | None
+    body: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Noted:
+    """One counting ledger entry."""
+
+    position: Position
+    nonce: str
+    about: str
+    data: Mapping[str, Any]
+    under: Under
+
+
+def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
+    """Whether no newer opening of its id is known: what an owner appends behind one does not count."""
+    newest = openings.get(under.id)
+    if newest is None or newest.under.number < under.number:
+        return True
+    return newest.under == under
+
+
+def opens(openings: Mapping[Path, Opener], under: Under) -> bool:
+    """Whether an opening counts. Each has the next number, so that a copy that arrives late is none."""
+    newest = openings.get(under.id)
+    return newest is None or newest.under.number < under.number
+
+
+@dataclass
+class TokenFold:
+    """What is known of transactions whose tokens say where their evidence begins, since the first record read.
+
+    It needs no record before that: the openings that it has not seen are older than every presence that it has, and
+    an owner uses a presence only after it has read that nobody opened its id before it.
+    """
+
+    openings: dict[Path, Opener] = field(default_factory=dict)
+    presences: dict[Position, Presence] = field(default_factory=dict)
+    claims: dict[tuple[Begin, Path], Winner] = field(default_factory=dict)
+    entries: dict[tuple[Path, str], list[Noted]] = field(default_factory=dict)
+
+    def open(self, position: Position, record: Opened) -> None:
+        if opens(self.openings, record.under):
+            self.openings[record.under.id] = Opener(record.under, position, record.host, record.data)
+
+    def note(self, position: Position, record: Entry) -> None:
+        if not stands(self.openings, record.under):
+            return
+        known = self.entries.setdefault((record.under.id, record.transaction), [])
+        if all(entry.nonce != record.nonce for entry in known):
+            known.append(Noted(position, record.nonce, record.about, record.data, record.under))
+
+    def strike(self, position: Position, record: Entry) -> None:
+        """Take back an entry: an opening from before the first record read makes it void."""
+        known = self.entries.get((record.under.id, record.transaction), [])
+        known[:] = [entry for entry in known if entry.position != position]
+
+    def claim(self, begin: Begin, record: Claimed, winner: Winner) -> bool:
+        """Take a claim; whether it counts (it need not be the first that does)."""
+        by = record.by
+        if by is not None and not stands(self.openings, by) and not self.is_prepared(by.id, record.id):
+            return False
+        self.claims.setdefault((begin, record.id), winner)
+        return True
+
+    def is_prepared(self, owner: Path, id: Path) -> bool:
+        """Whether a counting prepare record has made a transaction independent of its owner."""
+        return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
+
+    def forget(self, before: Position) -> None:
+        """Drop what no living presence reaches."""
+        self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
+        self.claims = {key: claim for key, claim in self.claims.items() if claim.position >= before}
+        kept = ((key, [e for e in entries if e.position >= before]) for key, entries in self.entries.items())
+        self.entries = {key: entries for key, entries in kept if entries}
+
+
+@dataclass
+class IdFold:
+    """What is known of ids that no token carries: it holds only if every record since the log's birth went into it."""
+
+    openings: dict[Path, Opener] = field(default_factory=dict)
+    names: dict[Path, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening
+    done: dict[Path, int] = field(default_factory=dict)
+    claims: dict[Path, Winner] = field(default_factory=dict)
+
+    def open(self, position: Position, record: Opened) -> bool:
+        """Take an opening; whether it counts."""
+        if not opens(self.openings, record.under):
+            # Not the first copy of this opening, or somebody else took its number first.
+            return self.openings[record.under.id].under == record.under
+        self.openings[record.under.id] = Opener(record.under, position, record.host, record.data)
+        if record.named:
+            self.names.setdefault(record.under.id, set()).add(record.under.name)
+        return True
+
+    def claim(self, record: Claimed, winner: Winner) -> bool:
+        """Take a claim; whether it counts (it need not be the first that does)."""
+        if self.is_done(record.id) or (record.by is not None and not stands(self.openings, record.by)):
+            return False
+        self.claims.setdefault(record.id, winner)
+        return True
+
+    def finish(self, id: Path, up_to: int) -> None:
+        """Take a done mark: what it covers is settled, and its claims are of no more use."""
+        self.done[id] = max(up_to, self.done.get(id, up_to))
+        self.claims = {key: claim for key, claim in self.claims.items() if not self.is_done(key)}
+
+    def is_done(self, id: Path) -> bool:
+        """Whether a done mark of a shorter id covers this one."""
+        for length in range(1, len(id)):
+            number = id[length]
+            if isinstance(number, int) and number <= self.done.get(id[:length], number - 1):
+                return True
+        return False
+
+    def to_json(self, log: str) -> dict[str, Any]:
+        """The body of a snapshot."""
+        return {
+            "log": log,
+            "opened": [
+                [_under_json(o.under), list(o.position), o.host, o.data, sorted(self.names.get(id, ()))]
+                for id, o in self.openings.items()
+            ],
+            "done": [[list(id), up_to] for id, up_to in self.done.items()],
+            "claims": [
+                [list(id), list(c.position), c.nonce, c.decision.value, c.by and _under_json(c.by), c.body]
+                for id, c in self.claims.items()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> IdFold:
+        """Read a snapshot's body back. Raises ValueError, TypeError or KeyError for whatever is none."""
+        fold = cls()
+        for under_json, position, host, data, names in body["opened"]:
+            under = read_under(under_json)
+            fold.openings[under.id] = Opener(under, read_position(position), host, data)
+            if names:
+                fold.names[under.id] = set(names)
+        fold.done = {read_path(id): int(up_to) for id, up_to in body["done"]}
+        for id, position, nonce, decision, by, data in body["claims"]:
+            winner = Winner(read_position(position), nonce, Decision(decision), by and read_under(by), data)
+            fold.claims[read_path(id)] = winner
+        return fold
+
+
+def _under_json(under: Under) -> dict[str, Any]:
+    return {"id": list(under.id), "name": under.name, "number": under.number}
+
+
+class State:
+    """Everything that follows from the records between the first one read and `cursor`.
+
+    `tell` is called with each record's nonce, its position and whether it counts, as soon as that is known.
+    """
+
+    def __init__(self, tell: Callable[[str, Position, bool], None], origin: Position | None = None) -> None:
+        self._tell = tell
+        self._origin = origin
+        self.cursor: tuple[Position, bytes] | None = None
+        self.log: str | None = None
+        self.blocked = ""  # why nothing behind the cursor can be judged
+        self.doubt = ""  # why this log's beginning proves nothing
+        self.tokens = TokenFold()
+        self.ids = IdFold()
+        self.founded = False  # whether `ids` holds
+        self.records_since_snapshot = 0
+        self.bytes_since_snapshot = 0
+        self.records_since_forgetting = 0
+        self.snapshot_at: int | None = None
+        self._parts: dict[Position, bytes] = {}
+        # Until a snapshot is found that covers all that is missing: the hash of each record, and what waits for it.
+        self._digests: dict[Position, str] = {}
+        self._waiting: list[tuple[Position, _AboutId, Winner | None]] = []
+
+    # --- taking records ---------------------------------------------------------------------------------------------
+
+    def take(self, position: Position, raw: bytes) -> bool:
+        """Fold one more record; False if it cannot be read, and then nothing behind it can be judged."""
+        try:
+            record = decode(raw)
+            self._take(position, raw, record)
+        except Unreadable as error:
+            self.blocked = f"the record at {list(position)} cannot be judged: {error}"
+            return False
+        self.cursor = (position, raw)
+        self.records_since_snapshot += 1
+        self.records_since_forgetting += 1
+        self.bytes_since_snapshot += len(raw)
+        return True
+
+    def _take(self, position: Position, raw: bytes, record: Record) -> None:
+        if self.cursor is None:
+            self._take_first(position, record)
+        if not self.founded:
+            self._digests[position] = digest(raw)
+        elif record.log not in (None, self.log) and not isinstance(record, Birth):
+            self._distrust(position)
+        match record:
+            case Opened():
+                self.tokens.open(position, record)
+                self._judge(position, record, None)
+            case Entry():
+                self.tokens.note(position, record)
+                self._judge(position, record, None)
+            case Claimed():
+                self._take_claim(position, record)
+            case Done():
+                self._judge(position, record, None)
+            case _:
+                self._take_support(position, record)
+                self._tell(record.nonce, position, True)
+
+    def _take_support(self, position: Position, record: Record) -> None:
+        if isinstance(record, Part):
+            self._parts[position] = record.payload
+        elif isinstance(record, Presence):
+            self.tokens.presences[position] = record
+        elif isinstance(record, Snapshot):
+            self._take_snapshot(record)
+
+    def _take_first(self, position: Position, record: Record) -> None:
+        if not isinstance(record, Birth):
+            self.doubt = "its first record is not its birth record, and no snapshot covers what was dropped before it"
+        elif self._origin not in (None, position):
+            self.doubt = "its birth record is not where a log's first record stands: something was there before"
+        else:
+            self.founded = True
+            self.log = record.log
+            self.snapshot_at = record.at  # a birth record covers all that was before it: nothing
+
+    def _distrust(self, position: Position) -> None:
+        # Processes that saw a log's birth record agree on the log's id. Another id means that records in front of this
+        # birth record are gone, or that the log was made anew under processes that still use the old one.
+        self.founded = False
+        self.doubt = f"the record at {list(position)} belongs to a log with another birth record"
+
+    def _take_claim(self, position: Position, record: Claimed) -> None:
+        body = record.body if record.stored is None else self._assemble(record.stored)
+        winner = Winner(position, record.nonce, record.decision, record.by, body)
+        if record.begin is None:
+            self._judge(position, record, winner)
+        else:
+            self._tell(record.nonce, position, self.tokens.claim(record.begin, record, winner))
+
+    def _assemble(self, stored: Stored) -> Mapping[str, Any] | None:
+        raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
+        try:
+            return load_json(raw) if digest(raw) == stored.digest else None
+        except ValueError:
+            return None
+
+    def _judge(self, position: Position, record: _AboutId, winner: Winner | None) -> None:
+        """Take what only a complete reading can judge, once there is one."""
+        if not self.founded:
+            self._waiting.append((position, record, winner))
+            return
+        counts = True
+        if isinstance(record, Opened):
+            counts = self.ids.open(position, record)
+        elif isinstance(record, Done):
+            self.ids.finish(record.id, record.up_to)
+        elif isinstance(record, Claimed):
+            counts = winner is not None and self.ids.claim(record, winner)
+        elif not (counts := stands(self.ids.openings, record.under)):
+            self.tokens.strike(position, record)
+        self._tell(record.nonce, position, counts)
+
+    def _take_snapshot(self, record: Snapshot) -> None:
+        body = record.body if record.stored is None else self._assemble(record.stored)
+        self.records_since_snapshot = self.bytes_since_snapshot = 0
+        self.snapshot_at = record.at
+        # The record that it names must be here, exactly: then nothing is missing between it and what was read.
+        if self.founded or body is None or self._digests.get(record.covers) != record.digest:
+            return
+        try:
+            self.ids = IdFold.from_json(body)
+            self.log = str(body["log"])
+        except (ValueError, TypeError, KeyError):
+            raise Unreadable("the snapshot is damaged") from None
+        self.founded, self.doubt = True, ""
+        waiting, self._waiting, self._digests = self._waiting, [], {}
+        for position, late, winner in waiting:
+            if position > record.covers:
+                self._judge(position, late, winner)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def holds(self, begin: Begin) -> bool:
+        """Whether this reading includes exactly this presence record, and so everything behind it."""
+        presence = self.tokens.presences.get(begin.at)
+        return presence is not None and presence.nonce == begin.id
+
+    def oldest_living(self, now: int) -> Position | None:
+        """The position of the first presence that somebody may still need."""
+        return min((at for at, presence in self.tokens.presences.items() if presence.until > now), default=None)
+
+    def forget(self, before: Position) -> None:
+        """Drop from memory what no living presence reaches."""
+        self.records_since_forgetting = 0
+        self.tokens.forget(before)
+        self._parts = {at: part for at, part in self._parts.items() if at >= before}
+        self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
+        self._waiting = [late for late in self._waiting if late[0] >= before]
