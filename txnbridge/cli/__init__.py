@@ -51,6 +51,7 @@ class Main(click.Group):
 
 
 @click.command(
+    "txnbridge",
     cls=Main,
     epilog=EXIT_CODES_HELP,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},

@@ -277,7 +277,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         return str(error) or type(error).__name__, exit_code(error)
     if isinstance(error, click.ClickException):
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "txnbridge"
-        return f"{error.format_message()} See `{where} --help`.", error.exit_code
+        return f"{error.format_message().rstrip('.')}; see `{where} --help`", error.exit_code
     if isinstance(error, OSError):
         return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
     # Not one of ours, so its text may quote anything, also a message's body.

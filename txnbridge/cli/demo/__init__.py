@@ -1,0 +1,102 @@
+"""`txnbridge demo`: a short story on a broker of its own, in which every claim is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import click
+
+import txnbridge
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from txnbridge.cli.demo.stage import Stage
+
+_WIDTH = 100  # of the story where there is no terminal, and on wide ones: longer lines are harder to read
+# For one call. The whole story takes seconds, so a call that takes this long has failed.
+_TIMEOUT = 10.0
+
+_log = logging.getLogger("txnbridge")
+
+
+@_common.command("demo", broker=False)
+@click.option("--keep", is_flag=True, help="Leave the broker's file there, to look at it with the other commands.")
+def command(cli: Cli, keep: bool) -> ExitCode:
+    """Show what txnbridge promises: a short story with real processes, on a temporary embedded broker.
+
+    Exit code 0 only if every claim was checked and held.
+    """
+    from txnbridge.cli.demo.actors import Shop
+    from txnbridge.cli.demo.stage import Stage
+
+    with _folder(keep) as folder, _closing(Stage(_console(cli.json), Shop(secrets.token_hex(2)))) as stage:
+        url = f"embedded:{folder}/demo.db"
+        begin = time.monotonic()
+        fault = _play(stage, url)
+        seconds = time.monotonic() - begin
+        if fault is None:
+            stage.summary(seconds)
+            stage.outlook(url if keep else None)
+        else:
+            stage.broken(fault)
+    if cli.json:
+        claims = [{"claim": claim.text, "how": claim.how} for claim in stage.claims]
+        cli.document({"held": claims, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
+    return ExitCode.OK if fault is None else ExitCode.FAILED
+
+
+@contextlib.contextmanager
+def _folder(keep: bool) -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="txnbridge-demo-")
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def _closing(stage: Stage) -> Iterator[Stage]:
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+def _console(json: bool) -> Console:
+    """The story goes to stdout; with --json to stderr."""
+    from rich.console import Console
+
+    found = Console(file=sys.stderr if json else sys.stdout, markup=False, highlight=False, emoji=False)
+    if not found.is_terminal or found.width > _WIDTH:
+        found.width = _WIDTH
+    return found
+
+
+def _play(stage: Stage, url: str) -> str | None:
+    """The whole story; what broke it, or None."""
+    from txnbridge.cli.demo.scenes import STORY
+    from txnbridge.cli.demo.stage import ClaimBroken
+
+    stage.begin(url)
+    try:
+        with txnbridge.connect(url, timeout=_TIMEOUT) as bridge:
+            for topic in stage.shop.topics:
+                bridge.admin.create_topic(topic)
+            for scene in STORY:
+                scene(stage, bridge)
+    except (ClaimBroken, txnbridge.TxnBridgeError) as error:
+        _log.debug("the story is broken", exc_info=True)
+        return str(error)
+    return None

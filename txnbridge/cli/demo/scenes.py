@@ -1,0 +1,192 @@
+"""The story, scene by scene. It uses the public interface only, so that it can be played on any broker."""
+
+from __future__ import annotations
+
+import socket
+
+from txnbridge import Bridge, Outcome, TokenState
+from txnbridge.cli.demo.actors import finish, pay, sell, ship, ship_and_charge
+from txnbridge.cli.demo.stage import PATIENCE, Stage
+
+MARKER = b"marker"
+# More than any topic of the story holds: what should not be there has to be seen.
+_ALL = 100
+
+
+def values(bridge: Bridge, *topics: str) -> list[list[bytes]]:
+    """What a reader sees of each topic now."""
+    return [[message.value for message in bridge.read(topic, _ALL)] for topic in topics]
+
+
+def send_marker(bridge: Bridge, *topics: str) -> None:
+    """Put a committed message behind all that was sent before, so that a reader who sees it has passed the rest."""
+    with bridge.transaction() as txn:
+        for topic in topics:
+            txn.send(topic, MARKER)
+
+
+def next_order(stage: Stage, bridge: Bridge) -> bytes | None:
+    """What the group of workers gets next; it is not acknowledged, so it stays the next."""
+    with bridge.consumer(stage.shop.orders, group=stage.shop.workers) as orders:
+        batch = orders.poll(max_messages=1, timeout=PATIENCE)
+        return batch[0].value if batch else None
+
+
+def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
+    stage.title(
+        "1. All or nothing",
+        "A worker takes an order, ships it, notes it for the audit, and acknowledges it.\n"
+        "Three things in one transaction: they happen together, or not at all.",
+    )
+    stage.code(ship)
+    shop = stage.shop
+    with bridge.transaction() as txn:
+        txn.send_many(shop.orders, [b"order 1", b"order 2"])
+    stage.step("shop", "orders 1 and 2 come in")
+    worker = stage.actor("worker", "ship")
+    worker.tells("before commit")
+    stage.step(worker.name, "has sent everything for order 1, and is about to commit")
+    shipments, audit = values(bridge, shop.shipments, shop.audit)
+    stage.step("reader", f"sees {len(shipments)} shipments and {len(audit)} audit entries")
+    stage.check(
+        "before the commit nobody sees any of it",
+        "read both topics while the transaction was open",
+        seen=[shipments, audit],
+        expected=[[], []],
+    )
+    worker.go()
+    worker.tells("committed")
+    stage.step(worker.name, "committed")
+    shipments, audit = values(bridge, shop.shipments, shop.audit)
+    stage.step("reader", f"sees {len(shipments)} shipment and {len(audit)} audit entry")
+    stage.check(
+        "after it shipment and audit entry are there, each once",
+        "read both topics from the start",
+        seen=[shipments, audit],
+        expected=[[b"order 1"], [b"shipped order 1"]],
+    )
+    stage.check(
+        "order 1 is done and does not come again",
+        "asked the group of workers: order 2 is next",
+        seen=next_order(stage, bridge),
+        expected=b"order 2",
+    )
+
+
+def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
+    stage.title(
+        "2. What is aborted, nobody sees",
+        "Order 2 is shipped, noted and acknowledged. Then the card is declined.\n"
+        "The exception ends the block, and all three are undone.",
+    )
+    stage.code(ship_and_charge)
+    shop = stage.shop
+    worker = stage.actor("worker", "ship_and_charge")
+    worker.tells("declined")
+    stage.step(worker.name, "CardDeclined: the transaction is aborted")
+    send_marker(bridge, shop.shipments, shop.audit)
+    stage.step("shop", "puts a marker behind it in both topics")
+    shipments, audit = values(bridge, shop.shipments, shop.audit)
+    stage.step("reader", "reads up to the marker")
+    stage.check(
+        "nothing of order 2 was shipped or noted",
+        "a marker sent later is read, and nothing new before it",
+        seen=[shipments, audit],
+        expected=[[b"order 1", MARKER], [b"shipped order 1", MARKER]],
+    )
+    stage.check(
+        "order 2 is not lost: it comes again",
+        "asked the group of workers: order 2 is next",
+        seen=next_order(stage, bridge),
+        expected=b"order 2",
+    )
+
+
+def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
+    stage.title(
+        "3. Killed between prepare and commit",
+        "A prepared transaction is durable but invisible, and a token names it.\n"
+        "Whoever has the token can finish it, whatever happened to the process that began it.",
+    )
+    stage.code(pay, finish)
+    shop = stage.shop
+    cashier = stage.actor("cashier", "pay")
+    token = cashier.tells("prepared")["token"]
+    stage.step(cashier.name, f"prepared; the token is {token[:20]}… ({len(token)} characters)")
+    ended = cashier.kill()
+    stage.step(cashier.name, "kill -9")
+    stage.check(
+        "the process that began it is dead",
+        "the system says: ended by signal 9",
+        seen=ended,
+        expected=-9,
+    )
+    stage.check(
+        "the transaction outlived it, and nobody sees it yet",
+        "asked for the token's status, read both topics",
+        seen=[bridge.status(token).state, *values(bridge, shop.payments, shop.ledger)],
+        expected=[TokenState.PREPARED, [], []],
+    )
+    rescuer = stage.actor("rescuer", "finish", token)
+    outcome = rescuer.tells("ended")["outcome"]
+    stage.step(rescuer.name, f"bridge.commit(token): {outcome}")
+    once = [[b"30 EUR for order 1"], [b"+30 EUR"]]
+    stage.check(
+        "another process has committed it, nothing is lost",
+        "read both topics from the start",
+        seen=[outcome, *values(bridge, shop.payments, shop.ledger)],
+        expected=["committed", *once],
+    )
+    again = bridge.commit(token)
+    stage.step("shop", f"bridge.commit(token) once more: {again.value}")
+    stage.check(
+        "to commit it twice changes nothing",
+        "committed once more, read both topics",
+        seen=[again, *values(bridge, shop.payments, shop.ledger)],
+        expected=[Outcome.COMMITTED, *once],
+    )
+
+
+def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
+    stage.title(
+        "4. A zombie is shut out",
+        "A till freezes in the middle of a sale, so another takes over under the same name.\n"
+        "Then the first wakes up and goes on as if nothing had happened.",
+    )
+    stage.code(sell)
+    shop = stage.shop
+    old = stage.actor("old till", "sell_late", "sold by the old till")
+    old.tells("before commit")
+    old.freeze()
+    stage.step(old.name, "is about to commit its sale, and freezes (kill -STOP)")
+    new = stage.actor("new till", "sell", "sold by the new till")
+    new.tells("committed")
+    stage.step(new.name, "takes over the transactional id, sells, commits")
+    old.thaw()
+    old.go()
+    told = old.tells("fenced", "committed")
+    stage.step(old.name, "wakes up and commits" + (f": {told['message']}" if "message" in told else ""))
+    stage.check(
+        "the commit of the old till is refused",
+        "its process was told Fenced",
+        seen=told["what"],
+        expected="fenced",
+    )
+    stage.check(
+        "it is told who took over",
+        "the error names host and process of the new till",
+        seen=told["newer"],
+        expected=f"{socket.gethostname()} pid {new.pid}",
+    )
+    send_marker(bridge, shop.sales)
+    (sales,) = values(bridge, shop.sales)
+    stage.step("reader", "reads up to a marker")
+    stage.check(
+        "only the sale of the new till counts",
+        "a marker sent later is read, and one sale before it",
+        seen=sales,
+        expected=[b"sold by the new till", MARKER],
+    )
+
+
+STORY = (all_or_nothing, nobody_sees_an_abort, killed_after_prepare, zombie_is_fenced)
