@@ -40,10 +40,11 @@ def command(cli: Cli, keep: bool) -> ExitCode:
     from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
 
-    with _folder(keep) as folder, _closing(Stage(_console(cli.json), Shop(secrets.token_hex(2)))) as stage:
+    with _folder(keep) as folder:
         url = f"embedded:{folder}/demo.db"
+        stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
         begin = time.monotonic()
-        fault = _play(stage, url)
+        fault = _play(stage)
         seconds = time.monotonic() - begin
         if fault is None:
             stage.summary(seconds)
@@ -66,14 +67,6 @@ def _folder(keep: bool) -> Iterator[str]:
             shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def _closing(stage: Stage) -> Iterator[Stage]:
-    try:
-        yield stage
-    finally:
-        stage.close()
-
-
 def _console(json: bool) -> Console:
     """The story goes to stdout; with --json to stderr."""
     from rich.console import Console
@@ -84,19 +77,22 @@ def _console(json: bool) -> Console:
     return found
 
 
-def _play(stage: Stage, url: str) -> str | None:
+def _play(stage: Stage) -> str | None:
     """The whole story; what broke it, or None."""
     from txnbridge.cli.demo.scenes import STORY
-    from txnbridge.cli.demo.stage import ClaimBroken
 
-    stage.begin(url)
+    stage.begin()
     try:
-        with txnbridge.connect(url, timeout=_TIMEOUT) as bridge:
+        with txnbridge.connect(stage.url, timeout=_TIMEOUT) as bridge:
             for topic in stage.shop.topics:
                 bridge.admin.create_topic(topic)
             for scene in STORY:
                 scene(stage, bridge)
-    except (ClaimBroken, txnbridge.TxnBridgeError) as error:
-        _log.debug("the story is broken", exc_info=True)
+    except AssertionError as error:  # of a check, or of an actor that did not do its part
         return str(error)
+    except Exception as error:  # also of an actor
+        _log.debug("the story is broken", exc_info=True)
+        return f"{type(error).__name__}: {error}"
+    finally:
+        stage.close()
     return None

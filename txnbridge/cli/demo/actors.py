@@ -1,27 +1,20 @@
-"""What the processes of the demo do. The code that the demo shows is read from here: it is the code that runs.
-
-    python -m txnbridge.cli.demo.actors ROLE URL SUFFIX [ARGUMENT]
-
-An actor tells the stage what happens in JSON lines on stdout, and where it has to wait it waits for a line on stdin.
-"""
+"""What the processes of the demo run. The code that the demo shows is read from here: it is the code that runs."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Event, Message, Outcome
+from txnbridge import Bridge, Message, Outcome
+from txnbridge._children import tell
 
 
 class Shop:
     """The names of the shop's topics, unique, so that the story can be played on a broker that others use too."""
 
     def __init__(self, suffix: str) -> None:
-        self.suffix = suffix
         self.orders = f"orders-{suffix}"
         self.shipments = f"shipments-{suffix}"
         self.audit = f"audit-{suffix}"
@@ -83,76 +76,15 @@ def sell(url: str, shop: Shop, what: bytes) -> None:
             txn.send(shop.sales, what)
 
 
-# --- the stage directions --------------------------------------------------------------------------------------------
+# --- how the processes begin -----------------------------------------------------------------------------------------
 
 
-def tell(what: str, **data: Any) -> None:
-    sys.stdout.write(json.dumps({"what": what, **data}) + "\n")
-    sys.stdout.flush()
-
-
-def wait() -> None:
-    """Until the stage says go; end if the stage is gone."""
-    if not sys.stdin.readline():
-        os._exit(1)
-
-
-class PauseBeforeCommit:
-    """A plug-in that stops this process between its last send and its commit, until the stage says go."""
-
-    @txnbridge.hookimpl
-    def txnbridge_event(self, event: Event) -> None:
-        if event.name == "commit" and event.phase == "before":
-            tell("before commit")
-            wait()
-
-
-def play_ship(url: str, shop: Shop) -> None:
-    with txnbridge.plugins.registered(PauseBeforeCommit()):
-        with txnbridge.connect(url) as bridge:
-            ship(bridge, shop)
-    tell("committed")
-
-
-def play_ship_and_charge(url: str, shop: Shop) -> None:
+def on_bridge(function: Callable[..., Any], url: str, *args: object) -> Any:
     with txnbridge.connect(url) as bridge:
-        try:
-            ship_and_charge(bridge, shop)
-        except CardDeclined:
-            tell("declined")
+        return function(bridge, *args)
 
 
-def play_pay(url: str, shop: Shop) -> None:
-    with txnbridge.connect(url) as bridge:
-        tell("prepared", token=pay(bridge, shop))
-        wait()  # for the kill
-
-
-def play_finish(url: str, shop: Shop, token: str) -> None:
-    with txnbridge.connect(url) as bridge:
-        tell("ended", outcome=finish(bridge, token).value)
-
-
-def play_sell(url: str, shop: Shop, what: str) -> None:
-    sell(url, shop, what.encode())
-    tell("committed")
-
-
-def play_sell_late(url: str, shop: Shop, what: str) -> None:
-    try:
-        with txnbridge.plugins.registered(PauseBeforeCommit()):
-            sell(url, shop, what.encode())
-    except txnbridge.Fenced as error:
-        tell("fenced", newer=error.newer, message=str(error))
-    else:
-        tell("committed")
-
-
-ROLES: dict[str, Callable[..., None]] = {
-    function.__name__.removeprefix("play_"): function
-    for function in (play_ship, play_ship_and_charge, play_pay, play_finish, play_sell, play_sell_late)
-}
-
-if __name__ == "__main__":
-    role, url, suffix, *arguments = sys.argv[1:]
-    ROLES[role](url, Shop(suffix), *arguments)
+def pay_and_wait(bridge: Bridge, shop: Shop) -> None:
+    """Hand over the token, and wait to be killed."""
+    tell(pay(bridge, shop))
+    signal.pause()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
-from txnbridge import Bridge, Outcome, TokenState
-from txnbridge.cli.demo.actors import finish, pay, sell, ship, ship_and_charge
+from txnbridge import Bridge, Fenced, Outcome, TokenState
+from txnbridge.cli.demo.actors import CardDeclined, finish, on_bridge, pay, pay_and_wait, sell, ship, ship_and_charge
 from txnbridge.cli.demo.stage import PATIENCE, Stage
 
 MARKER = b"marker"
@@ -32,6 +33,14 @@ def next_order(stage: Stage, bridge: Bridge) -> bytes | None:
         return batch[0].value if batch else None
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     stage.title(
         "1. All or nothing",
@@ -43,9 +52,10 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     with bridge.transaction() as txn:
         txn.send_many(shop.orders, [b"order 1", b"order 2"])
     stage.step("shop", "orders 1 and 2 come in")
-    worker = stage.actor("worker", "ship")
-    worker.tells("before commit")
-    stage.step(worker.name, "has sent everything for order 1, and is about to commit")
+    worker = stage.actor(on_bridge, ship, stage.url, shop, pause="commit/before")
+    worker.stopped(PATIENCE)
+    name = f"worker {worker.pid}"
+    stage.step(name, "has sent everything for order 1, and is about to commit")
     shipments, audit = values(bridge, shop.shipments, shop.audit)
     stage.step("reader", f"sees {len(shipments)} shipments and {len(audit)} audit entries")
     stage.check(
@@ -54,9 +64,9 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
         seen=[shipments, audit],
         expected=[[], []],
     )
-    worker.go()
-    worker.tells("committed")
-    stage.step(worker.name, "committed")
+    worker.resume(PATIENCE)
+    worker.result(PATIENCE)
+    stage.step(name, "committed")
     shipments, audit = values(bridge, shop.shipments, shop.audit)
     stage.step("reader", f"sees {len(shipments)} shipment and {len(audit)} audit entry")
     stage.check(
@@ -81,9 +91,11 @@ def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
     )
     stage.code(ship_and_charge)
     shop = stage.shop
-    worker = stage.actor("worker", "ship_and_charge")
-    worker.tells("declined")
-    stage.step(worker.name, "CardDeclined: the transaction is aborted")
+    worker = stage.actor(on_bridge, ship_and_charge, stage.url, shop)
+    try:
+        worker.result(PATIENCE)
+    except CardDeclined:
+        stage.step(f"worker {worker.pid}", "CardDeclined: the transaction is aborted")
     send_marker(bridge, shop.shipments, shop.audit)
     stage.step("shop", "puts a marker behind it in both topics")
     shipments, audit = values(bridge, shop.shipments, shop.audit)
@@ -110,16 +122,17 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     )
     stage.code(pay, finish)
     shop = stage.shop
-    cashier = stage.actor("cashier", "pay")
-    token = cashier.tells("prepared")["token"]
-    stage.step(cashier.name, f"prepared; the token is {token[:20]}… ({len(token)} characters)")
-    ended = cashier.kill()
-    stage.step(cashier.name, "kill -9")
+    cashier = stage.actor(on_bridge, pay_and_wait, stage.url, shop)
+    token = cashier.told(PATIENCE)
+    name = f"cashier {cashier.pid}"
+    stage.step(name, f"prepared; the token is {token[:20]}… ({len(token)} characters)")
+    cashier.kill()
+    stage.step(name, "kill -9")
     stage.check(
         "the process that began it is dead",
-        "the system says: ended by signal 9",
-        seen=ended,
-        expected=-9,
+        "the system knows its process id no more",
+        seen=is_alive(cashier.pid),
+        expected=False,
     )
     stage.check(
         "the transaction outlived it, and nobody sees it yet",
@@ -127,15 +140,15 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
         seen=[bridge.status(token).state, *values(bridge, shop.payments, shop.ledger)],
         expected=[TokenState.PREPARED, [], []],
     )
-    rescuer = stage.actor("rescuer", "finish", token)
-    outcome = rescuer.tells("ended")["outcome"]
-    stage.step(rescuer.name, f"bridge.commit(token): {outcome}")
+    rescuer = stage.actor(on_bridge, finish, stage.url, token)
+    outcome = rescuer.result(PATIENCE)
+    stage.step(f"rescuer {rescuer.pid}", f"bridge.commit(token): {outcome.value}")
     once = [[b"30 EUR for order 1"], [b"+30 EUR"]]
     stage.check(
         "another process has committed it, nothing is lost",
         "read both topics from the start",
         seen=[outcome, *values(bridge, shop.payments, shop.ledger)],
-        expected=["committed", *once],
+        expected=[Outcome.COMMITTED, *once],
     )
     again = bridge.commit(token)
     stage.step("shop", f"bridge.commit(token) once more: {again.value}")
@@ -155,27 +168,29 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     )
     stage.code(sell)
     shop = stage.shop
-    old = stage.actor("old till", "sell_late", "sold by the old till")
-    old.tells("before commit")
-    old.freeze()
-    stage.step(old.name, "is about to commit its sale, and freezes (kill -STOP)")
-    new = stage.actor("new till", "sell", "sold by the new till")
-    new.tells("committed")
-    stage.step(new.name, "takes over the transactional id, sells, commits")
-    old.thaw()
-    old.go()
-    told = old.tells("fenced", "committed")
-    stage.step(old.name, "wakes up and commits" + (f": {told['message']}" if "message" in told else ""))
+    old = stage.actor(sell, stage.url, shop, b"sold by the old till", pause="commit/before")
+    old.stopped(PATIENCE)
+    stage.step(f"old till {old.pid}", "is about to commit its sale, and freezes (kill -STOP)")
+    new = stage.actor(sell, stage.url, shop, b"sold by the new till")
+    new.result(PATIENCE)
+    stage.step(f"new till {new.pid}", "takes over the transactional id, sells, commits")
+    old.resume(PATIENCE)
+    refusal = None
+    try:
+        old.result(PATIENCE)
+    except Fenced as error:
+        refusal = error
+    stage.step(f"old till {old.pid}", f"wakes up and goes on to commit: {refusal or 'committed'}")
     stage.check(
         "the commit of the old till is refused",
         "its process was told Fenced",
-        seen=told["what"],
-        expected="fenced",
+        seen=type(refusal),
+        expected=Fenced,
     )
     stage.check(
         "it is told who took over",
         "the error names host and process of the new till",
-        seen=told["newer"],
+        seen=refusal and refusal.newer,
         expected=f"{socket.gethostname()} pid {new.pid}",
     )
     send_marker(bridge, shop.sales)

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
-import queue
-import signal
-import subprocess
-import sys
 import textwrap
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +16,16 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from txnbridge._children import Child
 from txnbridge.cli.demo.actors import Shop
 
-# A step of an actor takes a second at most, the start of Python included; ten times that is a machine in trouble.
+# A step of an actor takes a second at most; ten times that is a machine in trouble.
 PATIENCE = 10.0
 _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
-class ClaimBroken(Exception):
-    """A claim of the story turned out false, or could not be checked."""
+class ClaimBroken(AssertionError):
+    """A claim of the story turned out false. An actor that does not do its part raises `AssertionError` too."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +39,22 @@ class Claim:
 class Stage:
     """One performance on one broker."""
 
-    def __init__(self, console: Console, shop: Shop) -> None:
+    def __init__(self, console: Console, url: str, shop: Shop) -> None:
+        self.url = url
         self.shop = shop
         self.claims: list[Claim] = []
-        self._url = ""
         self._console = console
-        self._actors: list[Actor] = []
+        self._actors: list[Child] = []
         self._ok, self._bad = ("✓", "✗") if console.encoding.startswith("utf") else ("ok", "FAILED")
 
-    def begin(self, url: str) -> None:
-        self._url = url
+    # --- showing --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
         story = Text("A small shop sells on an embedded broker, a single file:\n", justify="left")
-        story.append(url, "cyan").append(
+        story.append(self.url, "cyan").append(
             "\nWorkers and tills are processes of their own. What they run is shown before it runs."
         )
         self._console.print(Panel(story, title="txnbridge demo", title_align="left", border_style="blue"))
-
-    # --- showing --------------------------------------------------------------------------------------------------
 
     def title(self, title: str, text: str) -> None:
         self._console.print()
@@ -127,84 +120,13 @@ class Stage:
 
     # --- acting ---------------------------------------------------------------------------------------------------
 
-    def actor(self, name: str, role: str, *arguments: str) -> Actor:
-        """Start a process that plays a role."""
-        actor = Actor(name, role, self._url, self.shop.suffix, *arguments)
+    def actor(self, function: Callable[..., Any], *args: object, pause: str | None = None) -> Child:
+        """Run a function in a process of its own; with `pause` that process is stopped at this event."""
+        actor = Child(function, *args, pause=pause)
         self._actors.append(actor)
         return actor
 
     def close(self) -> None:
         """End every actor that is still there."""
         for actor in self._actors:
-            actor.close()
-
-
-class Actor:
-    """A process that plays one role. Whatever it does not do in time breaks the story, it never hangs."""
-
-    def __init__(self, name: str, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "txnbridge.cli.demo.actors", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.name = f"{name} {self.pid}"
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        self._ear = threading.Thread(target=self._listen, daemon=True)
-        self._ear.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def tells(self, *expected: str) -> dict[str, Any]:
-        """The next thing that it tells, which has to be one of these."""
-        try:
-            line = self._lines.get(timeout=PATIENCE)
-        except queue.Empty:
-            raise ClaimBroken(f"{self.name} did not answer for {PATIENCE:g} s") from None
-        if line is None:
-            raise ClaimBroken(f"{self.name} died: {self._last_words()}")
-        told: dict[str, Any] = json.loads(line)
-        if told["what"] not in expected:
-            raise ClaimBroken(f"{self.name} should have been {' or '.join(expected)}, but was {told['what']}")
-        return told
-
-    def _last_words(self) -> str:
-        assert self._process.stderr is not None
-        lines = self._process.stderr.read().splitlines()
-        return lines[-1] if lines else f"exit code {self._process.wait()}"
-
-    def go(self) -> None:
-        """Let it go on from where it waits."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-
-    def freeze(self) -> None:
-        """Stop it as a closed laptop, a paused virtual machine or a long collection of garbage would."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> int:
-        """kill -9, and what the system says about its end."""
-        self._process.kill()
-        return self._process.wait(PATIENCE)
-
-    def close(self) -> None:
-        self.kill()
-        self._ear.join()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+            actor.kill()
