@@ -162,9 +162,8 @@ class Consumer:
             return Batch(messages)
         decoded: list[Message] = []
         for index, message in enumerate(messages):
-            topic = self._codecs.get(message.topic)
             try:
-                decoded.append(message if topic is None else topic.decode(message))
+                decoded.append(self._decode_one(message))
             except Poison:
                 if not decoded:
                     self._pending = messages[1:] + self._pending
@@ -173,6 +172,22 @@ class Consumer:
                 self._pending = messages[index:] + self._pending
                 break
         return Batch(decoded)
+
+    def _take(self, max_messages: int, timeout: float) -> list[Message]:
+        """As `poll`, but undecoded: for the processor, which sets aside what cannot be decoded."""
+        with self._using("poll"):
+            return self._poll_raw(max_messages, timeout)
+
+    def _decode_one(self, message: Message) -> Message:
+        topic = self._codecs.get(message.topic)
+        return message if topic is None else topic.decode(message)
+
+    def _take_back(self) -> None:
+        """Everything that was delivered and is not acknowledged comes again with the next poll."""
+        with self._told:
+            for assignment in self._assignments.values():
+                if assignment.unacked:
+                    self._returned.setdefault(assignment, []).extend(assignment.unacked)
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
         """Batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
@@ -271,15 +286,18 @@ class Consumer:
                 back.setdefault(assignment.partition, []).append(message.position)
             self._reader.nack(back)
 
-    def close(self) -> None:
-        """Leave the group: others take over at once, and what was not acknowledged comes again there."""
+    def close(self, timeout: float | None = None) -> None:
+        """Leave the group: others take over at once, and what was not acknowledged comes again there.
+
+        It ends within `timeout` seconds, by default the bridge's.
+        """
         if self._closed or self._bridge._forked:
             return
         with self._using("close"):
             self._closed = True
             self.revoking(list(self._assignments))
             self._bridge._consumers.discard(self)
-            self._reader.close(Deadline(self._bridge._timeout))
+            self._reader.close(Deadline(self._bridge._timeout if timeout is None else timeout))
 
     def __enter__(self) -> Consumer:
         return self
@@ -359,7 +377,8 @@ class Consumer:
             with self._told:
                 self._unknown = None
                 if outcome is Outcome.ABORTED:
-                    self._returned.update(held)
+                    for assignment, positions in held.items():
+                        self._returned.setdefault(assignment, []).extend(positions)
         if self._returned:
             with self._told:
                 returned, self._returned = self._returned, {}

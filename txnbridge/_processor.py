@@ -1,0 +1,703 @@
+"""The loop that consumes, transforms and produces: input and output are one atom.
+
+One pass is: poll, begin a transaction, call the handler, acknowledge in the transaction, commit. Whatever goes wrong,
+the messages hold their place: the pass is repeated, or the loop stops with the error.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+from txnbridge._consumer import Consumer, topic_list
+from txnbridge._deadletters import dead_letter_headers, reason_of
+from txnbridge._messages import Batch, Message
+from txnbridge._topics import Topic, as_topic
+from txnbridge._transaction import State, Transaction
+from txnbridge.capabilities import Capability
+from txnbridge.errors import (
+    Abort,
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    OutcomeUnknown,
+    Poison,
+    PositionLost,
+    TransactionAborted,
+    TxnBridgeError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState, Retrying
+
+    from txnbridge._bridge import Bridge
+
+_log = logging.getLogger("txnbridge")
+
+# How long one poll waits for a first message: a stop is noticed after that at the latest, and four polls a second cost
+# an idle process nothing that could be measured.
+_POLL_SECONDS = 0.25
+# How often the lag is looked up: it costs a request on some brokers, and nobody reads it more often.
+_LAG_SECONDS = 1.0
+# Of the time to stop, this much is kept for aborting a transaction whose handler does not end, and for leaving the
+# group: both take milliseconds on a broker that answers.
+_LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
+# A pass may take longer than its transaction by what a poll and the end of the transaction add.
+_SLACK_SECONDS = 5.0
+
+# Whoever raises them, going on would be wrong.
+_FINAL = (Fenced, EvidenceLost, PositionLost)
+# Outside the handler these pass by themselves; anything else there is a bug or a wrong setting.
+_PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)
+# A codec that asks a registry raises these when it cannot; the message is as good as before.
+_NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, TxnBridgeError)
+
+Each = Callable[[Message, Transaction], object]
+OnBatch = Callable[[Batch, Transaction], object]
+
+
+@dataclass(frozen=True)
+class ProcessorStats:
+    """What a processor has done since it started.
+
+    `messages` were acknowledged in `transactions` that committed, `dead_letters` of them as dead letters; `retries`
+    counts the passes that failed. `last_error` is why the last one did: it holds no data of a message.
+    """
+
+    messages: int = 0
+    transactions: int = 0
+    dead_letters: int = 0
+    retries: int = 0
+    last_error: str | None = None
+
+
+@dataclass
+class _Item:
+    """One message of a batch: as it was read, as the handler gets it, and why it is poison if it is."""
+
+    raw: Message
+    message: Message
+    poison: Exception | None = field(default=None, compare=False)
+
+
+class _PoisonFound(Exception):
+    """Poison was found and marked; the transaction is aborted and the batch run again, now knowing it."""
+
+
+class _PoisonHidden(Exception):
+    """One of these messages is poison, and only smaller batches can tell which."""
+
+
+class _StopNow(BaseException):
+    """Ends the loop at once, also in the middle of a handler, which may not catch it as an `Exception`."""
+
+
+class Processor:
+    """Consumes, transforms and produces exactly once; made by `bridge.processor(inputs, group=…, each=… | batch=…)`.
+
+    `each=f(message, txn)` or `batch=f(batch, txn)` is called inside a transaction. What it sends with `txn`, and the
+    acknowledgement of what it was given, become visible together or not at all. It may run more than once for the same
+    message: only what goes through `txn` happens once. It neither commits nor acknowledges.
+
+    - `dead_letter`: the topic for poison: values that cannot be decoded, messages for which the handler raises
+      `Poison`, and exceptions of the classes in `poison`. Without it the loop stops with the `Poison` error.
+      `max_dead_letters_in_a_row` (None: no limit) poison messages with no good one between stop it as well.
+    - `max_messages`, `max_wait`: a batch is as many messages, or what came within so many seconds after the first.
+    - `timeout`: of each transaction; by default the bridge's.
+    - `backoff`: the first and the longest wait, in seconds, before what failed is tried again; `retry_for`: after so
+      many seconds of failing the loop stops with the error (None: it goes on trying).
+    - `stop_timeout`: a stop lets the handler finish for so long; then its transaction is aborted.
+    - `start`: where a group begins that has never read, as in `bridge.consumer`.
+
+    Run it with `run()`, or as a block in a thread of its own. It runs once.
+
+    Raises `InvalidOption` for settings that make no sense, `NotSupported` on a broker that cannot acknowledge in a
+    transaction.
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        inputs: str | Topic | Iterable[str | Topic],
+        *,
+        group: str,
+        each: Each | None = None,
+        batch: OnBatch | None = None,
+        dead_letter: str | Topic | None = None,
+        poison: type[Exception] | Sequence[type[Exception]] = (),
+        max_messages: int = 500,
+        max_wait: float = 0.0,
+        timeout: float | None = None,
+        stop_timeout: float = 30.0,
+        max_dead_letters_in_a_row: int | None = 10,
+        backoff: tuple[float, float] = (0.1, 30.0),
+        retry_for: float | None = None,
+        start: str | int = "earliest",
+    ) -> None:
+        if (each is None) == (batch is None) or not callable(each or batch):
+            raise InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
+        if not group:
+            raise InvalidOption("a processor reads in a group: group= is a non-empty name")
+        bridge.capabilities.require(Capability.ATOMIC_ACK)
+        self._bridge = bridge
+        self._topics = topic_list(inputs)
+        self._group = group
+        self._each = each
+        self._batch = batch
+        self._dead_letter = None if dead_letter is None else as_topic(dead_letter).name
+        self._poison = _poison_classes(poison)
+        self._max_messages = max_messages
+        self._max_wait = max_wait
+        self._timeout = bridge._timeout if timeout is None else timeout
+        self._stop_timeout = stop_timeout
+        self._most_in_a_row = max_dead_letters_in_a_row
+        self._backoff = backoff
+        self._retry_for = retry_for
+        self._start = start
+        self._check_settings()
+
+        self._started = False
+        self._consumer: Consumer | None = None
+        self._transaction: Transaction | None = None  # the one that is open now
+        self._blamed: BaseException | None = None  # the handler's last error, to tell it from the broker's
+        self._in_a_row = 0  # dead letters since the last good message
+        self._stats = ProcessorStats()
+        self._failures = 0  # passes that failed since the last that did not
+        self._lag: int | None = None
+        self._lag_at = 0.0
+        self._since: float | None = None  # when the current step began; None while it does not run
+
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None  # what ended the thread
+        # A stop may be asked for by a signal handler, which interrupts anything, so it takes no lock: it sets
+        # attributes and puts into queues of the one kind that allows it.
+        self._stop_at: float | None = None
+        self._wake_loop: SimpleQueue[None] = SimpleQueue()
+        self._wake_watcher: SimpleQueue[None] = SimpleQueue()
+        self._forced = False
+        self._catches_signals = False
+        self._signalled: int | None = None  # the last signal that came
+        self._ended = threading.Event()
+
+    def _check_settings(self) -> None:
+        first, most = self._backoff
+        if not 0 < first <= most:
+            raise InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
+        if not (self._timeout > 0 and self._stop_timeout > 0 and self._max_wait >= 0 and self._max_messages >= 1):
+            raise InvalidOption(
+                "timeout and stop_timeout must be above 0 seconds, max_wait at least 0, max_messages at least 1"
+            )
+        if self._most_in_a_row is not None and self._most_in_a_row < 0:
+            raise InvalidOption("max_dead_letters_in_a_row must be at least 0, or None for no limit")
+        if self._retry_for is not None and self._retry_for < 0:
+            raise InvalidOption("retry_for must be at least 0 seconds, or None to go on trying")
+        if self._dead_letter in {topic.name for topic in self._topics}:
+            raise InvalidOption(f"{self._dead_letter!r} is an input; its dead letters need a topic of their own")
+
+    # --- what can be read at any time, from any thread ------------------------------------------------------------
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it runs, its last pass did not fail, and the current one takes no longer than a transaction may."""
+        since = self._since
+        if since is None or self._failures:
+            return False
+        return time.monotonic() - since <= self._timeout + self._max_wait + _SLACK_SECONDS
+
+    @property
+    def lag(self) -> int | None:
+        """Messages (positions, on some brokers) left in its partitions, looked up about once a second while it runs.
+
+        None until it has looked for the first time.
+        """
+        return self._lag
+
+    @property
+    def stats(self) -> ProcessorStats:
+        """What it has done so far."""
+        return self._stats
+
+    def __repr__(self) -> str:
+        return f"<Processor of {', '.join(t.name for t in self._topics)} in group {self._group!r}>"
+
+    # --- running and stopping -------------------------------------------------------------------------------------
+
+    def run(self, until_idle: bool = False) -> None:
+        """Process until stopped, in this thread; with `until_idle=True` until every partition it holds is read.
+
+        On the main thread SIGTERM and SIGINT stop it, and a second one aborts at once and raises `SystemExit`. A
+        handler that is still busy when `stop_timeout` ends is interrupted there (on the main thread) or left behind
+        with an aborted transaction, and `DeadlineExceeded` is raised.
+
+        Raises the error that nothing but a person can mend: `Fenced`, `EvidenceLost`, `PositionLost`, `Poison` without
+        `dead_letter=` or too often in a row, the handler's own after `retry_for`, a wrong setting.
+        """
+        self._begin()
+        with self._signals():
+            self._loop_until_stopped(until_idle)
+
+    def stop(self) -> None:
+        """Ask it to stop after the transaction that is running. Returns at once; safe anywhere, also in a handler."""
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._stop_timeout
+        self._wake_loop.put(None)
+        self._wake_watcher.put(None)
+
+    def __enter__(self) -> Processor:
+        """Process in a thread of its own until the end of the block, which raises what ended the loop early."""
+        self._begin()
+        self._thread = threading.Thread(target=self._loop_in_thread, name=f"txnbridge {self._group}", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        self.stop()
+        assert self._stop_at is not None
+        self._thread.join(max(0.0, self._stop_at - time.monotonic()))
+        failure = self._late() if self._thread.is_alive() else self._failure
+        if failure is None:
+            return
+        if error is None:
+            raise failure
+        _log.error("%r ended with an error, and so did its block: %s", self, told(failure))
+
+    def _begin(self) -> None:
+        self._bridge._check_open()
+        if self._started:
+            raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
+        self._started = True
+        self._since = time.monotonic()
+        self._consumer = self._bridge.consumer(self._topics, self._group, start=self._start)
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the handler of {self!r} did not end within {self._stop_timeout:g} s after the stop and was given up;"
+            " what had not committed by then comes again"
+        )
+
+    def _loop_in_thread(self) -> None:
+        try:
+            self._loop_until_stopped(until_idle=False)
+        except BaseException as error:
+            self._failure = error
+
+    def _loop_until_stopped(self, until_idle: bool) -> None:
+        try:
+            self._loop(until_idle)
+        except _StopNow:
+            if self._forced:
+                raise self._late() from None
+            assert self._signalled is not None
+            raise SystemExit(128 + self._signalled) from None
+        except Exception as error:
+            if self._forced:
+                raise self._late() from error
+            raise
+
+    def _loop(self, until_idle: bool) -> None:
+        watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._group} stop", daemon=True)
+        watcher.start()
+        try:
+            retrying = self._retrying()
+            while not self._stopping and not retrying(self._pass, until_idle):
+                pass
+        finally:
+            self._since = None
+            try:
+                self._leave()
+            finally:
+                self._ended.set()
+                self._wake_watcher.put(None)
+                watcher.join()
+
+    def _leave(self) -> None:
+        assert self._consumer is not None
+        try:
+            self._consumer.close(self._time_to_stop())
+        except TxnBridgeError as error:
+            # It leaves by itself when the broker misses it.
+            _log.warning("%r could not leave its group: %s", self, error)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._stop_at is not None
+
+    def _time_to_stop(self) -> float | None:
+        return None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
+
+    # --- by force -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Sees to it that a stop keeps its deadline."""
+        self._wake_watcher.get()
+        if self._ended.is_set() or self._stop_at is None:
+            return
+        self._hurry()
+        leaving = min(_LEAVING_SECONDS, self._stop_timeout * _LEAVING_SHARE)
+        if not self._ended.wait(max(0.0, self._stop_at - leaving - time.monotonic())):
+            self._force()
+
+    def _hurry(self) -> None:
+        """What the open transaction still asks of the broker ends in time, too."""
+        transaction = self._transaction
+        if transaction is not None and self._stop_at is not None:
+            deadline = transaction._begin.deadline
+            deadline.at = min(deadline.at, self._stop_at)
+
+    def _force(self) -> None:
+        self._hurry()
+        self._forced = True
+        if self._catches_signals:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)  # `_on_signal` raises there, in the middle of the handler
+            return
+        # No thread can be interrupted by another one. Its transaction can be ended, and its partitions given back.
+        transaction = self._transaction
+        if transaction is not None:
+            with suppress(TxnBridgeError):
+                transaction.abort()
+        self._leave()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop the loop while the block lasts, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._catches_signals = True
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._ended.is_set():
+            return
+        if not self._forced:
+            first, self._signalled = self._signalled is None, number
+            if first:
+                self.stop()
+                return
+        raise _StopNow
+
+    # --- again and again ------------------------------------------------------------------------------------------
+
+    def _retrying(self) -> Retrying:
+        import tenacity  # here, because it takes longer to import than all of txnbridge
+
+        first, most = self._backoff
+        growing = tenacity.wait_random_exponential(multiplier=first, max=most)
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(self._passes_by_itself),
+            wait=lambda state: 0.0 if _is_plain_abort(state) else growing(state),
+            stop=tenacity.stop_never if self._retry_for is None else tenacity.stop_after_delay(self._retry_for),
+            sleep=self._sleep,
+            before_sleep=self._note_failure,
+            reraise=True,
+        )
+
+    def _passes_by_itself(self, error: BaseException) -> bool:
+        if isinstance(error, _FINAL):
+            return False
+        return error is self._blamed or isinstance(error, _PASSING)
+
+    def _sleep(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._wake_loop.get(timeout=seconds)
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        self._count_failure(error)
+        wait = state.upcoming_sleep
+        if error is self._blamed:
+            # The text of an error that is not ours may quote the message; where it comes from may not.
+            _log.warning("the handler of %r failed: %s; again in %.1f s", self, where(error), wait)
+            _log.debug("the handler of %r failed", self, exc_info=error)
+        else:
+            _log.warning("%r: %s; again in %.1f s", self, told(error), wait)
+
+    def _count_failure(self, error: BaseException) -> None:
+        self._failures += 1
+        self._stats = replace(self._stats, retries=self._stats.retries + 1, last_error=told(error))
+
+    # --- one pass -------------------------------------------------------------------------------------------------
+
+    def _pass(self, until_idle: bool) -> bool:
+        """Poll once and process what came. True when everything is read and the caller wants no more."""
+        if self._stopping:
+            return True
+        assert self._consumer is not None
+        self._since = time.monotonic()
+        try:
+            items = self._poll(self._consumer)
+            self._process(items)
+        except BaseException as error:
+            if not self._forced:
+                self._consumer._take_back()
+            if self._stopping and not self._forced and self._passes_by_itself(error):
+                self._count_failure(error)
+                _log.warning("%r: %s; stopped, so it comes again at the next start", self, told(error))
+                return True
+            raise
+        self._failures = 0
+        self._look_at_lag(self._consumer, now=until_idle and not items)
+        return until_idle and not items and self._lag == 0 and bool(self._consumer.assignment)
+
+    def _poll(self, consumer: Consumer) -> list[_Item]:
+        """A batch by size and time, in the order of each partition."""
+        messages = consumer._take(self._max_messages, _POLL_SECONDS)
+        until = time.monotonic() + self._max_wait
+        while messages and len(messages) < self._max_messages and not self._stopping:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            messages += consumer._take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
+        # A partition may have left during a later poll; what it had delivered comes again where it is now.
+        return [self._decode(consumer, m) for m in messages if not m.source.ended]
+
+    def _decode(self, consumer: Consumer, raw: Message) -> _Item:
+        try:
+            return _Item(raw, consumer._decode_one(raw))
+        except Poison as poison:
+            cause = poison.__cause__
+            if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
+                self._blamed = cause
+                raise cause from None
+            return _Item(raw, raw, poison)
+
+    def _look_at_lag(self, consumer: Consumer, now: bool) -> None:
+        if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
+            self._lag = sum(consumer.lag().values())
+            self._lag_at = time.monotonic()
+
+    def _process(self, items: list[_Item]) -> None:
+        """All of it, in order: in one transaction, in smaller ones to find hidden poison or to keep within time."""
+        while items and not self._stopping:
+            try:
+                items = items[self._transact(items) :]
+                continue
+            except _PoisonFound:
+                continue
+            except _PoisonHidden:
+                middle = len(items) // 2
+            self._process(items[:middle])
+            items = items[middle:]
+
+    def _transact(self, items: list[_Item]) -> int:
+        """One transaction; returns how many messages, from the first on, are done with it."""
+        items = self._up_to_fatal_poison(items)
+        in_a_row = 0
+        self._since = time.monotonic()
+        try:
+            with self._bridge.transaction(timeout=self._timeout) as txn:
+                self._transaction = txn
+                done = self._handle(items, txn)
+                self._check_after_handler(txn)
+                if txn.state is State.OPEN:  # else the block's end says what failed
+                    in_a_row = self._set_aside(done, txn)
+                    txn.ack([item.raw for item in done])
+        finally:
+            self._transaction = None
+        self._in_a_row = in_a_row
+        self._count(done)
+        return len(done)
+
+    def _handle(self, items: list[_Item], txn: Transaction) -> list[_Item]:
+        try:
+            if self._batch is not None:
+                self._handle_batch(self._batch, items, txn)
+                return items
+            assert self._each is not None
+            return self._handle_each(self._each, items, txn)
+        except Abort as error:
+            raise TransactionAborted("the handler gave its transaction up (Abort)") from error
+
+    def _handle_each(self, each: Each, items: list[_Item], txn: Transaction) -> list[_Item]:
+        """Message by message. After poison the rest is tried too, in vain, so that one abort finds all of it."""
+        half_time = txn.deadline / 2
+        found = False
+        done = 0
+        for item in items:
+            done += 1
+            if item.poison is None:
+                try:
+                    each(item.message, txn)
+                except Exception as error:
+                    self._blame_unless_poison(error, txn)
+                    item.poison, found = error, True
+            # Slow handlers get smaller transactions rather than one that cannot be in time.
+            if self._stopping or txn.deadline < half_time:
+                break
+        if found:
+            raise _PoisonFound
+        return items[:done]
+
+    def _handle_batch(self, batch: OnBatch, items: list[_Item], txn: Transaction) -> None:
+        good = [item for item in items if item.poison is None]
+        if not good:
+            return
+        try:
+            batch(Batch([item.message for item in good]), txn)
+        except Exception as error:
+            self._blame_unless_poison(error, txn)
+            culprit = _named_by(error, good)
+            if culprit is None:
+                raise _PoisonHidden from error
+            culprit.poison = error
+            raise _PoisonFound from error
+
+    def _blame_unless_poison(self, error: Exception, txn: Transaction) -> None:
+        """In an `except`: raise on, as the handler's own error, what is not poison."""
+        if not self._is_poison(error, txn):
+            self._blamed = error
+            raise error
+
+    def _is_poison(self, error: Exception, txn: Transaction) -> bool:
+        """Only what is declared, and never what a broker did, whatever the handler made of it."""
+        if txn.state is not State.OPEN or any(_is_brokers(e) for e in _chain(error)):
+            return False
+        # A refused call (too large, no such topic) may as well be a wrong setting, which would empty the input into
+        # the dead letters; so only a class of these counts that is named as such.
+        if isinstance(error, UsageError):
+            return isinstance(error, tuple(c for c in self._poison if issubclass(c, UsageError)))
+        return isinstance(error, (Poison, *self._poison))
+
+    def _check_after_handler(self, txn: Transaction) -> None:
+        if self._forced:
+            raise _StopNow  # the handler swallowed it, or did not notice
+        if txn.outcome is not None:
+            raise InvalidState(
+                f"the handler ended transaction {txn.id} itself ({txn.state.value}); leave that to the processor, or"
+                " raise txnbridge.Abort to have the messages again"
+            )
+
+    # --- poison ---------------------------------------------------------------------------------------------------
+
+    def _up_to_fatal_poison(self, items: list[_Item]) -> list[_Item]:
+        """Without a dead-letter topic: what comes before the first poison is done first, then the loop stops there."""
+        if self._dead_letter is not None:
+            return items
+        for index, item in enumerate(items):
+            if item.poison is not None:
+                if index:
+                    return items[:index]
+                raise self._stopped_by(item, "and there is no dead_letter= topic to set it aside in")
+        return items
+
+    def _set_aside(self, items: Iterable[_Item], txn: Transaction) -> int:
+        """Send what is poison to the dead letters; returns how many of them the batch ends with in a row.
+
+        The limit is looked at here, before the commit: with the one that exceeds it nothing of the batch is done.
+        """
+        in_a_row = self._in_a_row
+        for item in items:
+            if item.poison is None:
+                in_a_row = 0
+                continue
+            in_a_row += 1
+            if self._most_in_a_row is not None and in_a_row > self._most_in_a_row:
+                raise self._stopped_by(
+                    item, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
+                )
+            assert self._dead_letter is not None
+            txn.send(
+                self._dead_letter,
+                item.raw.value,
+                key=item.raw.key,
+                headers=dead_letter_headers(item.raw, self._group, item.poison, attempts=self._failures + 1),
+            )
+        return in_a_row
+
+    def _stopped_by(self, item: _Item, why: str) -> Poison:
+        error = Poison(
+            f"{item.raw!r} is poison ({told(item.poison)}), {why}; it holds its place in group {self._group!r}",
+            message=item.raw,
+        )
+        error.__cause__ = item.poison
+        return error
+
+    def _count(self, done: Sequence[_Item]) -> None:
+        dead = [item for item in done if item.poison is not None]
+        for item in dead:
+            _log.warning("%r in group %r: dead letter, %s", item.raw, self._group, told(item.poison))
+        self._stats = replace(
+            self._stats,
+            messages=self._stats.messages + len(done),
+            transactions=self._stats.transactions + 1,
+            dead_letters=self._stats.dead_letters + len(dead),
+        )
+
+
+def told(error: BaseException | None) -> str:
+    """An error for logs: the text of ours, which never holds data, but of others only the class."""
+    if isinstance(error, TxnBridgeError | Poison):
+        return reason_of(error)
+    return type(error).__name__
+
+
+def where(error: BaseException) -> str:
+    """An error's class and the innermost place that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{told(error)} at {frames[-1].filename}:{frames[-1].lineno}" if frames else told(error)
+
+
+def _is_plain_abort(state: RetryCallState) -> bool:
+    """Aborted for the first time, by nobody who might be at it still: worth trying again at once."""
+    assert state.outcome is not None
+    error = state.outcome.exception()
+    return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
+
+
+def _poison_classes(given: type[Exception] | Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
+    classes = (given,) if isinstance(given, type) else tuple(given)
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise InvalidOption("poison= takes exception classes")
+        if issubclass(kind, TxnBridgeError) and not issubclass(kind, UsageError):
+            raise InvalidOption(f"{kind.__name__} is a broker's error, which is never the message's fault: not poison")
+    return classes
+
+
+def _is_brokers(error: BaseException) -> bool:
+    return isinstance(error, TxnBridgeError) and not isinstance(error, UsageError)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from, or while handling."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _named_by(error: Exception, good: list[_Item]) -> _Item | None:
+    """The message that a batch handler's error names as its `message`, or the only one that there is."""
+    if len(good) == 1:
+        return good[0]
+    named = error.message if isinstance(error, Poison) else None
+    if not isinstance(named, Message):
+        return None
+    return next((item for item in good if item.raw[:3] == named[:3]), None)
