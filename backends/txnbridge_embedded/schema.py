@@ -114,7 +114,7 @@ CREATE TABLE log_records(id INTEGER PRIMARY KEY, record BLOB NOT NULL);
 -- state: waiting, parked, committed, aborted
 CREATE TABLE halves(
   id INTEGER PRIMARY KEY AUTOINCREMENT, group_name TEXT NOT NULL, transaction_id TEXT NOT NULL,
-  state TEXT NOT NULL, check_at INTEGER NOT NULL, lent_until INTEGER NOT NULL DEFAULT 0,
+  state TEXT NOT NULL, check_at INTEGER NOT NULL,
   deadline_at INTEGER NOT NULL, checks INTEGER NOT NULL DEFAULT 0, ended_at INTEGER,
   UNIQUE(group_name, transaction_id));
 CREATE INDEX halves_due ON halves(group_name, check_at) WHERE state = 'waiting';

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from txnbridge.spi import RawHeaders
 
 DAY = 24 * 3600.0
 
@@ -19,3 +22,5 @@ class Settings:
     redeliver_seconds: float = 30.0
     half_check_seconds: float = 30.0
     half_checks: int = 15
+    # Refuses a message (value, headers, how many came before it in the transaction) that another broker would not take.
+    refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None

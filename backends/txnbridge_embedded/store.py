@@ -86,7 +86,7 @@ class Store:
     ) -> None:
         self.path = path
         self.cluster = ""
-        self._durable = durable
+        self.durable = durable
         self._max_bytes = max_bytes
         self._create_topics = create_topics
         self._inode: tuple[int, int] | None = None
@@ -148,7 +148,7 @@ class Store:
             raise translate(error, f"opening {self.path}") from error
         try:
             self._open_turn(connection)
-            self._set_up(connection, self._durable if durable is None else durable)
+            self._set_up(connection, self.durable if durable is None else durable)
         except BaseException as error:
             connection.close()
             if isinstance(error, sqlite3.Error):
@@ -157,7 +157,10 @@ class Store:
         return connection
 
     def _open_turn(self, connection: Connection) -> None:
-        connection.turn = os.open(f"{self.path}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            connection.turn = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
 
     def _set_up(self, connection: Connection, durable: bool) -> None:
         connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -189,6 +192,8 @@ class Store:
             _roll_back(connection)
             if isinstance(error, sqlite3.Error):
                 raise translate(error, f"{what} in {self.path}") from error
+            if isinstance(error, UnicodeEncodeError):
+                raise InvalidOption("a name holds half a character (a lone surrogate), which no file can") from error
             raise
         self._commit(connection, what)
 

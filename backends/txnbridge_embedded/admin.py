@@ -1,0 +1,280 @@
+"""Topics, open transactions, and what the doctor looks at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from txnbridge.errors import InvalidOption, InvalidState, NotFound, StorageFailed, TxnBridgeError
+from txnbridge.spi import (
+    Admin,
+    Advice,
+    Deadline,
+    Decision,
+    OpenTransaction,
+    Outcome,
+    Partition,
+    Token,
+    TopicInfo,
+)
+from txnbridge_embedded import endings, groups, retention
+from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID
+from txnbridge_embedded.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
+
+if TYPE_CHECKING:
+    from txnbridge_embedded.broker import EmbeddedBroker
+
+INTERNAL = "_txnbridge-"
+# A log that is so much longer than the point where it is copied means that a reader keeps an old snapshot.
+_LONG_WAL_BYTES = 256 << 20
+_LITTLE_ROOM_BYTES = 256 << 20
+
+
+class EmbeddedAdmin(Admin):
+    """Works on the file itself, through the broker's own connection."""
+
+    def __init__(self, broker: EmbeddedBroker) -> None:
+        self._broker = broker
+        self._store = broker.store
+
+    # --- topics ----------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        if not 1 <= partitions <= MAX_PARTITION_ID:
+            raise InvalidOption(f"a topic has 1 to {MAX_PARTITION_ID} partitions, not {partitions}")
+        for what, kept in (("retention_seconds", retention_seconds), ("retention_bytes", retention_bytes)):
+            if kept is not None and not kept > 0:
+                raise InvalidOption(f"{what} must be above 0, not {kept}")
+        kept_ms = None if retention_seconds is None else int(retention_seconds * 1000)
+        with (
+            self._broker.session(deadline) as connection,
+            self._store.writing(connection, deadline, f"creating topic {name!r}"),
+        ):
+            if add_topic(connection, name, partitions, kept_ms, retention_bytes):
+                return True
+            found = read_topic(connection, name)
+            assert found is not None
+            asked = (partitions, kept_ms, retention_bytes)
+            if (len(found.partitions), found.retention_ms, found.retention_bytes) != asked:
+                raise InvalidOption(f"topic {name!r} is there already, {_described(found)}")
+            return False
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            rows = connection.execute(
+                "SELECT name, (SELECT count(*) FROM partitions WHERE topic_id = topics.id), retention_ms,"
+                " retention_bytes FROM topics ORDER BY name"
+            ).fetchall()
+        return [
+            TopicInfo(name, count, name.startswith(INTERNAL), None if kept is None else kept / 1000, size)
+            for name, count, kept, size in rows
+        ]
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        with self._broker.session(deadline) as connection:
+            with self._store.writing(connection, deadline, f"deleting topic {name!r}"):
+                topic = self._existing(connection, name)
+                self._check_decided(connection, topic)
+                groups.forget_partitions(connection, topic.partitions)
+                for partition in topic.partitions:
+                    connection.execute("DELETE FROM marks WHERE partition_id = ?", (partition,))
+                    connection.execute("INSERT INTO garbage VALUES (?)", (partition,))
+                connection.execute("DELETE FROM sequences WHERE topic_id = ?", (topic.id,))
+                connection.execute("DELETE FROM partitions WHERE topic_id = ?", (topic.id,))
+                connection.execute("DELETE FROM topics WHERE id = ?", (topic.id,))
+            self._store.forget_topic(name)
+            # The topic is gone; what time does not allow is left to the next deletion or the doctor.
+            with suppress(TxnBridgeError):
+                self._remove_garbage(connection, deadline)
+
+    def _check_decided(self, connection: sqlite3.Connection, topic: Topic) -> None:
+        for partition in topic.partitions:
+            row = connection.execute(
+                "SELECT id FROM transactions JOIN undecided USING (number) WHERE partition_id = ?"
+                " UNION SELECT id FROM transactions JOIN pending_acks USING (number) WHERE partition_id = ? LIMIT 1",
+                (partition, partition),
+            ).fetchone()
+            if row is not None:
+                raise InvalidState(f"topic {topic.name!r} is in use by transaction {row[0]}; end that first")
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        with (
+            self._broker.session(deadline) as connection,
+            self._store.writing(connection, deadline, f"growing topic {name!r}"),
+        ):
+            topic = self._existing(connection, name)
+            count = len(topic.partitions)
+            if partitions < count:
+                raise InvalidOption(f"topic {name!r} has {count} partitions; they cannot become fewer")
+            add_partitions(connection, topic.id, count, partitions - count)
+        self._store.forget_topic(name)
+
+    def _existing(self, connection: sqlite3.Connection, name: str) -> Topic:
+        topic = read_topic(connection, name)
+        if topic is None:
+            raise NotFound(f"there is no topic {name!r}")
+        return topic
+
+    # --- transactions ----------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            rows = connection.execute(
+                "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
+                " WHERE ended_at IS NULL"
+            ).fetchall()
+            return [self._described(connection, *row) for row in rows]
+
+    def _described(
+        self,
+        connection: sqlite3.Connection,
+        number: int,
+        transaction: str,
+        identity: str | None,
+        host: str,
+        state: str,
+        begun_at: int,
+        deadline_at: int,
+        messages: int,
+    ) -> OpenTransaction:
+        return OpenTransaction(
+            transaction=transaction,
+            state=state,
+            owner=f"{identity} at {host}" if identity else host,
+            since=begun_at,
+            expires_at=deadline_at,
+            partitions=tuple(_partitions_of(connection, number)),
+            groups=tuple(groups.groups_of(connection, number)),
+            messages=messages,
+            token=self._token(transaction, deadline_at, messages) if state == "prepared" else None,
+        )
+
+    def _token(self, transaction: str, expires_at: int, messages: int) -> Token:
+        return Token("embedded", self._broker.cluster, transaction, {"p": 1}, True, expires_at, messages)
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        with self._broker.session(deadline) as connection:
+            with self._store.reading(connection, deadline):
+                row = connection.execute("SELECT state FROM transactions WHERE id = ?", (transaction,)).fetchone()
+            if row is None:
+                raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+            if row[0] == "open" and decision is Decision.ABORT:
+                endings.abort_open(
+                    self._store, connection, transaction, "aborted by an administrator", deadline, self._broker.events
+                )
+                return Outcome.ABORTED
+            reason = "aborted by an administrator"
+            return endings.decide(
+                self._store, connection, transaction, decision, deadline, self._broker.events, reason
+            )
+
+    # --- the doctor ------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        connection = self._store.connect()  # its own: looking through a large file lasts
+        try:
+            return [*self._clean_up(connection, deadline), *self._look(connection, deadline)]
+        finally:
+            connection.close()
+
+    def _clean_up(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+        """Do what was left undone; a file that cannot be written is a finding."""
+        try:
+            ended = endings.end_expired(self._store, connection, deadline, self._broker.events)
+            self._remove_garbage(connection, deadline)
+            with self._store.reading(connection, deadline):
+                names = [name for (name,) in connection.execute("SELECT name FROM topics")]
+                topics = [self._store.topic(connection, name) for name in names]
+            for topic in topics:
+                while not retention.trim(self._store, connection, topic, deadline):
+                    pass
+        except TxnBridgeError as error:
+            yield Advice("problem", "writing", str(error), "make room, or look for the process that holds the file")
+            return
+        if ended:
+            yield Advice("warning", "transactions", f"{ended} past their deadline were aborted just now")
+
+    def _look(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+        yield from self._integrity(connection, deadline)
+        yield from self._room()
+        with self._store.reading(connection, deadline):
+            held = connection.execute(
+                "SELECT id, state, deadline_at FROM transactions WHERE ended_at IS NULL ORDER BY deadline_at"
+            ).fetchall()
+            parked = connection.execute(
+                "SELECT group_name, count(*) FROM halves WHERE state = 'parked' GROUP BY group_name"
+            ).fetchall()
+        for transaction, state, deadline_at in held:
+            left = max(0, deadline_at - now_ms()) // 1000
+            yield Advice(
+                "warning",
+                f"transaction {transaction}",
+                f"is {state} and holds readers back for up to {left} s more",
+                f"txnbridge transactions commit {transaction}, or abort" if state == "prepared" else "",
+            )
+        for group, count in parked:
+            yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")
+
+    def _integrity(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+        try:
+            with self._store.reading(connection, deadline):
+                found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
+        except StorageFailed as error:
+            found = [str(error)]
+        if found == ["ok"]:
+            yield Advice("ok", "file", f"{self._store.path} is sound")
+        else:
+            remedy = "stop all its users and restore a copy; `sqlite3 FILE .recover` saves what can be read"
+            yield Advice("problem", "file", "; ".join(found), remedy)
+        if not self._store.durable:
+            yield Advice("warning", "durability", "a power cut may take the last commits", "open with durability=full")
+
+    def _room(self) -> Iterator[Advice]:
+        free = shutil.disk_usage(self._store.path.parent).free
+        if free < _LITTLE_ROOM_BYTES:
+            yield Advice("warning", "disk", f"{free >> 20} MiB are free", "make room, or delete topics")
+        try:
+            log = os.stat(f"{self._store.path}-wal").st_size
+        except OSError:
+            return
+        if log > _LONG_WAL_BYTES:
+            yield Advice("warning", "log", f"{log >> 20} MiB long: a reader keeps an old state of the file for long")
+
+    def _remove_garbage(self, connection: Connection, deadline: Deadline) -> None:
+        """Remove the messages of deleted topics, piece by piece."""
+        while True:
+            with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
+                row = connection.execute("SELECT partition_id FROM garbage LIMIT 1").fetchone()
+                if row is None:
+                    return
+                if endings.remove_messages(connection, row[0], 0, MAX_OFFSET) == MAX_OFFSET:
+                    connection.execute("DELETE FROM garbage WHERE partition_id = ?", row)
+
+
+def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partition]:
+    return connection.execute(
+        "SELECT DISTINCT topics.name, partitions.number FROM undecided JOIN partitions ON partitions.id = partition_id"
+        " JOIN topics ON topics.id = topic_id WHERE undecided.number = ? ORDER BY 1, 2",
+        (number,),
+    ).fetchall()
+
+
+def _described(topic: Topic) -> str:
+    text = f"with {len(topic.partitions)} partition{'s' if len(topic.partitions) > 1 else ''}"
+    if topic.retention_ms is not None:
+        text += f", kept for {topic.retention_ms / 1000:g} s"
+    if topic.retention_bytes is not None:
+        text += f", kept up to {topic.retention_bytes} bytes"
+    return text

@@ -1,0 +1,149 @@
+"""What the embedded broker promises, its options, and how a URL becomes a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from txnbridge.errors import AccessDenied, InvalidOption
+from txnbridge.spi import (
+    NATIVE,
+    Backend,
+    Capabilities,
+    Capability,
+    Context,
+    Deadline,
+    Limits,
+    Option,
+    Url,
+    absent,
+)
+from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.likes import LIKES
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import Store
+
+_DEFAULTS = Settings()
+# SQLite's own bound for one value.
+_LARGEST_MESSAGE = 1_000_000_000
+
+OPTIONS: Mapping[str, Option] = {
+    "create": Option(bool, True, "make the file if it is missing"),
+    "durability": Option(
+        str,
+        "full",
+        "full: what is committed survives a power cut. survives-process-kill-only: a power cut or a crash of the "
+        "system may take the last commits, kill -9 does not; the disk is not waited for",
+        ("full", "survives-process-kill-only"),
+    ),
+    "like": Option(str, "", "refuse what another broker would refuse", ("", *LIKES)),
+    "max_bytes": Option(int, 0, "bound of the file's size; 0: the disk"),
+    "max_message_bytes": Option(int, _DEFAULTS.max_message_bytes, "bound of one message with its key and headers"),
+    "spill_bytes": Option(
+        int, _DEFAULTS.spill_bytes, "a transaction larger than this goes to the file before its end, to save memory"
+    ),
+    "hold_seconds": Option(
+        float, _DEFAULTS.hold_seconds, "how long a prepared transaction may live if `hold` does not say it"
+    ),
+    "keep_seconds": Option(
+        float, _DEFAULTS.keep_seconds, "how long it is remembered what became of a transaction, for `status`"
+    ),
+    "lease_seconds": Option(
+        float, _DEFAULTS.lease_seconds, "a group's member that is silent for so long loses its partitions"
+    ),
+    "redeliver_seconds": Option(
+        float,
+        _DEFAULTS.redeliver_seconds,
+        "with sharing='message': a message that is not acknowledged for so long goes to another member",
+    ),
+    "half_check_seconds": Option(
+        float, _DEFAULTS.half_check_seconds, "how long an asker may take to answer for a half message"
+    ),
+    "half_checks": Option(int, _DEFAULTS.half_checks, "how often a half message is asked about before it is parked"),
+}
+
+
+class EmbeddedBackend(Backend):
+    """A broker in a file, shared by the processes and threads of one machine."""
+
+    name = "embedded"
+    schemes = ("embedded",)
+    capabilities = Capabilities(
+        "the embedded broker",
+        {
+            **dict.fromkeys(Capability, NATIVE),
+            Capability.SHARE_KEY: absent("a partition is shared message by message, or not at all"),
+        },
+    )
+    limits = Limits(message_bytes=_DEFAULTS.max_message_bytes)
+    options = OPTIONS
+    steps = ("step:open", "step:store", "step:spill", "step:decide", "step:purge", "step:append", "step:half")
+
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> EmbeddedBroker:
+        _check(options, context)
+        like = LIKES.get(options["like"])
+        most = options["max_message_bytes"]
+        limits = Limits(message_bytes=most)
+        if like is not None:
+            most = min(most, like.limits.message_bytes or most)
+            limits = Limits(most, like.limits.transaction_messages, None, like.limits.prepared_seconds)
+        settings = Settings(
+            spill_bytes=options["spill_bytes"],
+            max_message_bytes=most,
+            hold_seconds=_hold(options["hold_seconds"], context, limits),
+            keep_seconds=options["keep_seconds"],
+            lease_seconds=options["lease_seconds"],
+            redeliver_seconds=options["redeliver_seconds"],
+            half_check_seconds=options["half_check_seconds"],
+            half_checks=options["half_checks"],
+            refuse=None if like is None else like.refuse,
+        )
+        store = Store(
+            file_of(url),
+            durable=options["durability"] == "full",
+            max_bytes=options["max_bytes"] or None,
+            create_topics=1 if context.create_topics is None else context.create_topics,
+        )
+        store.open(deadline, create=options["create"])
+        try:
+            capabilities = self.capabilities.but({} if like is None else like.lacks)
+            return EmbeddedBroker(store, settings, context, capabilities, limits)
+        except BaseException:
+            store.close()
+            raise
+
+
+def _hold(seconds: float, context: Context, limits: Limits) -> float:
+    """How long a prepared transaction may live after its deadline, where the other broker bounds both together."""
+    if limits.prepared_seconds is None:
+        return seconds
+    return max(0.0, min(seconds, limits.prepared_seconds - context.timeout))
+
+
+def _check(options: Mapping[str, Any], context: Context) -> None:
+    if context.client_options:
+        raise InvalidOption(f"the embedded broker has no client of its own to take {min(context.client_options)!r}")
+    for name, value in options.items():
+        least = 0 if name == "max_bytes" else 1e-3
+        if OPTIONS[name].kind in (int, float) and not least <= value < float("inf"):
+            raise InvalidOption(f"option {name!r} must be above 0, not {value}")
+    if options["max_message_bytes"] > _LARGEST_MESSAGE:
+        raise InvalidOption(f"option 'max_message_bytes' is at most {_LARGEST_MESSAGE}, the most that SQLite can store")
+
+
+def file_of(url: Url) -> Path:
+    """The file that a URL names; without a path, one in the user's data folder, which is made."""
+    if url.hosts:
+        raise InvalidOption(f"{url}: the embedded broker is a file, not a host: embedded:PATH or embedded:///absolute/path")
+    if "\0" in url.path:
+        raise InvalidOption("a file's name cannot hold a NUL character")
+    if url.path:
+        return Path(url.path).expanduser().absolute()
+    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "txnbridge"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise AccessDenied(f"{folder} cannot be made: {error.strerror}; name a file: embedded:PATH") from error
+    return folder / "broker.db"

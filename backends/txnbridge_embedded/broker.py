@@ -1,0 +1,219 @@
+"""One open file: opens ids, and ends or looks up transactions by their tokens."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from txnbridge.errors import DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import (
+    Admin,
+    Broker,
+    Capabilities,
+    Context,
+    Deadline,
+    Decision,
+    DecisionLog,
+    HalfStore,
+    Identity,
+    Ledger,
+    Limits,
+    Outcome,
+    Publisher,
+    Reader,
+    ReaderListener,
+    Status,
+    Subscription,
+    Token,
+    TokenState,
+    Writer,
+)
+from txnbridge_embedded import endings
+from txnbridge_embedded.admin import EmbeddedAdmin
+from txnbridge_embedded.halves import EmbeddedHalves
+from txnbridge_embedded.instance import Instance, Owner, take_over
+from txnbridge_embedded.log import EmbeddedLog
+from txnbridge_embedded.publisher import EmbeddedPublisher
+from txnbridge_embedded.reader import open_reader
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.writer import PlainWriter, PreparingWriter
+
+
+class EmbeddedBroker(Broker):
+    """All that is not a writer's or a reader's goes through one connection, which its callers take in turn."""
+
+    def __init__(
+        self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
+    ) -> None:
+        self.capabilities = capabilities
+        self.limits = limits
+        self.cluster = store.cluster
+        self.store = store
+        self.settings = settings
+        self.events = context.events
+        self._lock = threading.Lock()
+        self._connection = store.connect()
+        self._owners: dict[str, Owner] = {}
+        self._left: list[Instance] = []  # of closed writers
+        self._publishers: list[EmbeddedPublisher] = []
+        self._closed = False
+        self._admin = EmbeddedAdmin(self)
+
+    # --- for its parts ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, deadline: Deadline) -> Iterator[Connection]:
+        """The broker's own connection, for one caller at a time."""
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
+        try:
+            yield self._connection
+        except (CommitUnclear, OutcomeUnknown):
+            self._connection.close()  # whatever state it is in
+            self._connection = self.store.connect()
+            raise
+        finally:
+            self._lock.release()
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        with self.session(deadline) as connection:
+            with (
+                self.events.step("step:open", identity=identity.name, writers=count),
+                self.store.writing(connection, deadline, "opening an id"),
+            ):
+                endings.forget_old(connection, now_ms() - int(self.settings.keep_seconds * 1000))
+                epoch = take_over(connection, identity.name, identity.host) if identity.owned else None
+                owner = Owner(identity.name, identity.host, epoch)
+                instances = [Instance(owner) for _ in range(count)]
+                for instance in instances:
+                    instance.add(connection)
+            self._owners[identity.name] = owner
+            endings.finish_aborts(self.store, connection, deadline, self.events)
+        return [self._plain_writer(owner, instance) for instance in instances]
+
+    def _plain_writer(self, owner: Owner, instance: Instance) -> Writer:
+        return PlainWriter(self.store, self.settings, self.events, owner, instance, self._left.append)
+
+    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+        if identity.owned and identity.name not in self._owners:
+            self.open_writers(identity, 0, ledger, deadline)
+        owner = self._owners.get(identity.name) or Owner(identity.name, identity.host, None)
+        with self.session(deadline) as connection, self.store.reading(connection, deadline):
+            owner.check(connection)
+        return PreparingWriter(self.store, self.settings, self.events, owner)
+
+    def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
+        publisher = EmbeddedPublisher(self.store, self.settings, self.events, name, deadline, self._left.append)
+        self._publishers.append(publisher)
+        return publisher
+
+    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+        return open_reader(self.store, self.settings, subscription, listener, self.events, deadline)
+
+    # --- tokens ----------------------------------------------------------------------------------------------------
+
+    def commit(self, token: Token, deadline: Deadline) -> Outcome:
+        return self._end(token, Decision.COMMIT, deadline)
+
+    def abort(self, token: Token, deadline: Deadline) -> Outcome:
+        return self._end(token, Decision.ABORT, deadline)
+
+    def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:
+        with self.session(deadline) as connection:
+            return endings.decide(self.store, connection, token.transaction, decision, deadline, self.events)
+
+    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+        with self.session(deadline) as connection:
+            with self.store.reading(connection, deadline):
+                status = _look(connection, token)
+            if status is not None:
+                return status
+            # Its deadline is over and nobody has ended it. A commit checks the deadline with the file locked, so once
+            # this call has had the lock, and it has still not ended, no commit can come any more.
+            try:
+                with self.store.writing(connection, deadline, "looking at a transaction"):
+                    return _look(connection, token) or Status(TokenState.ABORTED, reason="its deadline passed")
+            except DeadlineExceeded:
+                return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process writes just now")
+
+    # --- the rest --------------------------------------------------------------------------------------------------
+
+    @property
+    def admin(self) -> Admin:
+        return self._admin
+
+    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+        return EmbeddedLog(self, name, deadline)
+
+    def half_store(self) -> HalfStore | None:
+        return EmbeddedHalves(self)
+
+    def close(self, deadline: Deadline) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for publisher in self._publishers:
+            with suppress(TxnBridgeError):  # its own flush has raised it, or will
+                publisher.close(deadline)
+        with suppress(TxnBridgeError), self.session(deadline) as connection:
+            self._leave(connection, deadline)
+        self._connection.close()
+        self.store.close()
+
+    def _leave(self, connection: Connection, deadline: Deadline) -> None:
+        """Forget the writers that nobody will ask about; let the others' open transactions count as aborted."""
+        if self._left:
+            with self.store.writing(connection, deadline, "closing"):
+                for instance in self._left:
+                    if instance.told:
+                        instance.retire(connection)
+                    else:
+                        instance.forget(connection)
+
+
+def _look(connection: Connection, token: Token) -> Status | None:
+    """What the file says of a token's transaction; None if that is up to its deadline, which has passed."""
+    return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
+
+
+def _look_at_prepared(connection: Connection, token: Token) -> Status | None:
+    row = connection.execute(
+        "SELECT state, deadline_at, reason FROM transactions WHERE id = ?", (token.transaction,)
+    ).fetchone()
+    if row is None:
+        return _FORGOTTEN
+    state, deadline_at, reason = row
+    if state == "committed":
+        return Status(TokenState.COMMITTED)
+    if state in ("aborting", "aborted"):
+        return Status(TokenState.ABORTED, reason=reason)
+    if deadline_at < now_ms():
+        return None
+    if state == "prepared":
+        return Status(TokenState.PREPARED, expires_at=deadline_at)
+    return Status(TokenState.UNKNOWN, expires_at=deadline_at, reason="it is still open and not prepared yet")
+
+
+def _look_at_plain(connection: Connection, token: Token) -> Status | None:
+    row = connection.execute("SELECT last, retired FROM writers WHERE id = ?", (token.how.get("w"),)).fetchone()
+    if row is None:
+        return _FORGOTTEN
+    last, retired = row
+    number: Any = token.how.get("n")
+    if last >= number:
+        return Status(TokenState.COMMITTED)
+    if retired:
+        return Status(TokenState.ABORTED, reason="its writer was replaced before it committed")
+    if token.expires_at is not None and token.expires_at < now_ms():
+        return None
+    return Status(TokenState.UNKNOWN, expires_at=token.expires_at, reason="it is still open")
+
+
+_FORGOTTEN = Status(
+    TokenState.UNKNOWN, reason="the file has forgotten it: it ended more than `keep_seconds` ago", permanent=True
+)

@@ -1,0 +1,199 @@
+"""How transactions end that are in the file before their end: prepared ones, and plain ones larger than the memory.
+
+The decision is one small write transaction. A commit needs no more; after an abort the messages are removed in small
+pieces, so that no other writer waits long. Every step may be the last of its process: whoever comes next goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+
+from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Decision, Emitter, Outcome
+from txnbridge_embedded import groups
+from txnbridge_embedded.schema import OFFSET_BITS
+from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
+
+_log = logging.getLogger("txnbridge.embedded")
+
+# One piece of a removal takes some ten milliseconds.
+_PIECE_ROWS = 10_000
+_PIECE_BYTES = 8 << 20
+
+
+def decide(
+    store: Store,
+    connection: Connection,
+    transaction: str,
+    decision: Decision,
+    deadline: Deadline,
+    events: Emitter,
+    reason: str = "aborted by its token",
+) -> Outcome:
+    """End a prepared transaction; the true outcome, whoever brought it about. Safe to repeat.
+
+    Raises `EvidenceLost` if the file knows nothing of it, `InvalidState` if it is not prepared, `OutcomeUnknown` if
+    the file failed in the middle, `BrokerUnavailable` before.
+    """
+    try:
+        state = _decide_once(store, connection, transaction, decision, deadline, events, reason)
+    except CommitUnclear as error:
+        raise OutcomeUnknown(f"ending transaction {transaction}: {error}") from error.__cause__
+    if state == "committed":
+        return Outcome.COMMITTED
+    finish_aborts(store, connection, deadline, events)
+    return Outcome.ABORTED
+
+
+def _decide_once(
+    store: Store,
+    connection: Connection,
+    transaction: str,
+    decision: Decision,
+    deadline: Deadline,
+    events: Emitter,
+    reason: str,
+) -> str:
+    with (
+        events.step("step:decide", transaction, decision=decision.value) as found,
+        store.writing(connection, deadline, "ending a transaction"),
+    ):
+        row = connection.execute(
+            "SELECT number, state, deadline_at FROM transactions WHERE id = ?", (transaction,)
+        ).fetchone()
+        if row is None:
+            raise EvidenceLost(f"the file knows nothing of transaction {transaction} (any more)")
+        number, state, deadline_at = row
+        if state == "open":
+            raise InvalidState(f"transaction {transaction} is open, not prepared: it can only be aborted")
+        if state == "prepared":
+            if deadline_at < now_ms():
+                decision, reason = Decision.ABORT, "its deadline passed"
+            if decision is Decision.COMMIT:
+                state = commit_prepared(connection, number)
+            else:
+                state = mark_aborted(connection, number, reason)
+        found["state"] = state
+        return str(state)
+
+
+def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
+    """Make a prepared transaction visible, inside a write transaction."""
+    groups.commit_pending(connection, number)
+    connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
+    connection.execute(
+        "UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number)
+    )
+    return "committed"
+
+
+def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
+    """Decide that a transaction is aborted, inside a write transaction; `finish_aborts` removes its messages."""
+    groups.abort_pending(connection, number)
+    connection.execute("UPDATE transactions SET state = 'aborting', reason = ? WHERE number = ?", (reason, number))
+    return "aborting"
+
+
+def abort_open(
+    store: Store, connection: Connection, transaction: str, reason: str, deadline: Deadline, events: Emitter
+) -> None:
+    """Abort a transaction of one's own that is stored and was never prepared."""
+    with (
+        events.step("step:decide", transaction, decision="abort"),
+        store.writing(connection, deadline, "aborting a transaction"),
+    ):
+        row = connection.execute(
+            "SELECT number FROM transactions WHERE id = ? AND state = 'open'", (transaction,)
+        ).fetchone()
+        if row is not None:
+            mark_aborted(connection, row[0], reason)
+    finish_aborts(store, connection, deadline, events)
+
+
+def end_expired(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> int:
+    """Abort whatever is past its deadline and finish what others left half aborted; how many were past it."""
+    now = now_ms()
+    expired = connection.execute(
+        "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
+        " AND deadline_at < ?",
+        (now,),
+    ).fetchall()
+    ended = 0
+    for number, transaction in expired:
+        with (
+            events.step("step:decide", transaction, decision="abort"),
+            store.writing(connection, deadline, "aborting an expired transaction"),
+        ):
+            still = connection.execute(
+                "SELECT 1 FROM transactions WHERE number = ? AND state IN ('open', 'prepared')", (number,)
+            ).fetchone()
+            if still:
+                mark_aborted(connection, number, "its deadline passed")
+                ended += 1
+    finish_aborts(store, connection, deadline, events)
+    return ended
+
+
+def finish_aborts(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> None:
+    """Remove the messages of every aborted transaction, piece by piece; what time does not allow is left to others."""
+    try:
+        for number, transaction in connection.execute(
+            "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state = 'aborting'"
+        ).fetchall():
+            with events.step("step:purge", transaction):
+                while not _remove_piece(store, connection, number, deadline):
+                    pass
+    except (TxnBridgeError, sqlite3.Error) as error:
+        # The decision stands, and readers pass what is left once somebody has removed it.
+        _log.debug("aborted messages are left for others to remove: %s", error)
+
+
+def _remove_piece(store: Store, connection: Connection, number: int, deadline: Deadline) -> bool:
+    """Remove some messages of an aborted transaction; True if none are left."""
+    with store.writing(connection, deadline, "removing aborted messages"):
+        row = connection.execute(
+            "SELECT partition_id, first, last FROM undecided WHERE number = ? LIMIT 1", (number,)
+        ).fetchone()
+        if row is None:
+            connection.execute("DELETE FROM transactions WHERE number = ? AND prepared = 0", (number,))
+            connection.execute(
+                "UPDATE transactions SET state = 'aborted', ended_at = ? WHERE number = ? AND state = 'aborting'",
+                (now_ms(), number),
+            )
+            return True
+        partition, first, last = row
+        end = remove_messages(connection, partition, first, last)
+        where = (partition, first)
+        if end == last:
+            connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", where)
+        else:
+            connection.execute(
+                "UPDATE undecided SET first = ? WHERE partition_id = ? AND first = ?", (end + 1, *where)
+            )
+        return False
+
+
+def remove_messages(connection: sqlite3.Connection, partition: int, first: int, last: int) -> int:
+    """Remove the first messages of a range of offsets, as many as a piece takes; the last offset that is done."""
+    base = partition << OFFSET_BITS
+    size = 0
+    rows = connection.execute(
+        "SELECT id, coalesce(length(value), 0) FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
+        (base | first, base | last, _PIECE_ROWS),
+    ).fetchall()
+    done = base | last
+    for count, (row_id, length) in enumerate(rows, 1):
+        size += length
+        if size >= _PIECE_BYTES or count == _PIECE_ROWS:
+            done = row_id
+            break
+    connection.execute("DELETE FROM messages WHERE id BETWEEN ? AND ?", (base | first, done))
+    return int(done - base)
+
+
+def forget_old(connection: sqlite3.Connection, before: int) -> None:
+    """Drop the records of what ended before a time, inside a write transaction; nobody can ask about it any more."""
+    connection.execute("DELETE FROM transactions WHERE ended_at < ?", (before,))
+    connection.execute("DELETE FROM halves WHERE ended_at < ?", (before,))
+    connection.execute("DELETE FROM writers WHERE used_at < ?", (before,))

@@ -1,0 +1,153 @@
+"""Half messages: kept beside the topics until somebody says what is to become of them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from txnbridge.errors import NotFound
+from txnbridge.spi import Deadline, Decision, Half, HalfStore, Outcome
+from txnbridge_embedded.headers import pack, unpack_raw
+from txnbridge_embedded.outgoing import Outgoing, store
+from txnbridge_embedded.store import Connection, Topic, now_ms
+
+if TYPE_CHECKING:
+    from txnbridge_embedded.broker import EmbeddedBroker
+
+_COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
+_OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
+
+
+class EmbeddedHalves(HalfStore):
+    """Stores a half, or publishes it, in one write transaction each."""
+
+    def __init__(self, broker: EmbeddedBroker) -> None:
+        self._broker = broker
+        self._store = broker.store
+        self._interval = int(broker.settings.half_check_seconds * 1000)
+
+    def put(self, half: Half, deadline: Deadline) -> None:
+        with self._broker.session(deadline) as connection:
+            # Taken apart as if they were sent now: a message that cannot be published is refused before it is stored.
+            self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
+            with self._writing(connection, deadline, half.transaction, "storing a half message"):
+                added = connection.execute(
+                    "INSERT INTO halves(group_name, transaction_id, state, check_at, deadline_at)"
+                    " VALUES (?, ?, 'waiting', ?, ?) ON CONFLICT DO NOTHING RETURNING id",
+                    (half.group, half.transaction, half.check_at, half.deadline_at),
+                ).fetchall()
+                for (half_id,) in added:
+                    connection.executemany(
+                        "INSERT INTO half_messages VALUES (?, ?, ?, ?, ?, ?)",
+                        (
+                            (half_id, number, topic, key, pack(headers), value)
+                            for number, (topic, value, key, headers) in enumerate(half.messages)
+                        ),
+                    )
+
+    def end(self, group: str, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        with (
+            self._broker.session(deadline) as connection,
+            self._writing(connection, deadline, transaction, "ending a half message"),
+        ):
+            half_id, state = self._find(connection, group, transaction)
+            if state in _OUTCOMES:
+                return _OUTCOMES[state]
+            if decision is Decision.UNDECIDED:
+                connection.execute("UPDATE halves SET check_at = ? WHERE id = ?", (now_ms() + self._interval, half_id))
+                return Outcome.UNKNOWN
+            if decision is Decision.COMMIT:
+                self._publish(connection, half_id)
+            outcome = Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+            connection.execute("DELETE FROM half_messages WHERE half = ?", (half_id,))
+            connection.execute(
+                "UPDATE halves SET state = ?, ended_at = ? WHERE id = ?", (outcome.value, now_ms(), half_id)
+            )
+            return outcome
+
+    def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        due = (group, now_ms(), limit)
+        query = (
+            f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'waiting' AND check_at <= ?"
+            " ORDER BY check_at LIMIT ?"
+        )
+        with self._broker.session(deadline) as connection:
+            with self._store.reading(connection, deadline):
+                if connection.execute(query, due).fetchone() is None:
+                    return []  # the usual case, without the file's lock
+            with self._store.writing(connection, deadline, "looking for half messages to ask about"):
+                return [
+                    half for row in connection.execute(query, due).fetchall() if (half := self._lend(connection, row))
+                ]
+
+    def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
+        """One more check: the next is due only when there was time to answer. None if there were enough of them."""
+        half_id, *_, checks = row
+        if checks >= self._broker.settings.half_checks:
+            connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
+            return None
+        connection.execute(
+            "UPDATE halves SET checks = checks + 1, check_at = ? WHERE id = ?", (now_ms() + self._interval, half_id)
+        )
+        return _half(connection, (*row[:-1], checks + 1))
+
+    def parked(self, group: str, deadline: Deadline) -> list[Half]:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            rows = connection.execute(
+                f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'parked' ORDER BY id", (group,)
+            ).fetchall()
+            return [_half(connection, row) for row in rows]
+
+    def resume(self, group: str, transaction: str, deadline: Deadline) -> None:
+        with (
+            self._broker.session(deadline) as connection,
+            self._store.writing(connection, deadline, "resuming a half message"),
+        ):
+            resumed = connection.execute(
+                "UPDATE halves SET state = 'waiting', checks = 0, check_at = ?"
+                " WHERE group_name = ? AND transaction_id = ? AND state = 'parked'",
+                (now_ms(), group, transaction),
+            )
+            if not resumed.rowcount:
+                raise NotFound(f"no half message of transaction {transaction!r} is parked in group {group!r}")
+
+    # --- inside a write transaction --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _writing(self, connection: Connection, deadline: Deadline, transaction: str, what: str) -> Iterator[None]:
+        with self._broker.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
+            yield
+
+    def _find(self, connection: sqlite3.Connection, group: str, transaction: str) -> tuple[int, str]:
+        row = connection.execute(
+            "SELECT id, state FROM halves WHERE group_name = ? AND transaction_id = ?", (group, transaction)
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"group {group!r} has no half message of transaction {transaction!r} (any more)")
+        return row[0], row[1]
+
+    def _publish(self, connection: Connection, half_id: int) -> None:
+        outgoing = self._take(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
+        now = now_ms()
+        for rows in outgoing.pending():
+            store(connection, rows, now)
+
+    def _take(self, messages: Any, find_topic: Callable[[str], Topic]) -> Outgoing:
+        outgoing = Outgoing(find_topic, lambda: None, self._broker.settings)
+        for topic, value, key, headers in messages:
+            outgoing.add(topic, value, key, headers, None, None)
+        return outgoing
+
+
+def _half(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half:
+    half_id, group, transaction, check_at, deadline_at, checks = row
+    return Half(group, transaction, _messages(connection, half_id), check_at, deadline_at, checks)
+
+
+def _messages(connection: sqlite3.Connection, half_id: int) -> list[tuple[str, bytes | None, bytes | None, Any]]:
+    rows = connection.execute(
+        "SELECT topic, value, key, headers FROM half_messages WHERE half = ? ORDER BY number", (half_id,)
+    )
+    return [(topic, value, key, unpack_raw(headers)) for topic, value, key, headers in rows]

@@ -1,0 +1,73 @@
+"""The embedded broker in the shoes of another: `like=kafka` refuses what that broker would refuse.
+
+So a program that passes its tests here does not surprise there. Only what is missing there is taken away; how long
+things take, and what can go wrong on the way, is not imitated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from txnbridge.errors import NotSupported
+from txnbridge.spi import Capability, Limits, RawHeaders, Support, absent
+
+
+@dataclass(frozen=True)
+class Like:
+    """What another broker lacks."""
+
+    name: str
+    limits: Limits
+    lacks: Mapping[Capability, Support] = field(default_factory=dict)
+
+    def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
+        """Raise `NotSupported` for a message that this broker would not take."""
+        if value == b"" and Capability.EMPTY_VALUE in self.lacks:
+            raise self._missing(Capability.EMPTY_VALUE)
+        if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):
+            raise self._missing(Capability.REPEATED_HEADERS)
+        most = self.limits.transaction_messages
+        if most is not None and before >= most:
+            raise NotSupported(f"{self.name} takes at most {most} messages in one transaction")
+
+    def _missing(self, capability: Capability) -> NotSupported:
+        return NotSupported(f"{self.name} has no {capability.value}: {self.lacks[capability].note}")
+
+
+def _lacks(*pairs: tuple[Capability, str]) -> dict[Capability, Support]:
+    return {capability: absent(why) for capability, why in pairs}
+
+
+_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
+_ONE_MEMBER = "a partition is read by one member of a group"
+
+LIKES: Mapping[str, Like] = {
+    "kafka": Like(
+        "Kafka",
+        Limits(message_bytes=1_000_000, prepared_seconds=900.0),  # the defaults of its clients and its broker
+        _lacks(
+            (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
+            (Capability.SHARE_MESSAGE, _ONE_MEMBER),
+            (Capability.RESUME_SEQUENCE, "a producer's sequence ends with its session"),
+        ),
+    ),
+    "pulsar": Like(
+        "Pulsar",
+        Limits(message_bytes=5 << 20),
+        _lacks((Capability.REPEATED_HEADERS, "a message's properties are a map")),
+    ),
+    "rocketmq": Like(
+        "RocketMQ",
+        Limits(message_bytes=4 << 20, transaction_messages=10_000),
+        _lacks(
+            (Capability.ISOLATION, "the messages of a transaction become visible one after another"),
+            (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
+            (Capability.SHARE_MESSAGE, _ONE_MEMBER),
+            (Capability.RESUME_SEQUENCE, "the broker keeps no sequences"),
+            (Capability.EMPTY_VALUE, "the broker fails on a message with an empty body"),
+            (Capability.REPEATED_HEADERS, "a message's properties are a map"),
+        ),
+    ),
+}
+

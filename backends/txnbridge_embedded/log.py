@@ -1,0 +1,107 @@
+"""Decision logs: rows in one table, numbered without gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from txnbridge.errors import OutcomeUnknown, PositionLost
+from txnbridge.spi import Deadline, DecisionLog, Position
+from txnbridge_embedded.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.store import CommitUnclear, Connection
+
+if TYPE_CHECKING:
+    from txnbridge_embedded.broker import EmbeddedBroker
+
+_READ_ROWS = 500  # records in memory at once: a log of millions is read in passing
+_TRIM_ROWS = 10_000  # records removed at once, some milliseconds: nobody waits long for the lock
+
+
+class EmbeddedLog(DecisionLog):
+    """One log. A position is the record's number, from 0."""
+
+    def __init__(self, broker: EmbeddedBroker, name: str, deadline: Deadline) -> None:
+        self._broker = broker
+        with broker.session(deadline) as connection:
+            with broker.store.reading(connection, deadline):
+                row = connection.execute("SELECT id FROM logs WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                with broker.store.writing(connection, deadline, "creating a decision log"):
+                    connection.execute("INSERT INTO logs(name) VALUES (?) ON CONFLICT DO NOTHING", (name,))
+                    row = connection.execute("SELECT id FROM logs WHERE name = ?", (name,)).fetchone()
+        self._id = int(row[0])
+        self._base = self._id << OFFSET_BITS
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (first,) if first < following else None
+
+    def end(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (following - 1,) if first < following else None
+
+    def _bounds(self, deadline: Deadline) -> tuple[int, int]:
+        with self._broker.session(deadline) as connection, self._broker.store.reading(connection, deadline):
+            first, following = connection.execute("SELECT first, next FROM logs WHERE id = ?", (self._id,)).fetchone()
+        return first, following
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        broker = self._broker
+        try:
+            with (
+                broker.session(deadline) as connection,
+                broker.events.step("step:append", bytes=len(record)),
+                broker.store.writing(connection, deadline, "appending a decision"),
+            ):
+                ((following,),) = connection.execute(
+                    "UPDATE logs SET next = next + 1 WHERE id = ? RETURNING next", (self._id,)
+                ).fetchall()
+                position = following - 1
+                connection.execute("INSERT INTO log_records VALUES (?, ?)", (self._base | position, record))
+        except CommitUnclear as error:
+            raise OutcomeUnknown(f"a decision may or may not be stored: {error}") from error.__cause__
+        return (position,)
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        """As the contract says; raises `PositionLost` if records that are still to be read are trimmed meanwhile."""
+        begin, following = self._bounds(deadline)
+        at = begin if first is None else max(first[0], begin)
+        stop = following - 1 if last is None else min(last[0], following - 1)
+        while at <= stop:
+            with self._broker.session(deadline) as connection, self._broker.store.reading(connection, deadline):
+                rows = connection.execute(
+                    "SELECT id, record FROM log_records WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
+                    (self._base | at, self._base | stop, _READ_ROWS),
+                ).fetchall()
+            for row_id, record in rows:
+                if row_id != self._base | at:
+                    break
+                yield (at,), record
+                at += 1
+            else:
+                if rows:
+                    continue
+            raise PositionLost(f"the decision log was trimmed while it was read, at record {at}")
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        broker = self._broker
+        with broker.session(deadline) as connection:
+            with broker.store.writing(connection, deadline, "trimming a decision log"):
+                connection.execute(
+                    "UPDATE logs SET first = max(first, min(next, ?)) WHERE id = ?", (before[0], self._id)
+                )
+            while self._remove_some(connection, deadline):
+                pass
+
+    def _remove_some(self, connection: Connection, deadline: Deadline) -> bool:
+        with self._broker.store.writing(connection, deadline, "trimming a decision log"):
+            (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
+            if not first:
+                return False
+            removed = connection.execute(
+                "DELETE FROM log_records WHERE id IN (SELECT id FROM log_records WHERE id BETWEEN ? AND ? LIMIT ?)",
+                (self._base, self._base | min(first - 1, MAX_OFFSET), _TRIM_ROWS),
+            )
+            return removed.rowcount == _TRIM_ROWS

@@ -1,0 +1,236 @@
+"""Messages on their way into the file: kept by partition as columns, then stored all at once."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, repeat
+from typing import Any
+
+from txnbridge.errors import InvalidOption, NotFound, StorageFailed
+from txnbridge.spi import Item, RawHeaders, encode_item
+from txnbridge_embedded.headers import pack
+from txnbridge_embedded.murmur import partition_of
+from txnbridge_embedded.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import Topic
+
+# What a message costs in memory beyond its bytes: the bytes object's head and a place in a list.
+_OVERHEAD = 64
+_MOST_AT_ONCE = 1000  # messages that `add_many` takes from its caller between two looks at the memory
+MARK_EVERY_MS = 60_000  # how exact retention by age is
+_MARKS_KEPT = 16  # how exact retention by size is: to a sixteenth of it
+
+
+class Rows:
+    """Messages for one partition, a list a column. A column that no message used yet is None, which is quicker."""
+
+    __slots__ = ("bytes", "headers", "keys", "partition", "timestamps", "topic", "values")
+
+    def __init__(self, topic: Topic, partition: int) -> None:
+        self.topic = topic
+        self.partition = partition  # its id
+        self.bytes = 0
+        self.values: list[bytes | None] = []
+        self.keys: list[bytes | None] | None = None
+        self.headers: list[str | None] | None = None
+        self.timestamps: list[int | None] | None = None
+
+    def add(self, value: bytes | None, key: bytes | None, headers: str | None, timestamp: int | None) -> None:
+        count = len(self.values)
+        self.values.append(value)
+        self.keys = _grown(self.keys, count, key)
+        self.headers = _grown(self.headers, count, headers)
+        self.timestamps = _grown(self.timestamps, count, timestamp)
+
+    def add_values(self, values: Sequence[bytes]) -> None:
+        self.values += values
+        for column in (self.keys, self.headers, self.timestamps):
+            if column is not None:
+                column.extend(repeat(None, len(values)))
+
+    def columns(self, now: int) -> Iterator[Iterable[Any]]:
+        """Timestamp, key, headers and value of each message; who set no timestamp gets `now`."""
+        yield repeat(now) if self.timestamps is None else [now if at is None else at for at in self.timestamps]
+        yield repeat(None) if self.keys is None else self.keys
+        yield repeat(None) if self.headers is None else self.headers
+        yield self.values
+
+
+def _grown(column: list[Any] | None, count: int, entry: Any) -> list[Any] | None:
+    if column is None:
+        if entry is None:
+            return None
+        column = [None] * count
+    column.append(entry)
+    return column
+
+
+class Outgoing:
+    """What one transaction (or publisher) holds in memory.
+
+    `find_topic` looks a topic up or makes it; `overflow` is called when the memory is full and has to empty it.
+    """
+
+    def __init__(self, find_topic: Callable[[str], Topic], overflow: Callable[[], None], settings: Settings) -> None:
+        self._find_topic = find_topic
+        self._overflow = overflow
+        self._room = settings.spill_bytes
+        self._most = settings.max_message_bytes
+        self._refuse = settings.refuse
+        self._turn = 0
+        self.count = 0  # messages taken since `clear`, in memory or stored
+        self.bytes = 0  # in memory now
+        self._topics: dict[str, Topic] = {}
+        self._rows: dict[int, Rows] = {}  # by partition id
+        self._keyless: dict[str, Rows] = {}  # where a topic's messages without a key go in this transaction
+
+    def clear(self) -> None:
+        """Forget everything, for a new transaction."""
+        self.count = self.bytes = 0
+        self._turn += 1
+        self._topics.clear()
+        self._rows.clear()
+        self._keyless.clear()
+
+    def take(self) -> list[Rows]:
+        """What is in memory, to be stored; the memory is empty afterwards."""
+        rows = [rows for rows in self._rows.values() if rows.values]
+        self.bytes = 0
+        self._rows.clear()
+        self._keyless = {name: self._rows_of(old.topic, old.partition) for name, old in self._keyless.items()}
+        return rows
+
+    def pending(self) -> list[Rows]:
+        """What is in memory, left there."""
+        return [rows for rows in self._rows.values() if rows.values]
+
+    # --- taking messages -------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        """Take one message. Raises `NotFound` and `InvalidOption`, and then has not taken it."""
+        if key is None and partition is None:
+            rows = self._keyless.get(topic) or self._choose(topic)
+        else:
+            rows = self._find(topic, key, partition)
+        if self._refuse is not None:
+            self._refuse(value, headers or (), self.count)
+        if timestamp is not None and not 0 <= timestamp < 1 << 63:
+            raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
+        packed = pack(headers) if headers else None
+        size = (len(value) if value else 0) + (len(key) if key else 0) + (len(packed) if packed else 0)
+        if size > self._most:
+            raise self._too_large(topic, size)
+        rows.add(value, key, packed, timestamp)
+        rows.bytes += size
+        self.count += 1
+        self.bytes += size + _OVERHEAD
+        if self.bytes >= self._room:
+            self._overflow()
+
+    def add_many(self, topic: str, items: Iterable[Item]) -> None:
+        """Take many messages for one topic; those without a key go to one partition."""
+        keyless = self._choose(topic)
+        source = iter(items)
+        most = 16
+        while chunk := list(islice(source, most)):
+            before = self.bytes
+            plain = self._refuse is None and set(map(type, chunk)) == {bytes}
+            if plain and max(map(len, chunk)) <= self._most:
+                self._add_values(keyless, chunk)
+            else:
+                for item in chunk:
+                    value, key, headers = encode_item(item)
+                    self.add(topic, value, key, headers, None, None)
+            # Large messages are taken few at a time, so that a generator's never fill the memory.
+            small = 0 <= self.bytes - before < self._room // 4
+            most = min(most * 2, _MOST_AT_ONCE) if small else max(1, most // 2)
+            keyless = self._keyless[topic]
+
+    def _add_values(self, rows: Rows, values: Sequence[bytes]) -> None:
+        size = sum(map(len, values))
+        rows.add_values(values)
+        rows.bytes += size
+        self.count += len(values)
+        self.bytes += size + _OVERHEAD * len(values)
+        if self.bytes >= self._room:
+            self._overflow()
+
+    def _too_large(self, topic: str, size: int) -> InvalidOption:
+        return InvalidOption(
+            f"a message for {topic} takes {size} bytes with its key and headers; this broker takes {self._most} "
+            "(option max_message_bytes)"
+        )
+
+    # --- partitions ------------------------------------------------------------------------------------------------
+
+    def _topic(self, name: str) -> Topic:
+        topic = self._topics.get(name)
+        if topic is None:
+            topic = self._topics[name] = self._find_topic(name)
+        return topic
+
+    def _choose(self, name: str) -> Rows:
+        """A partition for a topic's messages without a key: one after another, a transaction or call each."""
+        topic = self._topic(name)
+        self._turn += 1
+        rows = self._keyless[name] = self._rows_of(topic, topic.partitions[self._turn % len(topic.partitions)])
+        return rows
+
+    def _find(self, name: str, key: bytes | None, number: int | None) -> Rows:
+        topic = self._topic(name)
+        count = len(topic.partitions)
+        if number is None:
+            assert key is not None
+            number = partition_of(key, count) if count > 1 else 0
+        elif not 0 <= number < count:
+            raise NotFound(f"topic {name!r} has no partition {number}; it has {count}, numbered from 0")
+        return self._rows_of(topic, topic.partitions[number])
+
+    def _rows_of(self, topic: Topic, partition: int) -> Rows:
+        rows = self._rows.get(partition)
+        if rows is None:
+            rows = self._rows[partition] = Rows(topic, partition)
+        return rows
+
+
+# --- storing, inside a write transaction -----------------------------------------------------------------------------
+
+
+def store(connection: sqlite3.Connection, rows: Rows, now: int) -> tuple[int, int]:
+    """Append messages to their partition; returns their first and last offset. Raises `NotFound` if it is gone."""
+    count = len(rows.values)
+    found = connection.execute(
+        "UPDATE partitions SET next = next + ?, bytes = bytes + ? WHERE id = ? RETURNING next, bytes",
+        (count, rows.bytes, rows.partition),
+    ).fetchall()
+    if not found:
+        raise NotFound(f"topic {rows.topic.name!r} was deleted meanwhile")
+    ((following, size),) = found
+    first = following - count
+    if following > MAX_OFFSET:
+        raise StorageFailed(f"a partition of {rows.topic.name!r} has given all its {MAX_OFFSET} offsets")
+    row_id = rows.partition << OFFSET_BITS | first
+    numbered = zip(range(row_id, row_id + count), *rows.columns(now), strict=False)  # some columns never end
+    connection.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", numbered)
+    if rows.topic.retention_ms is not None or rows.topic.retention_bytes is not None:
+        _mark(connection, rows, first, now, size - rows.bytes)
+    return first, following - 1
+
+
+def _mark(connection: sqlite3.Connection, rows: Rows, offset: int, now: int, size: int) -> None:
+    """Note now and then when an offset was written and how many bytes were before it: retention goes by that."""
+    last = connection.execute(
+        "SELECT at, bytes FROM marks WHERE partition_id = ? ORDER BY offset DESC LIMIT 1", (rows.partition,)
+    ).fetchone()
+    step = (rows.topic.retention_bytes or 1 << 62) // _MARKS_KEPT
+    if last is None or now - last[0] >= MARK_EVERY_MS or size - last[1] >= step:
+        connection.execute("INSERT INTO marks VALUES (?, ?, ?, ?)", (rows.partition, offset, now, size))

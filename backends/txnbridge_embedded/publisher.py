@@ -1,0 +1,223 @@
+"""Sends without a transaction: a thread stores what has come together while it stored what came before."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    Fenced,
+    InvalidOption,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
+from txnbridge_embedded.instance import Instance, Owner, take_over
+from txnbridge_embedded.outgoing import Outgoing, Rows, store
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import CommitUnclear, Store, Topic, now_ms
+
+# In front of a publisher's name among the identities, so that no transactional id is taken for one.
+_PREFIX = "\x1fpublisher "
+
+
+class EmbeddedPublisher(Publisher):
+    """Stores in batches; a named one shuts out an older publisher of its name, so that its sequences are its own.
+
+    After a failure it takes nothing more: what was sent later would be out of order.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        events: Emitter,
+        name: str | None,
+        deadline: Deadline,
+        closed: Callable[[Instance], None],
+    ) -> None:
+        self._store = store
+        self._events = events
+        self._name = name
+        self._closed = closed
+        self._room = settings.spill_bytes
+        self._lookups = store.connect()  # the caller's; the other is the thread's
+        self._connection = store.connect()
+        try:
+            self._owner = self._open(deadline)
+        except BaseException:
+            self._lookups.close()
+            self._connection.close()
+            raise
+        self._instance: Instance | None = None
+        self._state = threading.Condition()  # guards all below
+        self._outgoing = Outgoing(self._find_topic, lambda: None, settings)
+        self._call = deadline  # of the call that runs
+        self._oldest: Deadline | None = None  # of the oldest message in memory
+        self._taken: dict[int, int] = {}  # topic id -> its last sequence, stored or not
+        self._sequences: dict[int, int] = {}  # the same for what is in memory
+        self._sent = self._stored = 0
+        self._error: TxnBridgeError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="txnbridge-publisher", daemon=True)
+        self._thread.start()
+
+    def _open(self, deadline: Deadline) -> Owner:
+        host = f"{socket.gethostname()} pid {os.getpid()}"
+        if self._name is None:
+            return Owner("", host, None)
+        with self._store.writing(self._lookups, deadline, "opening a publisher"):
+            return Owner(_PREFIX + self._name, host, take_over(self._lookups, _PREFIX + self._name, host))
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+        sequence: int | None,
+        deadline: Deadline,
+    ) -> None:
+        if sequence is not None and self._name is None:
+            raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
+        with self._state:
+            self._call = deadline
+            self._wait(lambda: self._outgoing.bytes < self._room, "room in memory", deadline)
+            topic_id = -1 if sequence is None else self._find_topic(topic).id
+            if sequence is not None and sequence <= self._last_taken(topic_id):
+                return
+            self._outgoing.add(topic, value, key, headers, partition, timestamp)
+            if sequence is not None:
+                self._taken[topic_id] = self._sequences[topic_id] = sequence
+            self._sent += 1
+            self._oldest = self._oldest or deadline
+            self._state.notify_all()
+
+    def flush(self, deadline: Deadline) -> None:
+        with self._state:
+            sent = self._sent
+            self._wait(lambda: self._stored >= sent, "the file to take what was sent", deadline)
+
+    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
+        with self._state, self._store.reading(self._lookups, deadline):
+            row = self._lookups.execute(
+                "SELECT last FROM sequences JOIN topics ON topics.id = topic_id WHERE publisher = ? AND name = ?",
+                (self._name, topic),
+            ).fetchone()
+        return None if row is None else int(row[0])
+
+    def close(self, deadline: Deadline) -> None:
+        with self._state:
+            if self._closing:
+                return
+            self._closing = True
+            self._state.notify_all()
+        try:
+            self.flush(deadline)
+        finally:
+            self._thread.join(deadline.left())
+            self._lookups.close()
+
+    # --- on the caller's thread, with the state locked -------------------------------------------------------------
+
+    def _wait(self, done: Callable[[], bool], what: str, deadline: Deadline) -> None:
+        ended = self._state.wait_for(lambda: self._error is not None or done(), deadline.left())
+        if self._error is not None:
+            raise _again(self._error) from self._error
+        if not ended:
+            raise DeadlineExceeded(f"the publisher waited {deadline.seconds:g} s for {what}")
+
+    def _find_topic(self, name: str) -> Topic:
+        return self._store.ensure_topic(self._lookups, name, self._call)
+
+    def _last_taken(self, topic_id: int) -> int:
+        last = self._taken.get(topic_id)
+        if last is None:
+            with self._store.reading(self._lookups, self._call):
+                row = self._lookups.execute(
+                    "SELECT last FROM sequences WHERE publisher = ? AND topic_id = ?", (self._name, topic_id)
+                ).fetchone()
+            last = self._taken[topic_id] = -1 if row is None else row[0]
+        return last
+
+    # --- on the publisher's own thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._store_next():
+                pass
+        finally:
+            self._connection.close()
+            if self._instance is not None:
+                self._closed(self._instance)
+
+    def _store_next(self) -> bool:
+        """Wait for messages and store all that are there; False when no more will be stored."""
+        with self._state:
+            self._state.wait_for(lambda: self._outgoing.count or self._closing)
+            if not self._outgoing.count:
+                return False
+            rows, sequences, sent, deadline = self._outgoing.take(), self._sequences, self._sent, self._oldest
+            self._outgoing.clear()
+            self._sequences, self._oldest = {}, None
+            self._state.notify_all()  # there is room again
+        assert deadline is not None
+        error: TxnBridgeError | None = None
+        try:
+            self._store_rows(rows, sequences, deadline)
+        except TxnBridgeError as failure:
+            error = failure
+        except Exception as bug:  # it must not die silently with its thread
+            error = DeliveryFailed(f"{type(bug).__name__}: {bug}")
+            error.__cause__ = bug
+        with self._state:
+            self._error = error
+            self._stored = self._stored if error else sent
+            self._state.notify_all()
+        return error is None
+
+    def _store_rows(self, rows: list[Rows], sequences: dict[int, int], deadline: Deadline) -> None:
+        instance = self._instance or Instance(self._owner)
+        try:
+            with (
+                self._events.step("step:store", messages=sum(len(part.values) for part in rows)),
+                self._store.writing(self._connection, deadline, "storing messages"),
+            ):
+                if self._instance is None:
+                    self._owner.check(self._connection)
+                    instance.add(self._connection)
+                instance.claim(self._connection)
+                self._write(rows, sequences)
+        except CommitUnclear:
+            self._connection.close()
+            self._connection = self._store.connect()
+            self._instance = None
+            if not instance.settle(self._store, self._connection, deadline):
+                raise
+        else:
+            instance.last += 1
+            self._instance = instance
+
+    def _write(self, rows: list[Rows], sequences: dict[int, int]) -> None:
+        now = now_ms()
+        for part in rows:
+            store(self._connection, part, now)
+        self._connection.executemany(
+            "INSERT INTO sequences VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET last = excluded.last",
+            ((self._name, topic_id, last) for topic_id, last in sequences.items()),
+        )
+
+
+def _again(error: TxnBridgeError) -> TxnBridgeError:
+    """The error that ended the publisher, for one more call that meets it."""
+    if isinstance(error, Fenced):
+        return Fenced(str(error), newer=error.newer)
+    if isinstance(error, OutcomeUnknown):
+        return OutcomeUnknown(str(error))
+    return DeliveryFailed(f"a message could not be stored, and nothing after it was: {error}")

@@ -1,0 +1,75 @@
+"""Removes the oldest messages of topics that keep them for a time or up to a size only."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from txnbridge.spi import Deadline
+from txnbridge_embedded.endings import remove_messages
+from txnbridge_embedded.outgoing import MARK_EVERY_MS
+from txnbridge_embedded.store import Connection, Store, Topic, now_ms
+
+
+def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline) -> bool:
+    """Remove one piece of what may go from each partition; True if nothing is left to remove."""
+    if topic.retention_ms is None and topic.retention_bytes is None:
+        return True
+    done = True
+    for partition in topic.partitions:
+        if _may_go(connection, topic, partition) is not None:
+            with store.writing(connection, deadline, "removing messages past their retention"):
+                done &= _trim_piece(connection, topic, partition)
+    return done
+
+
+def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) -> bool:
+    found = _may_go(connection, topic, partition)
+    if found is None:
+        return True
+    first, end = found
+    reached = remove_messages(connection, partition, first, end - 1) + 1
+    connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (reached, partition))
+    connection.execute("DELETE FROM marks WHERE partition_id = ? AND offset < ?", (partition, reached))
+    return reached == end
+
+
+def _may_go(connection: sqlite3.Connection, topic: Topic, partition: int) -> tuple[int, int] | None:
+    """The oldest offset, and the first one that has to stay; None if all have to."""
+    row = connection.execute("SELECT first, next, bytes FROM partitions WHERE id = ?", (partition,)).fetchone()
+    if row is None:
+        return None
+    first, following, size = row
+    end = max(
+        _old_before(connection, topic.retention_ms, partition, following),
+        _too_much_before(connection, topic.retention_bytes, partition, size),
+    )
+    (undecided,) = connection.execute(
+        "SELECT min(first) FROM undecided WHERE partition_id = ?", (partition,)
+    ).fetchone()
+    end = min(end, following if undecided is None else undecided)
+    return (first, end) if end > first else None
+
+
+def _old_before(connection: sqlite3.Connection, kept_ms: int | None, partition: int, following: int) -> int:
+    """The offset before which everything was written longer ago than topics keep it."""
+    if kept_ms is None:
+        return 0
+    oldest_kept = now_ms() - kept_ms
+    (offset,) = connection.execute(
+        "SELECT max(offset) FROM marks WHERE partition_id = ? AND at <= ?", (partition, oldest_kept)
+    ).fetchone()
+    (newest,) = connection.execute("SELECT max(at) FROM marks WHERE partition_id = ?", (partition,)).fetchone()
+    # A message gets a mark of its own if the last one is older than this: so nothing was written later.
+    if newest is not None and newest + MARK_EVERY_MS <= oldest_kept:
+        return following
+    return offset or 0
+
+
+def _too_much_before(connection: sqlite3.Connection, kept: int | None, partition: int, size: int) -> int:
+    """The offset behind which there are still as many bytes as the topic keeps."""
+    if kept is None:
+        return 0
+    (offset,) = connection.execute(
+        "SELECT max(offset) FROM marks WHERE partition_id = ? AND bytes <= ?", (partition, size - kept)
+    ).fetchone()
+    return offset or 0

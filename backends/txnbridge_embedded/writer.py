@@ -1,0 +1,392 @@
+"""Writers: a transaction waits in memory and is stored at its end, in one write transaction of the file's.
+
+One that outgrows the memory is stored in parts before, undecided: readers stop in front of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidState,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import (
+    Begin,
+    Deadline,
+    Decision,
+    Emitter,
+    Evidence,
+    Item,
+    Outcome,
+    Partition,
+    Position,
+    RawHeaders,
+    Writer,
+)
+from txnbridge_embedded import endings, groups
+from txnbridge_embedded.instance import Instance, Owner
+from txnbridge_embedded.outgoing import Outgoing, Rows, store
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import CommitUnclear, Store, Topic, now_ms
+
+_log = logging.getLogger("txnbridge.embedded")
+
+# What a closing writer may spend on removing what it stored of an open transaction; others do the rest.
+_CLOSING_SECONDS = 1.0
+
+Acks = tuple[groups.AckContext, Mapping[Partition, Sequence[Position]]]
+
+
+class EmbeddedWriter(Writer):
+    """What plain and preparing writers share: taking messages, and storing those that the memory cannot hold."""
+
+    def __init__(self, store: Store, settings: Settings, events: Emitter, owner: Owner) -> None:
+        self._store = store
+        self._settings = settings
+        self._events = events
+        self._owner = owner
+        self._connection = store.connect()
+        self._outgoing = Outgoing(self._find_topic, self._spill, settings)
+        self._begun: Begin | None = None
+        self._begun_at = 0
+        self._expires_at = 0
+        self._acks: list[Acks] = []
+        self._stored = False  # parts of the transaction may be in the file
+        self._failed = False  # a part could not be stored: the rest may never be committed
+
+    # --- one transaction -------------------------------------------------------------------------------------------
+
+    def begin(self, begin: Begin) -> None:
+        self._begun = begin
+        self._begun_at = now_ms()
+        self._expires_at = self._begun_at + int(begin.deadline.left() * 1000)
+        self._outgoing.clear()
+        self._acks.clear()
+        self._stored = self._failed = False
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        self._outgoing.add(topic, value, key, headers, partition, timestamp)
+
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        self._outgoing.add_many(topic, items)
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert isinstance(context, groups.AckContext)
+        self._acks.append((context, positions))
+
+    def flush(self, deadline: Deadline) -> None:
+        if self._outgoing.bytes:
+            self._store_part(deadline)
+
+    @property
+    def _begin(self) -> Begin:
+        if self._begun is None:
+            raise InvalidState("this writer has no transaction")
+        return self._begun
+
+    def _find_topic(self, name: str) -> Topic:
+        return self._store.ensure_topic(self._connection, name, self._begin.deadline)
+
+    def _spill(self) -> None:
+        self._store_part(self._begin.deadline)
+
+    def _store_part(self, deadline: Deadline) -> None:
+        """Move the memory into the file, undecided."""
+        self._stored = True
+        rows = self._outgoing.take()
+        try:
+            with (
+                self._events.step("step:spill", self._begin.transaction, messages=sum(len(r.values) for r in rows)),
+                self._store.writing(self._connection, deadline, "storing messages"),
+            ):
+                self._check_alive()
+                self._store_undecided(rows, self._enter("open", self._expires_at))
+        except BaseException as error:
+            self._failed = True
+            if isinstance(error, TxnBridgeError):
+                raise self._aborted(error) from (error.__cause__ or error)
+            raise
+
+    # --- inside a write transaction --------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        """Raise `Fenced` or `TransactionTimedOut` if this transaction may not go on."""
+        if self._failed:
+            raise DeliveryFailed(f"part of transaction {self._begin.transaction} could not be stored")
+        self._owner.check(self._connection)
+        if self._begin.deadline.expired or now_ms() > self._expires_at:
+            raise TransactionTimedOut(f"transaction {self._begin.transaction} was not ended by its deadline")
+
+    def _enter(self, state: str, deadline_at: int) -> int:
+        """Bring this transaction's row into a state, and make it first if need be; its number."""
+        begin = self._begin
+        found = self._connection.execute(
+            "INSERT INTO transactions(id, identity, host, state, prepared, begun_at, deadline_at, messages)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT(id) DO UPDATE SET"
+            " state = excluded.state, prepared = excluded.prepared, deadline_at = excluded.deadline_at,"
+            " messages = excluded.messages WHERE state = 'open' RETURNING number",
+            (
+                *(begin.transaction, self._owner.name, self._owner.host, state, state == "prepared"),
+                *(self._begun_at, deadline_at, self._outgoing.count),
+            ),
+        ).fetchall()
+        if not found:
+            raise self._ended_by_others()
+        return int(found[0][0])
+
+    def _ended_by_others(self) -> TransactionAborted:
+        self._owner.check(self._connection)
+        return TransactionTimedOut(
+            f"transaction {self._begin.transaction} was ended by another process: its deadline passed, or an "
+            "administrator aborted it"
+        )
+
+    def _store_undecided(self, rows: list[Rows], number: int) -> None:
+        now = now_ms()
+        for part in rows:
+            first, last = store(self._connection, part, now)
+            # Mostly the next part follows the one before without a message of others between them.
+            grown = self._connection.execute(
+                "UPDATE undecided SET last = ? WHERE number = ? AND partition_id = ? AND last = ?",
+                (last, number, part.partition, first - 1),
+            )
+            if not grown.rowcount:
+                self._connection.execute(
+                    "INSERT INTO undecided VALUES (?, ?, ?, ?)", (part.partition, first, last, number)
+                )
+
+    # --- ending ----------------------------------------------------------------------------------------------------
+
+    def _aborted(self, error: TxnBridgeError) -> TxnBridgeError:
+        """What it means for the whole transaction that a part of it, or its end, met this error."""
+        if isinstance(error, TransactionAborted | Fenced):
+            return error
+        text = f"transaction {self._begin.transaction} was aborted: {error}"
+        return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
+
+    def _let_go(self, deadline: Deadline) -> None:
+        """Forget the transaction and remove what is stored of it, as far as time allows: nobody can commit it."""
+        self._outgoing.clear()
+        self._acks.clear()
+        if self._stored and self._begun is not None:
+            try:
+                transaction = self._begun.transaction
+                endings.abort_open(self._store, self._connection, transaction, "aborted", deadline, self._events)
+            except TxnBridgeError as error:
+                _log.warning("parts of transaction %s wait to be removed: %s", self._begun.transaction, error)
+        self._begun = None
+
+    def _reconnect(self) -> None:
+        self._connection.close()
+        self._connection = self._store.connect()
+
+    def close(self) -> None:
+        self._let_go(Deadline(_CLOSING_SECONDS))
+        self._connection.close()
+
+
+class PlainWriter(EmbeddedWriter):
+    """Commits in one write transaction, in which its instance notes the number of the transaction."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        events: Emitter,
+        owner: Owner,
+        instance: Instance,
+        closed: Callable[[Instance], None],
+    ) -> None:
+        super().__init__(store, settings, events, owner)
+        self.instance = instance
+        self._stale = False  # the instance is retired or in doubt, or somebody has a token of what it did not commit
+        self._how: dict[str, Any] = {}
+        self._closed = closed
+
+    def begin(self, begin: Begin) -> None:
+        if self._stale:
+            self.reopen(begin.deadline)
+        super().begin(begin)
+        self._how = {"w": self.instance.id, "n": self.instance.last + 1}
+
+    def evidence(self) -> Evidence:
+        # The instance may be another by now, and its next number too; the token is about what was begun.
+        self.instance.told = True
+        return Evidence(self._how, self._outgoing.count, self._expires_at)
+
+    def prepare(self, deadline: Deadline) -> None:
+        raise InvalidState("a plain writer cannot prepare; take one from prepare_writer")
+
+    def commit(self, deadline: Deadline) -> None:
+        try:
+            with (
+                self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
+                self._store.writing(self._connection, deadline, "the commit"),
+            ):
+                self._write()
+        except CommitUnclear as error:
+            self._look_what_happened(error, deadline)
+        except TxnBridgeError as error:
+            aborted = self._aborted(error)
+            self._stale = self.instance.told
+            self._let_go(deadline)
+            raise aborted from (error.__cause__ or error)
+        else:
+            self.instance.last += 1
+        self._begun = None
+
+    def _write(self) -> None:
+        connection = self._connection
+        self._check_alive()
+        self.instance.claim(connection)
+        for context, positions in self._acks:
+            groups.apply_acks(connection, context, positions)
+        now = now_ms()
+        for rows in self._outgoing.pending():
+            store(connection, rows, now)
+        if self._stored:
+            mine = connection.execute(
+                "DELETE FROM transactions WHERE id = ? AND state = 'open' RETURNING number", (self._begin.transaction,)
+            ).fetchall()
+            if not mine:
+                raise self._ended_by_others()
+            connection.execute("DELETE FROM undecided WHERE number = ?", mine[0])
+
+    def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
+        """SQLite failed while it committed. Return if it happened; raise if it did not, or if nobody can tell now."""
+        self._stale = True
+        try:
+            self._reconnect()
+            if self.instance.settle(self._store, self._connection, deadline):
+                return
+        except TxnBridgeError as failure:
+            raise OutcomeUnknown(f"{error}; and {failure}") from error.__cause__
+        aborted = self._aborted(error)
+        self._let_go(deadline)
+        raise aborted from error.__cause__
+
+    def abort(self, deadline: Deadline) -> None:
+        self._stale = self._stale or self.instance.told
+        self._let_go(deadline)
+
+    def reopen(self, deadline: Deadline) -> None:
+        self._reconnect()
+        self._let_go(deadline)
+        fresh = Instance(self._owner)
+        with (
+            self._events.step("step:open", writers=1),
+            self._store.writing(self._connection, deadline, "opening a writer"),
+        ):
+            self._owner.check(self._connection)
+            self.instance.retire(self._connection)
+            fresh.add(self._connection)
+        self.instance = fresh
+        self._stale = False
+
+    def close(self) -> None:
+        super().close()
+        self._closed(self.instance)
+
+
+class PreparingWriter(EmbeddedWriter):
+    """Prepares one transaction, which then needs no writer any more."""
+
+    def __init__(self, store: Store, settings: Settings, events: Emitter, owner: Owner) -> None:
+        super().__init__(store, settings, events, owner)
+        self._prepared = False  # or it may be
+
+    def begin(self, begin: Begin) -> None:
+        super().begin(begin)
+        self._prepared = False
+
+    def evidence(self) -> Evidence:
+        return Evidence({"p": 1}, self._outgoing.count, self._expires_at)
+
+    def prepare(self, deadline: Deadline) -> None:
+        hold = self._begin.hold
+        ends = self._expires_at + int(1000 * (self._settings.hold_seconds if hold is None else hold))
+        try:
+            with (
+                self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
+                self._store.writing(self._connection, deadline, "the prepare"),
+            ):
+                self._check_alive()
+                number = self._enter("prepared", ends)
+                for context, positions in self._acks:
+                    groups.apply_acks(self._connection, context, positions, number)
+                self._store_undecided(self._outgoing.pending(), number)
+        except CommitUnclear as error:
+            self._look_what_happened(error, deadline)
+        except TxnBridgeError as error:
+            aborted = self._aborted(error)
+            self._let_go(deadline)
+            raise aborted from (error.__cause__ or error)
+        self._prepared = True
+        self._expires_at = ends
+
+    def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
+        """Return if it was prepared. If the failed commit came to life later, it would expire: nobody has its token."""
+        self._prepared = True  # it may be: only the file can tell
+        try:
+            self._reconnect()
+            with self._store.reading(self._connection, deadline):
+                row = self._connection.execute(
+                    "SELECT state FROM transactions WHERE id = ?", (self._begin.transaction,)
+                ).fetchone()
+        except TxnBridgeError as failure:
+            raise OutcomeUnknown(f"{error}; and looking what became of it: {failure}") from error.__cause__
+        if row is None or row[0] != "prepared":
+            self._prepared = False
+            aborted = self._aborted(error)
+            self._let_go(deadline)
+            raise aborted from error.__cause__
+
+    def commit(self, deadline: Deadline) -> None:
+        if not self._prepared:
+            raise InvalidState("this writer's transaction is not prepared")
+        if self._decide(Decision.COMMIT, deadline) is not Outcome.COMMITTED:
+            raise TransactionAborted(f"transaction {self._begin.transaction} was aborted before")
+
+    def abort(self, deadline: Deadline) -> None:
+        if not self._prepared:
+            return self._let_go(deadline)
+        try:
+            outcome = self._decide(Decision.ABORT, deadline)
+        except (EvidenceLost, InvalidState):  # it was never prepared after all
+            self._prepared = False
+            return self._let_go(deadline)
+        if outcome is Outcome.COMMITTED:
+            raise InvalidState(f"transaction {self._begin.transaction} was committed by its token")
+        return None
+
+    def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:
+        return endings.decide(
+            self._store, self._connection, self._begin.transaction, decision, deadline, self._events
+        )
+
+    def reopen(self, deadline: Deadline) -> None:
+        self._reconnect()
+        self._let_go(deadline)
+
+    def close(self) -> None:
+        if self._prepared:
+            self._begun = None
+        super().close()
