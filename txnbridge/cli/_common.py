@@ -162,8 +162,13 @@ def console(stderr: bool = False) -> Console:
     """Where rich writes: no markup in what is shown, and no line broken that goes to a file or a pipe."""
     from rich.console import Console
 
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # for `guarded`; rich itself would leave with code 1
+
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, markup=False, highlight=False, emoji=False, width=None if stream.isatty() else 10_000)
+    width = None if stream.isatty() else 10_000
+    return PlainConsole(file=stream, markup=False, highlight=False, emoji=False, width=width)
 
 
 def command(

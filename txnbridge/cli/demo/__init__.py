@@ -6,7 +6,6 @@ import contextlib
 import logging
 import secrets
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -69,11 +68,8 @@ def _folder(keep: bool) -> Iterator[str]:
 
 def _console(json: bool) -> Console:
     """The story goes to stdout; with --json to stderr."""
-    from rich.console import Console
-
-    found = Console(file=sys.stderr if json else sys.stdout, markup=False, highlight=False, emoji=False)
-    if not found.is_terminal or found.width > _WIDTH:
-        found.width = _WIDTH
+    found = _common.console(stderr=json)
+    found.width = min(found.width, _WIDTH)
     return found
 
 

@@ -1,0 +1,348 @@
+"""What all commands share: exit codes, errors in one line, --json, --debug, and what is loaded when."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import txnbridge
+from tests.core.toy import ToyBackend
+from tests.house.rooms import ROOT
+from txnbridge import errors, hookimpl, plugins
+from txnbridge.cli import COMMANDS, _common, _extensions, main
+from txnbridge.cli._common import Cli, ExitCode, exit_code
+
+
+def invoke(*args: str, **options) -> Result:
+    return CliRunner().invoke(main, args, **options)
+
+
+@pytest.fixture(autouse=True)
+def no_broker_by_accident(monkeypatch):
+    monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
+    _extensions.plugin_commands.cache_clear()
+    yield
+    _extensions.plugin_commands.cache_clear()
+
+
+class Raising(ToyBackend):
+    """A broker that cannot be opened, for the reason given."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def open(self, url, options, context, deadline):
+        raise self.error
+
+
+def fail_with(error: BaseException, *more: str) -> Result:
+    with plugins.registered(Raising(error)):
+        return invoke("send", "orders", "a body", "--url", "toy:", *more)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NotFound("no such topic"), 2),
+        (errors.InvalidOption("no such option"), 2),
+        (errors.BrokerUnavailable("nobody answers"), 3),
+        (errors.DeadlineExceeded("too slow"), 3),
+        (errors.StorageFailed("disk full"), 3),
+        (errors.OutcomeUnknown("no answer", token="txb1.abc"), 4),
+        (errors.EvidenceLost("gone", token="txb1.abc"), 4),
+        (errors.TransactionAborted("aborted"), 5),
+        (errors.Conflict("taken"), 5),
+        (errors.Fenced("replaced", newer="host pid 1"), 6),
+        (errors.AccessDenied("not yours"), 1),
+        (errors.PositionLost("too old"), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_each_error_ends_with_its_code_and_one_line(error, code):
+    result = fail_with(error)
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"txnbridge: {error}")
+    assert "Traceback" not in result.stderr
+
+
+def test_every_error_of_ours_has_a_code_by_its_class():
+    of_ours = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.TxnBridgeError)]
+    assert len(of_ours) > 15
+    assert {exit_code(error("")) for error in of_ours} <= {1, 2, 3, 4, 5, 6}
+
+
+def test_an_unknown_outcome_names_its_token():
+    assert "(token: txb1.abc)" in fail_with(errors.OutcomeUnknown("no answer", token="txb1.abc")).stderr
+
+
+def test_with_json_an_error_is_one_json_object_on_stderr():
+    result = fail_with(errors.OutcomeUnknown("no answer", token="txb1.abc"), "--json")
+    assert result.stdout == ""
+    assert json.loads(result.stderr) == {
+        "error": "OutcomeUnknown",
+        "message": "no answer",
+        "exit_code": 4,
+        "token": "txb1.abc",
+    }
+
+
+def test_debug_shows_the_traceback_and_the_steps():
+    result = fail_with(errors.BrokerUnavailable("nobody answers"), "--debug")
+    assert result.exit_code == 3
+    assert "Traceback (most recent call last)" in result.stderr
+    assert result.stderr.endswith("txnbridge: nobody answers\n")
+
+
+def test_debug_ends_with_its_command():
+    before = len(plugins.listeners())
+    fail_with(errors.BrokerUnavailable("nobody answers"), "--debug")
+    assert len(plugins.listeners()) == before
+
+
+def test_a_foreign_error_shows_its_place_and_not_its_text():
+    result = fail_with(ValueError("invalid literal: 'a body'"))
+    assert result.exit_code == 1
+    assert re.fullmatch(r"txnbridge: ValueError at .+test_common\.py:\d+; --debug shows all\n", result.stderr)
+
+
+def test_a_failing_system_call_names_the_file():
+    result = fail_with(FileNotFoundError(2, "No such file or directory", "certificate.pem"))
+    assert (result.exit_code, result.stderr) == (1, "txnbridge: certificate.pem: No such file or directory\n")
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), click.Abort()], ids=["ctrl-c", "prompt"])
+def test_an_interrupt_is_quiet_and_ends_with_130(ending):
+    result = fail_with(ending)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["send"],
+        ["send", "orders", "--nonsense"],
+        ["send", "orders", "v", "--timeout", "0"],
+        ["nonsense"],
+        ["topics", "nonsense"],
+        ["--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_call_is_one_line_that_says_where_help_is(args):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert re.fullmatch(r"txnbridge: .+; see `txnbridge.* --help`\n", result.stderr)
+
+
+def test_without_a_url_nothing_is_picked_by_accident():
+    result = invoke("send", "orders", "a body")
+    assert result.exit_code == 2
+    assert "give its URL with --url or in TXNBRIDGE_URL" in result.stderr
+
+
+def test_the_url_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TXNBRIDGE_URL", "toy:")
+    backend = ToyBackend()
+    with plugins.registered(backend):
+        assert invoke("send", "orders", "a body").exit_code == 0
+    assert [sent[:2] for writer in backend.brokers[0].writers for sent in writer.sent] == [("orders", b"a body")]
+
+
+def test_the_timeout_reaches_the_bridge():
+    seen = []
+
+    @_common.command("probe")
+    def probe(cli: Cli):
+        with cli.connect() as bridge:
+            seen.append(bridge.transaction().deadline)
+
+    with plugins.registered(ToyBackend()), pytest.warns(ResourceWarning, match="left unfinished"):
+        CliRunner().invoke(probe, ["--url", "toy:", "--timeout", "7"], catch_exceptions=False)
+    assert 6 < seen[0] <= 7
+
+
+@pytest.mark.parametrize("place", ["query", "user"])
+@pytest.mark.parametrize("more", [[], ["--json"], ["--debug"]], ids=["plain", "json", "debug"])
+def test_a_secret_in_the_url_never_shows(place, more):
+    url = "toy://host?pasword=hunter2" if place == "query" else "toy://me:hunter2@host"
+    with plugins.registered(ToyBackend()):
+        result = invoke("send", "orders", "a body", "--url", url, *more)
+    assert result.exit_code == 2
+    assert result.stderr
+    assert "hunter2" not in result.output
+
+
+# --- the list of commands ------------------------------------------------------------------------------------------
+
+
+def test_every_command_of_the_list_is_there_under_its_name():
+    for name in COMMANDS:
+        found = main.get_command(click.Context(main), name)
+        assert found is not None
+        assert found.name == name
+
+
+def leaves(command: click.Command | None, path: str) -> list[tuple[str, click.Command]]:
+    assert command is not None
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    ctx = click.Context(command)
+    return [
+        found
+        for name in command.list_commands(ctx)
+        for found in leaves(command.get_command(ctx, name), f"{path} {name}")
+    ]
+
+
+def test_every_command_has_json_and_debug_and_a_help_text():
+    found = leaves(main, "txnbridge")
+    assert len(found) >= 14
+    for path, command in found:
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert {"--json", "--debug"} <= options, path
+        assert ("--url" in options) is (path != "txnbridge demo"), path
+        assert command.help, path
+
+
+def test_help_ends_with_every_exit_code_and_so_does_the_page():
+    text = invoke("--help").stdout
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for code in ExitCode:
+        assert f"{code.value:>3}  {code.sentence}\n" in text
+        assert f"| {code.value} | {code.sentence} |\n" in page
+
+
+def test_the_page_shows_every_command():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert [name for name in COMMANDS if f"| `{name}" not in page] == []
+
+
+def test_the_version_is_that_of_the_package():
+    assert invoke("--version").stdout == f"txnbridge {txnbridge.__version__}\n"
+
+
+def test_the_entry_point_and_the_module_are_the_same():
+    run = subprocess.run(
+        [sys.executable, "-m", "txnbridge.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == f"txnbridge {txnbridge.__version__}\n"
+
+
+def loaded_after(args: list[str]) -> set[str]:
+    code = f"import sys; from txnbridge.cli import main; main({args}, standalone_mode=False); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_no_command_and_nothing_heavy():
+    loaded = loaded_after(["--help"])
+    assert "click" in loaded
+    assert loaded & {"rich", "sqlalchemy", "tenacity", "multiprocessing"} == set()
+    assert loaded & {f"txnbridge.cli.{name}" for name in COMMANDS} == set()
+
+
+def test_what_a_command_loads_would_be_seen():
+    assert {"txnbridge.cli.demo"} <= loaded_after(["demo", "--help"])
+
+
+# --- plug-ins ------------------------------------------------------------------------------------------------------
+
+
+@click.command("greet")
+def greet():
+    """Say hello."""
+    click.echo("hello")
+
+
+@click.command("stumble")
+def stumble():
+    raise errors.Fenced("somebody took over")
+
+
+@click.command("topics")
+def our_name():
+    click.echo("not ours")
+
+
+class Commands:
+    @hookimpl
+    def txnbridge_commands(self):
+        return [greet, stumble, our_name]
+
+
+def test_a_plug_in_brings_commands():
+    with plugins.registered(Commands()):
+        assert re.search(r"^  greet +Say hello\.$", invoke("--help").stdout, re.MULTILINE)
+        assert invoke("greet").stdout == "hello\n"
+
+
+def test_a_plug_in_command_ends_with_our_codes():
+    with plugins.registered(Commands()):
+        result = invoke("stumble")
+    assert (result.exit_code, result.stderr) == (6, "txnbridge: somebody took over\n")
+
+
+def test_a_plug_in_does_not_replace_a_command():
+    with plugins.registered(Commands()):
+        assert "not ours" not in invoke("topics", "--help").stdout + invoke("topics", "list").stdout
+
+
+class BrokenCommands:
+    @hookimpl
+    def txnbridge_commands(self):
+        raise RuntimeError("half installed")
+
+
+def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(monkeypatch):
+    monkeypatch.setattr(plugins, "failed", {})
+    with plugins.registered(BrokenCommands()):
+        result = invoke("--help")
+    assert result.exit_code == 0
+    assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert [str(error) for error in plugins.failed.values()] == ["half installed"]
+
+
+# --- the output ----------------------------------------------------------------------------------------------------
+
+
+def run_with_reader_gone(args: list[str], env: dict[str, str]) -> tuple[int, bytes]:
+    """Run a command whose stdout nobody reads any more; its exit code and stderr."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "txnbridge.cli", *args],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **env},
+            check=False,
+        )
+    finally:
+        os.close(write)
+    return run.returncode, run.stderr
+
+
+@pytest.mark.parametrize("args", [["capabilities"], ["capabilities", "--json"]], ids=" ".join)
+def test_a_reader_who_goes_away_is_no_error(args):
+    assert run_with_reader_gone(args, {}) == (ExitCode.BROKEN_PIPE, b"")
+
+
+def test_a_progress_bar_is_for_terminals_only(capsys):
+    with Cli(None, json=False, timeout=1).progress("sending") as advance:
+        advance(1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_table_in_a_pipe_breaks_no_line(capsys):
+    Cli(None, json=False, timeout=1).table(["name", "text"], [["a[0]", "word " * 100]])
+    assert capsys.readouterr().out.splitlines()[1].startswith("a[0]  word word")
