@@ -176,9 +176,7 @@ class EmbeddedAdmin(Admin):
                 )
                 return Outcome.ABORTED
             reason = "aborted by an administrator"
-            return endings.decide(
-                self._store, connection, transaction, decision, deadline, self._broker.events, reason
-            )
+            return endings.decide(self._store, connection, transaction, decision, deadline, self._broker.events, reason)
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,9 @@ def _check(options: Mapping[str, Any], context: Context) -> None:
 def file_of(url: Url) -> Path:
     """The file that a URL names; without a path, one in the user's data folder, which is made."""
     if url.hosts:
-        raise InvalidOption(f"{url}: the embedded broker is a file, not a host: embedded:PATH or embedded:///absolute/path")
+        raise InvalidOption(
+            f"{url}: the embedded broker is a file, not a host: embedded:PATH or embedded:///absolute/path"
+        )
     if "\0" in url.path:
         raise InvalidOption("a file's name cannot hold a NUL character")
     if url.path:

@@ -82,9 +82,7 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
     """Make a prepared transaction visible, inside a write transaction."""
     groups.commit_pending(connection, number)
     connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
-    connection.execute(
-        "UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number)
-    )
+    connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
     return "committed"
 
 
@@ -168,9 +166,7 @@ def _remove_piece(store: Store, connection: Connection, number: int, deadline: D
         if end == last:
             connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", where)
         else:
-            connection.execute(
-                "UPDATE undecided SET first = ? WHERE partition_id = ? AND first = ?", (end + 1, *where)
-            )
+            connection.execute("UPDATE undecided SET first = ? WHERE partition_id = ? AND first = ?", (end + 1, *where))
         return False
 
 

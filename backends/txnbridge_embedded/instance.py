@@ -23,9 +23,7 @@ class Owner:
         """Raise `Fenced` if a newer owner has opened the id."""
         if self.name is None:
             return
-        epoch, host = connection.execute(
-            "SELECT epoch, host FROM identities WHERE name = ?", (self.name,)
-        ).fetchone()
+        epoch, host = connection.execute("SELECT epoch, host FROM identities WHERE name = ?", (self.name,)).fetchone()
         if epoch != self._epoch:
             raise Fenced(
                 f"transactional id {self.name!r} was opened by a newer owner, {host}; this one must stop", newer=host

@@ -70,4 +70,3 @@ LIKES: Mapping[str, Like] = {
         ),
     ),
 }
-

@@ -336,9 +336,7 @@ class _WalLength:
 
 
 def read_topic(connection: sqlite3.Connection, name: str) -> Topic | None:
-    row = connection.execute(
-        "SELECT id, retention_ms, retention_bytes FROM topics WHERE name = ?", (name,)
-    ).fetchone()
+    row = connection.execute("SELECT id, retention_ms, retention_bytes FROM topics WHERE name = ?", (name,)).fetchone()
     if row is None:
         return None
     ids = connection.execute("SELECT id FROM partitions WHERE topic_id = ? ORDER BY number", (row[0],))

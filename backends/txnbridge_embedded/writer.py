@@ -378,9 +378,7 @@ class PreparingWriter(EmbeddedWriter):
         return None
 
     def _decide(self, decision: Decision, deadline: Deadline) -> Outcome:
-        return endings.decide(
-            self._store, self._connection, self._begin.transaction, decision, deadline, self._events
-        )
+        return endings.decide(self._store, self._connection, self._begin.transaction, decision, deadline, self._events)
 
     def reopen(self, deadline: Deadline) -> None:
         self._reconnect()
