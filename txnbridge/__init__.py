@@ -15,6 +15,7 @@ from txnbridge._consumer import Consumer
 from txnbridge._events import Event, EventLogger, JsonLinesRecorder
 from txnbridge._messages import Batch, Headers, Message, Position
 from txnbridge._plugins import hookimpl, plugins
+from txnbridge._processor import Processor
 from txnbridge._publisher import Publisher
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
 from txnbridge._topics import Topic
@@ -81,6 +82,7 @@ __all__ = [
     "Poison",
     "Position",
     "PositionLost",
+    "Processor",
     "Publisher",
     "State",
     "Status",

@@ -13,10 +13,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from txnbridge._consumer import Consumer, topic_list
 from txnbridge._deadletters import dead_letter_headers, reason_of
@@ -70,8 +69,8 @@ Each = Callable[[Message, Transaction], object]
 OnBatch = Callable[[Batch, Transaction], object]
 
 
-@dataclass(frozen=True)
-class ProcessorStats:
+# Not dataclasses: those take longer to make than anything else here, at each `import txnbridge`.
+class ProcessorStats(NamedTuple):
     """What a processor has done since it started.
 
     `messages` were acknowledged in `transactions` that committed, `dead_letters` of them as dead letters; `retries`
@@ -85,13 +84,15 @@ class ProcessorStats:
     last_error: str | None = None
 
 
-@dataclass
 class _Item:
     """One message of a batch: as it was read, as the handler gets it, and why it is poison if it is."""
 
-    raw: Message
-    message: Message
-    poison: Exception | None = field(default=None, compare=False)
+    __slots__ = ("message", "poison", "raw")
+
+    def __init__(self, raw: Message, message: Message, poison: Exception | None = None) -> None:
+        self.raw = raw
+        self.message = message
+        self.poison = poison
 
 
 class _PoisonFound(Exception):
@@ -440,7 +441,7 @@ class Processor:
 
     def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
-        self._stats = replace(self._stats, retries=self._stats.retries + 1, last_error=told(error))
+        self._stats = self._stats._replace(retries=self._stats.retries + 1, last_error=told(error))
 
     # --- one pass -------------------------------------------------------------------------------------------------
 
@@ -642,8 +643,7 @@ class Processor:
         dead = [item for item in done if item.poison is not None]
         for item in dead:
             _log.warning("%r in group %r: dead letter, %s", item.raw, self._group, told(item.poison))
-        self._stats = replace(
-            self._stats,
+        self._stats = self._stats._replace(
             messages=self._stats.messages + len(done),
             transactions=self._stats.transactions + 1,
             dead_letters=self._stats.dead_letters + len(dead),

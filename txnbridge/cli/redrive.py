@@ -1,0 +1,69 @@
+"""`txnbridge redrive`: dead letters go back to where they came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+import txnbridge
+from txnbridge._redrive import DeadLetter, Redrive
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, when
+
+
+@_common.command("redrive")
+@click.argument("topic")
+@click.option("--limit", type=click.IntRange(min=1), help="Send back so many at most.")
+@click.option("--reason", metavar="TEXT", help="Only those whose reason contains this.")
+@click.option("--dry-run", is_flag=True, help="Show what would be sent back; change nothing.")
+def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run: bool) -> None:
+    """Send the dead letters in TOPIC back to the topics they came from, exactly once.
+
+    It takes those that are there when it begins. Killed or failed, it is run again and goes on where it stopped.
+    Every group of the original topic reads what comes back, not only the one that set it aside.
+    """
+    # A mistyped name must not become a new topic.
+    with cli.connect(create_topics=0) as bridge:
+        redrive = Redrive(bridge, topic, reason=reason, limit=limit)
+        if dry_run:
+            _show(cli, redrive)
+            return
+        with cli.progress("sending back", limit) as advance:
+            done = redrive.run(advance)
+    if cli.json:
+        cli.document(vars(done))
+    cli.say(f"sent back: {done.sent}")
+    if done.left:
+        cli.say(f"left, for another reason: {done.left}")
+    if done.foreign:
+        cli.say(f"left, without the headers that say where they came from: {done.foreign}")
+
+
+def _show(cli: Cli, redrive: Redrive) -> None:
+    found = redrive.preview()
+    if cli.json:
+        for message, letter in found:
+            cli.document(_as_json(message, letter))
+        return
+    columns = ["dead letter", "comes from", "group", "attempts", "since", "reason"]
+    cli.table(columns, [_as_row(message, letter) for message, letter in found])
+
+
+def _as_json(message: txnbridge.Message, letter: DeadLetter) -> dict[str, Any]:
+    return {"dead_letter": {"partition": message.partition, "position": message.position}, **vars(letter)}
+
+
+def _as_row(message: txnbridge.Message, letter: DeadLetter) -> tuple[str, ...]:
+    return (
+        _place(message.topic, message.partition, message.position),
+        _place(letter.topic, letter.partition, letter.position),
+        letter.group,
+        str(letter.attempts),
+        when(message.timestamp),
+        letter.reason,
+    )
+
+
+def _place(topic: str, partition: int, position: tuple[int, ...]) -> str:
+    return f"{topic}[{partition}] {':'.join(map(str, position))}"
