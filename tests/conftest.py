@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+# Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
+pytest_plugins = ["txnbridge_conformance.plugin"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests that take minutes")

@@ -31,7 +31,9 @@ from txnbridge.errors import InvalidOption
 
 How = Literal["kill", "pause"]
 
-_SIGNALS: dict[How, signal.Signals] = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP}
+_KILL: How = "kill"
+_PAUSE: How = "pause"
+_SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
 # A stopped process does not answer, and one that is about to stop may miss the first signal to go on.
 _RESUME_SECONDS = 0.01
 
@@ -99,7 +101,7 @@ class Child:
     ) -> None:
         if kill is not None and pause is not None:
             raise InvalidOption("a child is killed or paused, not both")
-        point, how = (kill, "kill") if pause is None else (pause, "pause")
+        point, how = (kill, _KILL) if pause is None else (pause, _PAUSE)
         if point is not None:
             _parse_point(point)
         self._how = how

@@ -1,0 +1,176 @@
+"""The conformance suite as a pytest plug-in.
+
+A backend adopts it with three short files: a `conftest.py` with `pytest_plugins = ["txnbridge_conformance.plugin"]`, a
+test module with `from txnbridge_conformance.suite import *`, and the broker's URL in the pytest settings:
+`txnbridge_url = kafka://localhost:9092`. (PYTEST_DONT_REWRITE: pytest may find this module imported already.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import pytest
+
+import txnbridge
+from txnbridge import Bridge, Capabilities, Capability, TxnBridgeError
+from txnbridge.testing import Child
+
+pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conformance.looking")
+
+
+class Connect(Protocol):
+    """The fixture `connect`: `txnbridge.connect` to the broker under test; what it opens is closed after the test."""
+
+    def __call__(self, **settings: Any) -> Bridge: ...
+
+
+class NewTopic(Protocol):
+    """The fixture `new_topic`: creates a topic that nobody else uses, and returns its name."""
+
+    def __call__(self, partitions: int = 1) -> str: ...
+
+
+class RunChild(Protocol):
+    """The fixture `run`: starts a `Child`, which is killed after the test."""
+
+    def __call__(
+        self, function: Callable[..., Any], *args: object, kill: int | str | None = None, pause: int | str | None = None
+    ) -> Child: ...
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("txnbridge_url", "the broker that the suite runs against; {tmp} stands for a fresh folder")
+    parser.addoption("--txnbridge-url", help="the same, and stronger")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "proves(*capabilities, chance): what a test fails without")
+    config.addinivalue_line("markers", "needs(*capabilities): what a test uses to prove something else")
+
+
+@pytest.fixture(autouse=True)
+def _declared(request: pytest.FixtureRequest) -> None:
+    """Hold the test against what the backend declares: run it, expect it to fail, or skip it by name."""
+    proved = [(c, mark.kwargs["chance"]) for mark in request.node.iter_markers("proves") for c in mark.args]
+    needed = [c for mark in request.node.iter_markers("needs") for c in mark.args]
+    if not proved and not needed:
+        return
+    capabilities: Capabilities = request.getfixturevalue("capabilities")
+    for capability in needed + [c for c, chance in proved if chance]:
+        if not capabilities[capability]:
+            pytest.skip(f"needs {capability.value}, which is absent: {capabilities[capability].note}")
+    for capability, _ in proved:
+        if not capabilities[capability]:
+            request.applymarker(_expected_to_fail(capability, capabilities[capability].note))
+
+
+def _expected_to_fail(capability: Capability, note: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(
+        raises=(AssertionError, pytest.fail.Exception, TxnBridgeError),
+        reason=f"{capability.value} is declared absent ({note}); if this passes, the declaration is out of date",
+        strict=True,
+    )
+
+
+# --- the broker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The broker under test: `--txnbridge-url`, or `txnbridge_url` in the pytest settings, or an override of this."""
+    url: str = request.config.getoption("--txnbridge-url") or request.config.getini("txnbridge_url")
+    if not url:
+        raise pytest.UsageError("say which broker to test: set txnbridge_url in the pytest settings")
+    return url.replace("{tmp}", str(tmp_path_factory.mktemp("broker"))) if "{tmp}" in url else url
+
+
+@pytest.fixture(scope="session")
+def capabilities(txnbridge_url: str) -> Capabilities:
+    """What the broker under test declares."""
+    with txnbridge.connect(txnbridge_url) as bridge:
+        return bridge.capabilities
+
+
+@pytest.fixture
+def kill_broker() -> Callable[[], object]:
+    """Override it: kill the broker with SIGKILL and start it again."""
+    pytest.skip("nobody said how this broker is killed: override the fixture kill_broker")
+
+
+@pytest.fixture
+def connect(txnbridge_url: str) -> Iterator[Connect]:
+    """More bridges to the broker under test, closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def open_bridge(**settings: Any) -> Bridge:
+            return stack.enter_context(txnbridge.connect(txnbridge_url, **settings))
+
+        yield open_bridge
+
+
+@pytest.fixture
+def bridge(connect: Connect) -> Bridge:
+    """A bridge to the broker under test, without a transactional id."""
+    return connect()
+
+
+# --- names that nobody else uses ---------------------------------------------------------------------------------------
+
+_numbers = itertools.count(1)
+_run = secrets.token_hex(3)  # so that runs against one broker do not meet each other's topics
+
+
+@pytest.fixture
+def unique() -> Callable[[str], str]:
+    """A name that nobody else uses: for groups, transactional ids, publishers, decision logs."""
+    return lambda what: f"{what}-{_run}-{next(_numbers)}"
+
+
+@pytest.fixture
+def new_topic(unique: Callable[[str], str], bridge: Bridge) -> NewTopic:
+    """Override it where topics cannot be created through the bridge."""
+
+    def create(partitions: int = 1) -> str:
+        name = unique("conformance")
+        bridge.admin.create_topic(name, partitions)
+        return name
+
+    return create
+
+
+@pytest.fixture
+def topic(new_topic: NewTopic) -> str:
+    """A fresh topic with one partition."""
+    return new_topic()
+
+
+@pytest.fixture
+def group(unique: Callable[[str], str]) -> str:
+    """A group that has never read."""
+    return unique("group")
+
+
+@pytest.fixture
+def owner(unique: Callable[[str], str]) -> str:
+    """A transactional id that nobody has opened."""
+    return unique("owner")
+
+
+@pytest.fixture
+def run() -> Iterator[RunChild]:
+    """Child processes, killed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            function: Callable[..., Any],
+            *args: object,
+            kill: int | str | None = None,
+            pause: int | str | None = None,
+        ) -> Child:
+            return stack.enter_context(Child(function, *args, kill=kill, pause=pause))
+
+        yield start

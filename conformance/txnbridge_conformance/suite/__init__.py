@@ -1,0 +1,15 @@
+"""The tests that a backend must pass: `from txnbridge_conformance.suite import *` in one test module.
+
+They use the public interface only, one promise a test. A test that does not fit a broker is not edited: the contract
+lacks a capability.
+"""
+
+from txnbridge_conformance.suite.administering import *
+from txnbridge_conformance.suite.consuming import *
+from txnbridge_conformance.suite.deciding import *
+from txnbridge_conformance.suite.dying import *
+from txnbridge_conformance.suite.messages import *
+from txnbridge_conformance.suite.owning import *
+from txnbridge_conformance.suite.preparing import *
+from txnbridge_conformance.suite.publishing import *
+from txnbridge_conformance.suite.transactions import *

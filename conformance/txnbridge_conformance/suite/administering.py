@@ -1,0 +1,136 @@
+"""What an administrator sees and does: topics, and transactions that somebody left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from txnbridge import Bridge, Capability, InvalidOption, NotFound, Outcome, TransactionAborted
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_conformance.promises import needs, proves
+
+
+def listed(bridge: Bridge) -> set[str]:
+    """The ids of all open and prepared transactions."""
+    return {found.transaction for found in bridge.admin.transactions()}
+
+
+@proves(Capability.TOPIC_ADMIN)
+def test_topics_are_created_listed_and_deleted(bridge: Bridge, unique: Callable[[str], str]) -> None:
+    name = unique("conformance")
+    assert name not in [topic.name for topic in bridge.admin.topics()]
+    assert bridge.admin.create_topic(name, 3) is True
+    assert bridge.admin.topic(name).partitions == 3
+    send(bridge, name, b"gone")
+    bridge.admin.delete_topic(name)
+    eventually(lambda: name not in [topic.name for topic in bridge.admin.topics()], "the topic is gone")
+    with pytest.raises(NotFound):
+        bridge.admin.topic(name)
+
+
+@proves(Capability.TOPIC_ADMIN)
+def test_creating_a_topic_twice_is_no_error_unless_it_differs(bridge: Bridge, unique: Callable[[str], str]) -> None:
+    name = unique("conformance")
+    assert [bridge.admin.create_topic(name, 2), bridge.admin.create_topic(name, 2)] == [True, False]
+    with pytest.raises(InvalidOption):
+        bridge.admin.create_topic(name, 3)
+
+
+@proves(Capability.TOPIC_ADMIN)
+def test_a_growing_topic_keeps_its_messages_and_its_readers(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"before")
+    with bridge.consumer(topic, group) as member, bridge.consumer(topic) as reader:
+        assert values(take(member, 1) + take(reader, 1)) == [b"before"] * 2
+        bridge.admin.grow_topic(topic, 3)
+        assert bridge.admin.topic(topic).partitions == 3
+
+        def send_to_the_new_one() -> bool:
+            # Writers and readers learn of it in their own time.
+            try:
+                with bridge.transaction() as txn:
+                    txn.send(topic, b"new", partition=2)
+            except NotFound:
+                return False
+            return True
+
+        eventually(send_to_the_new_one, "the new partition takes messages")
+        assert [(m.partition, m.value) for m in take(member, 1) + take(reader, 1)] == [(2, b"new")] * 2
+
+
+def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, unique: Callable[[str], str]) -> None:
+    bridge = connect(create_topics=0)
+    missing = unique("missing")
+    with pytest.raises(NotFound, match=missing):
+        with bridge.transaction() as txn:
+            txn.send(missing, b"nowhere")
+    with pytest.raises(NotFound, match=missing):
+        bridge.read(missing, limit=1)
+
+
+@proves(Capability.LIST_OPEN)
+def test_an_open_transaction_is_listed_until_it_ends(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
+) -> None:
+    leaver = run(programs.open_and_wait, txnbridge_url, topic, owner, 3.0)
+    left = leaver.told()
+    eventually(lambda: left in listed(bridge), "the open transaction is listed")
+    leaver.kill()
+    assert values(seen(bridge, topic)) == []
+    eventually(lambda: left not in listed(bridge), "the ended transaction is not listed")
+
+
+@proves(Capability.LIST_OPEN)
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
+def test_a_prepared_transaction_is_listed_until_it_ends(
+    connect: Connect, bridge: Bridge, topic: str, owner: str
+) -> None:
+    with connect(transactional_id=owner).transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    (found,) = [one for one in bridge.admin.transactions() if one.transaction == txn.id]
+    assert found.state == "prepared"
+    bridge.commit(str(txn.token))
+    assert txn.id not in listed(bridge)
+
+
+@proves(Capability.END_OPEN)
+@needs(Capability.LIST_OPEN)
+def test_an_administrator_aborts_what_a_dead_process_left_open(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
+) -> None:
+    leaver = run(programs.open_and_wait, txnbridge_url, topic, owner, 600.0)
+    left = leaver.told()
+    leaver.kill()
+    eventually(lambda: left in listed(bridge), "the open transaction is listed")
+    assert bridge.admin.abort(left) is Outcome.ABORTED
+    assert values(seen(bridge, topic)) == []
+
+
+@proves(Capability.END_OPEN)
+def test_what_an_administrator_aborted_its_owner_cannot_commit(
+    connect: Connect, bridge: Bridge, topic: str, owner: str
+) -> None:
+    with pytest.raises(TransactionAborted):
+        with connect(transactional_id=owner).transaction() as txn:
+            txn.send_many(topic, (b"never" * 2_000 for _ in range(1_200)))
+            eventually(lambda: txn.id in listed(bridge), "the open transaction is listed")
+            bridge.admin.abort(txn.id)
+    assert txn.outcome is Outcome.ABORTED
+    assert values(seen(bridge, topic)) == []
+
+
+@proves(Capability.END_OPEN)
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_an_administrator_ends_a_prepared_transaction_without_its_token(
+    bridge: Bridge, topic: str, decision: str
+) -> None:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    end = bridge.admin.commit if decision == "commit" else bridge.admin.abort
+    wanted = Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED
+    assert end(txn.id) is wanted
+    assert bridge.commit(str(txn.token)) is wanted
+    assert values(seen(bridge, topic)) == ([b"prepared"] if decision == "commit" else [])

@@ -1,0 +1,432 @@
+"""Reading in groups: who gets what, what an acknowledgement does, and what comes again."""
+
+from __future__ import annotations
+
+import pytest
+
+from txnbridge import Bridge, Capability, Consumer, InvalidState, Outcome, OutcomeUnknown
+from txnbridge.testing import next_commit
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
+from txnbridge_conformance.plugin import Connect, NewTopic, RunChild
+from txnbridge_conformance.promises import needs, proves
+
+
+def next_of(bridge: Bridge, topic: str, group: str) -> object:
+    """The value that the next member of a group gets first."""
+    with bridge.consumer(topic, group) as consumer:
+        return take(consumer, 1)[0].value
+
+
+# --- where a group begins and goes on ----------------------------------------------------------------------------------
+
+
+def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topic, group) as consumer:
+        assert values(take(consumer, 2)) == [b"1", b"2"]
+
+
+def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"old")
+    with bridge.consumer(topic, group, start="latest") as consumer:
+        eventually(lambda: consumer.poll(timeout=0.05) or consumer.assignment, "it has the partition")
+        send(bridge, topic, b"new")
+        assert values(take(consumer, 1)) == [b"new"]
+
+
+@proves(Capability.START_BY_TIME)
+@needs(Capability.TIMESTAMPS)
+def test_a_new_group_may_start_at_a_time(bridge: Bridge, topic: str, group: str) -> None:
+    with bridge.transaction() as txn:
+        for number in (1, 2, 3):
+            txn.send(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
+    with bridge.consumer(topic, group, start=1_600_000_000_002) as consumer:
+        assert values(take(consumer, 2)) == [b"2", b"3"]
+
+
+def test_every_group_gets_every_message(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    for name in (group, f"{group}-too"):
+        with bridge.consumer(topic, name) as consumer, bridge.transaction() as txn:
+            messages = take(consumer, 2)
+            txn.ack(messages)
+            assert values(messages) == [b"1", b"2"]
+
+
+def test_a_consumer_may_read_many_topics(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    topics = [new_topic(), new_topic(partitions=2)]
+    with bridge.transaction() as txn:
+        for topic in topics:
+            txn.send(topic, topic.encode())
+    with bridge.consumer(topics, group) as consumer:
+        assert sorted((m.topic, m.value) for m in take(consumer, 2)) == sorted((t, t.encode()) for t in topics)
+
+
+def test_a_group_goes_on_where_its_last_member_stopped(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 2))
+    assert next_of(bridge, topic, group) == b"3"
+
+
+def test_what_was_not_acknowledged_comes_again_to_the_next_member(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    assert [next_of(bridge, topic, group), next_of(bridge, topic, group)] == [b"1", b"1"]
+
+
+def test_what_a_killed_member_had_in_hand_comes_again(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, group: str
+) -> None:
+    send(bridge, topic, b"1")
+    member = run(programs.join_and_wait, txnbridge_url, topic, group)
+    assert member.told() == b"1"
+    member.kill()
+    assert next_of(bridge, topic, group) == b"1"
+
+
+# --- acknowledging -----------------------------------------------------------------------------------------------------
+
+
+@proves(Capability.ATOMIC_ACK)
+def test_a_committed_transaction_moves_the_group_on(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    source, target = new_topic(), new_topic()
+    send(bridge, source, b"1", b"2")
+    with bridge.consumer(source, group) as consumer:
+        with bridge.transaction() as txn:
+            (message,) = take(consumer, 1)
+            txn.send(target, message.value)
+            txn.ack(message)
+    assert next_of(bridge, source, group) == b"2"
+    assert values(seen(bridge, target)) == [b"1"]
+
+
+@proves(Capability.ATOMIC_ACK)
+def test_an_aborted_transaction_leaves_the_group_where_it_was(
+    bridge: Bridge, new_topic: NewTopic, group: str
+) -> None:
+    source, target = new_topic(), new_topic()
+    send(bridge, source, b"1", b"2")
+    with bridge.consumer(source, group) as consumer:
+        with bridge.transaction() as txn:
+            (message,) = take(consumer, 1)
+            txn.send(target, message.value)
+            txn.ack(message)
+            txn.abort()
+    assert next_of(bridge, source, group) == b"1"
+    assert values(seen(bridge, target)) == []
+
+
+def test_after_an_abort_its_messages_come_again_next_and_in_order(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3", b"4")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 3))
+            txn.abort()
+        assert values(take(consumer, 4)) == [b"1", b"2", b"3", b"4"]
+
+
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ATOMIC_ACK)
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_acknowledgements_of_a_prepared_transaction_follow_its_token(
+    connect: Connect, bridge: Bridge, topic: str, group: str, decision: str
+) -> None:
+    send(bridge, topic, b"1", b"2")
+    member = connect()
+    with member.consumer(topic, group) as consumer:
+        with member.transaction(prepare=True) as txn:
+            txn.ack(take(consumer, 1))
+    member.close()
+    (bridge.commit if decision == "commit" else bridge.abort)(str(txn.token))
+    assert next_of(bridge, topic, group) == (b"2" if decision == "commit" else b"1")
+
+
+@needs(Capability.STATUS_LOOKUP, Capability.ATOMIC_ACK)
+@pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
+def test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is(
+    bridge: Bridge, topic: str, group: str, happened: bool
+) -> None:
+    send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topic, group) as consumer:
+        with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown):
+            with bridge.transaction() as txn:
+                txn.ack(take(consumer, 1))
+        assert values(take(consumer, 1)) == [b"2" if happened else b"1"]
+
+
+def test_an_acknowledgement_covers_all_of_a_batch(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    topic = new_topic(partitions=3)
+    with bridge.transaction() as txn:
+        for number in range(9):
+            txn.send(topic, b"%d" % number, key=b"%d" % number)
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 9))
+    markers = mark(bridge, topic)
+    with bridge.consumer(topic, group) as consumer:
+        assert up_to(consumer, markers) == []
+
+
+def test_acknowledging_up_to_a_message_covers_those_before_it(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3", b"4")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack_up_to(take(consumer, 4)[2])
+    assert next_of(bridge, topic, group) == b"4"
+
+
+@proves(Capability.INDIVIDUAL_ACK)
+def test_one_message_is_acknowledged_and_its_neighbours_come_again(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 3)[1])
+    with bridge.consumer(topic, group) as consumer:
+        assert values(take(consumer, 2)) == [b"1", b"3"]
+
+
+@proves(Capability.INDIVIDUAL_ACK)
+def test_messages_are_acknowledged_in_any_order(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, *[b"%d" % number for number in range(6)])
+    with bridge.consumer(topic, group) as consumer:
+        messages = take(consumer, 6)
+        for number in (4, 1, 5, 0, 2, 3):
+            with bridge.transaction() as txn:
+                txn.ack(messages[number])
+    markers = mark(bridge, topic)
+    with bridge.consumer(topic, group) as consumer:
+        assert up_to(consumer, markers) == []
+
+
+def test_acknowledging_twice_is_refused(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1")
+    with bridge.consumer(topic, group) as consumer:
+        (message,) = take(consumer, 1)
+        with bridge.transaction() as txn:
+            txn.ack(message)
+            with pytest.raises(InvalidState, match="already"):
+                txn.ack(message)
+        with bridge.transaction() as txn:
+            with pytest.raises(InvalidState, match="already"):
+                txn.ack(message)
+
+
+def test_acknowledging_what_was_read_without_a_group_is_refused(bridge: Bridge, topic: str) -> None:
+    send(bridge, topic, b"1")
+    (message,) = bridge.read(topic, limit=1)
+    with bridge.transaction() as txn:
+        with pytest.raises(InvalidState, match="group"):
+            txn.ack(message)
+
+
+def test_acknowledging_through_another_bridge_is_refused(
+    connect: Connect, bridge: Bridge, topic: str, group: str
+) -> None:
+    send(bridge, topic, b"1")
+    with bridge.consumer(topic, group) as consumer:
+        (message,) = take(consumer, 1)
+        with connect().transaction() as txn:
+            with pytest.raises(InvalidState, match="another bridge"):
+                txn.ack(message)
+
+
+@proves(Capability.CONFLICT)
+@needs(Capability.ATOMIC_ACK)
+@pytest.mark.parametrize("moment", ["transaction.begin/before", "ack/before", "commit/before"])
+def test_a_member_that_was_replaced_while_it_slept_commits_nothing(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, new_topic: NewTopic, group: str, moment: str
+) -> None:
+    source, target = new_topic(), new_topic()
+    send(bridge, source, b"1")
+    sleeper = run(programs.consume_and_commit, txnbridge_url, source, group, target, pause=moment)
+    sleeper.stopped()
+    assert run(programs.consume_and_commit, txnbridge_url, source, group, target).result() == "committed"
+    sleeper.resume()
+    assert sleeper.result() == "Conflict"
+    assert values(seen(bridge, target)) == [b"1"]
+
+
+# --- members of a group ------------------------------------------------------------------------------------------------
+
+
+def test_members_share_the_partitions_and_take_over_from_those_who_leave(
+    connect: Connect, new_topic: NewTopic, group: str
+) -> None:
+    topic = new_topic(partitions=4)
+    everything = [(topic, number) for number in range(4)]
+    one, two = (connect().consumer(topic, group) for _ in range(2))
+
+    def shared() -> bool:
+        for member in (one, two):
+            member.poll(timeout=0.05)
+        return bool(one.assignment and two.assignment) and sorted(one.assignment + two.assignment) == everything
+
+    eventually(shared, "two members share four partitions, each with one of them")
+    one.close()
+    eventually(lambda: two.poll(timeout=0.05) or two.assignment == everything, "the one that stays has all")
+    two.close()
+
+
+@needs(Capability.CHOOSE_PARTITION)
+def test_a_message_is_processed_once_while_members_come_and_go(
+    connect: Connect, bridge: Bridge, new_topic: NewTopic, group: str
+) -> None:
+    source, target = new_topic(partitions=4), new_topic()
+    expected = sorted(b"%d" % number for number in range(80))
+    with bridge.transaction() as txn:
+        for number in range(80):
+            txn.send(source, b"%d" % number, partition=number % 4)
+    staying = connect()
+    with staying.consumer(source, group) as member:
+        for _ in range(3):
+            visiting = connect()
+            with visiting.consumer(source, group) as visitor:
+                for each, consumer in [(staying, member), (visiting, visitor)] * 3:
+                    _pass_on(each, consumer, target)
+        eventually(
+            lambda: _pass_on(staying, member, target) or (member.assignment and not any(member.lag().values())),
+            "everything is processed",
+        )
+    assert sorted(m.value for m in seen(bridge, target)) == expected
+
+
+def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
+    batch = consumer.poll(7, timeout=0.1)
+    if batch:
+        with bridge.transaction() as txn:
+            for message in batch:
+                txn.send(target, message.value)
+            txn.ack(batch)
+
+
+@proves(Capability.SHARE_MESSAGE)
+def test_members_share_one_partition_message_by_message(connect: Connect, topic: str, group: str) -> None:
+    one, two = connect(), connect()
+    send(one, topic, b"1", b"2")
+    with one.consumer(topic, group, sharing="message") as first, two.consumer(topic, group, sharing="message") as other:
+        (mine,), (theirs,) = take(first, 1), take(other, 1)
+        assert {mine.value, theirs.value} == {b"1", b"2"}
+        for bridge, message in ((two, theirs), (one, mine)):
+            with bridge.transaction() as txn:
+                txn.ack(message)
+        markers = mark(one, topic)
+        assert up_to(first, markers) == []
+
+
+@proves(Capability.SHARE_MESSAGE)
+@needs(Capability.REDELIVERY)
+def test_a_message_that_one_member_gives_back_goes_to_another(connect: Connect, topic: str, group: str) -> None:
+    one, two = connect(), connect()
+    send(one, topic, b"1")
+    with one.consumer(topic, group, sharing="message") as first, two.consumer(topic, group, sharing="message") as other:
+        (message,) = take(first, 1)
+        first.nack(message)
+        (again,) = take(other, 1)
+        assert (again.value, again.deliveries > message.deliveries) == (b"1", True)
+
+
+@proves(Capability.SHARE_KEY)
+def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, group: str) -> None:
+    one, two = connect(), connect()
+    keys = [b"%d" % number for number in range(20)]
+    with one.consumer(topic, group, sharing="key") as first, two.consumer(topic, group, sharing="key") as other:
+        with one.transaction() as txn:
+            for _ in range(2):
+                txn.send_many(topic, [(b"", key) for key in keys])
+        found: dict[object, set[int]] = {}
+        count = 0
+        while count < 40:
+            for number, consumer in enumerate((first, other)):
+                batch = consumer.poll(timeout=0.2)
+                count += len(batch)
+                for message in batch:
+                    found.setdefault(message.key, set()).add(number)
+    assert {len(members) for members in found.values()} == {1}
+    assert {number for members in found.values() for number in members} == {0, 1}
+
+
+# --- again and elsewhere -----------------------------------------------------------------------------------------------
+
+
+@proves(Capability.REDELIVERY)
+def test_a_message_given_back_comes_again(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1")
+    with bridge.consumer(topic, group) as consumer:
+        (message,) = take(consumer, 1)
+        consumer.nack(message)
+        (again,) = take(consumer, 1)
+        assert (again.value, again.deliveries > message.deliveries) == (b"1", True)
+        with bridge.transaction() as txn:
+            txn.ack(again)
+
+
+@proves(Capability.REPLAY)
+def test_reading_goes_on_from_an_earlier_position(bridge: Bridge, topic: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic) as consumer:
+        messages = take(consumer, 3)
+        consumer.seek({(topic, 0): messages[1].position})
+        assert values(take(consumer, 2)) == [b"2", b"3"]
+
+
+@proves(Capability.REPLAY)
+def test_positions_tell_where_another_reader_can_go_on(bridge: Bridge, topic: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic) as consumer:
+        take(consumer, 2)
+        positions = consumer.positions()
+    with bridge.consumer(topic) as another:
+        another.seek(positions)
+        assert values(take(another, 1)) == [b"3"]
+
+
+@proves(Capability.REPLAY)
+def test_what_a_group_has_acknowledged_is_not_read_again_by_seeking(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as consumer:
+        messages = take(consumer, 3)
+        with bridge.transaction() as txn:
+            txn.ack(messages[0])
+        consumer.seek({(topic, 0): messages[0].position})
+        assert values(take(consumer, 2)) == [b"2", b"3"]
+
+
+@proves(Capability.START_BY_TIME, Capability.REPLAY)
+@needs(Capability.TIMESTAMPS)
+def test_reading_goes_on_from_a_point_in_time(bridge: Bridge, topic: str) -> None:
+    with bridge.transaction() as txn:
+        for number in (1, 2, 3):
+            txn.send(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
+    with bridge.consumer(topic) as consumer:
+        take(consumer, 3)
+        consumer.seek(1_600_000_000_002)
+        assert values(take(consumer, 2)) == [b"2", b"3"]
+
+
+def test_a_paused_partition_delivers_nothing_until_it_is_resumed(bridge: Bridge, new_topic: NewTopic) -> None:
+    topic = new_topic(partitions=2)
+    with bridge.consumer(topic) as consumer:
+        eventually(lambda: consumer.poll(timeout=0.05) or len(consumer.assignment) == 2, "it has both partitions")
+        consumer.pause([(topic, 0)])
+        for number in range(3):
+            with bridge.transaction() as txn:
+                for partition in range(2):
+                    txn.send(topic, b"%d" % number, partition=partition)
+            assert [(m.partition, m.value) for m in take(consumer, 1)] == [(1, b"%d" % number)]
+        consumer.resume([(topic, 0)])
+        assert [(m.partition, m.value) for m in take(consumer, 3)] == [(0, b"0"), (0, b"1"), (0, b"2")]
+
+
+def test_lag_is_what_a_group_has_before_it(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topic, group) as consumer:
+        messages = take(consumer, 2)
+        before = consumer.lag()[topic, 0]
+        with bridge.transaction() as txn:
+            txn.ack(messages[0])
+        between = consumer.lag()[topic, 0]
+        with bridge.transaction() as txn:
+            txn.ack(messages[1])
+        eventually(lambda: consumer.lag()[topic, 0] == 0, "nothing is left")
+    assert before > between > 0

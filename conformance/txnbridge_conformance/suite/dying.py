@@ -1,0 +1,131 @@
+"""The kill walk: every protocol dies at each of its events in turn, goes on, and keeps its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from txnbridge import Bridge, Capability, Outcome, TokenState
+from txnbridge.testing import Child, crash_everywhere
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.faults.programs import Case
+from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.plugin import NewTopic
+from txnbridge_conformance.promises import needs, proves
+
+Walk = Callable[..., list[str]]
+
+
+@pytest.fixture
+def walk(
+    txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], tmp_path: Path
+) -> Walk:
+    """Walk a program through all its events; `before` readies each start. Returns the events it died at."""
+
+    def walk_through(
+        program: Callable[[Case], object],
+        check: Callable[[Case], object],
+        topics: int,
+        before: Callable[[Case], object] = lambda case: None,
+    ) -> list[str]:
+        def fresh() -> Case:
+            name = unique("case")
+            case = Case(txnbridge_url, name, tuple(new_topic() for _ in range(topics)), str(tmp_path / name))
+            before(case)
+            return case
+
+        return crash_everywhere(program, check, fresh=fresh)
+
+    return walk_through
+
+
+def names(events: list[str]) -> set[str]:
+    """The events that a walk died at, without their numbers."""
+    return {event.rsplit("/", 1)[0] for event in events}
+
+
+def test_a_plain_commit_is_whole_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+    def check(case: Case) -> None:
+        assert [values(seen(bridge, topic)) for topic in case.topics] == [[b"once"], [b"once"]]
+
+    died_at = names(walk(programs.plain_commit, check, topics=2))
+    assert {"writer.open/before", "message.send/after", "commit/before", "commit/after", "bridge.close/after"} <= died_at
+
+
+def test_nothing_of_an_abort_is_seen_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+    def check(case: Case) -> None:
+        assert [values(seen(bridge, topic)) for topic in case.topics] == [[], []]
+
+    assert {"message.send/after", "abort/before", "abort/after"} <= names(walk(programs.plain_abort, check, topics=2))
+
+
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.END_OPEN, Capability.LIST_OPEN, Capability.FENCING)
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies(
+    walk: Walk, bridge: Bridge, decision: str
+) -> None:
+    def check(case: Case) -> None:
+        expected = [b"once"] if decision == "commit" else []
+        assert [values(seen(bridge, topic)) for topic in case.topics] == [expected, expected]
+        state = bridge.status(case.remembered() or "").state
+        assert state is (TokenState.COMMITTED if decision == "commit" else TokenState.ABORTED)
+
+    program = programs.prepare_and_commit if decision == "commit" else programs.prepare_and_abort
+    assert {"prepare/before", "prepare/after", "resolve/before", "resolve/after"} <= names(
+        walk(program, check, topics=2)
+    )
+
+
+@proves(Capability.ATOMIC_ACK)
+def test_a_message_is_passed_on_once_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+    def check(case: Case) -> None:
+        assert values(seen(bridge, case.topics[1])) == [b"1", b"2", b"3"]
+
+    died_at = walk(
+        programs.consume_transform_produce,
+        check,
+        topics=2,
+        before=lambda case: send(bridge, case.topics[0], b"1", b"2", b"3"),
+    )
+    assert {"reader.poll/after", "ack/before", "ack/after", "commit/before", "commit/after"} <= names(died_at)
+
+
+@proves(Capability.RESUME_SEQUENCE)
+def test_a_sequence_is_published_once_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+    def check(case: Case) -> None:
+        assert values(seen(bridge, case.topics[0])) == [b"%d" % number for number in range(5)]
+
+    died_at = names(walk(programs.publish_by_sequence, check, topics=1))
+    assert {"message.send/before", "message.send/after", "flush/before", "flush/after"} <= died_at
+
+
+@needs(Capability.FENCING, Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
+def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies(
+    walk: Walk, bridge: Bridge
+) -> None:
+    def leave(case: Case) -> None:
+        with Child(programs.prepare_one, case.url, case.topics[0], b"prepared", case.name, 600.0) as child:
+            case.remember(child.result())
+        with Child(programs.open_and_wait, case.url, case.topics[1], case.name, 600.0) as child:
+            child.told()  # and it is killed
+
+    def check(case: Case) -> None:
+        assert bridge.commit(case.remembered() or "") is Outcome.COMMITTED
+        assert sorted(m.value for m in seen(bridge, case.topics[0])) == [b"new", b"prepared"]
+        assert values(seen(bridge, case.topics[1])) == [b"new"]
+
+    died_at = names(walk(programs.open_over_a_leftover, check, topics=2, before=leave))
+    assert {"writer.open/before", "writer.open/after", "commit/after"} <= died_at
+
+
+@proves(Capability.DECISION_LOG)
+def test_a_decision_stays_what_it_is_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+    def check(case: Case) -> None:
+        claim = bridge.decisions(case.name).read("the order").claim
+        assert claim is not None
+        assert (case.remembered() or "").split() == ["asked", claim.decision.value]
+
+    died_at = names(walk(programs.decide, check, topics=0))
+    assert {"decision.append/before", "decision.append/after"} <= died_at

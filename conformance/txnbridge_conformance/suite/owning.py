@@ -1,0 +1,144 @@
+"""A transactional id has one owner: who opens it shuts out the older one, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_conformance.promises import needs, proves
+
+
+@proves(Capability.FENCING)
+def test_a_newer_owner_shuts_out_the_older(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner)
+    newer = connect(transactional_id=owner)
+    with pytest.raises(Fenced):
+        send(older, topic, b"zombie")
+    send(newer, topic, b"newer")
+    assert values(seen(newer, topic)) == [b"newer"]
+
+
+@proves(Capability.FENCING)
+def test_a_shut_out_owner_stays_shut_out(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner)
+    newer = connect(transactional_id=owner)
+    for number in range(3):
+        with pytest.raises(Fenced):
+            send(older, topic, b"zombie")
+        send(newer, topic, b"%d" % number)
+    assert values(seen(newer, topic)) == [b"0", b"1", b"2"]
+
+
+@proves(Capability.FENCING)
+def test_opening_an_id_aborts_what_its_older_owner_left_open(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner)
+    with pytest.raises(Fenced):
+        with older.transaction() as txn:
+            txn.send_many(topic, (b"left open" * 1_200 for _ in range(1_200)))
+            newer = connect(transactional_id=owner)
+            assert values(seen(newer, topic)) == []
+    assert txn.outcome is Outcome.ABORTED
+    assert values(seen(newer, topic)) == []
+
+
+@proves(Capability.FENCING)
+def test_every_writer_of_an_older_owner_is_shut_out(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner, writers=3)
+    open_ones = [older.transaction() for _ in range(3)]
+    for txn in open_ones:
+        txn.send(topic, b"zombie")
+    newer = connect(transactional_id=owner, writers=1)
+    for txn in open_ones:
+        with pytest.raises(Fenced):
+            txn.commit()
+    assert values(seen(newer, topic)) == []
+
+
+@proves(Capability.FENCING)
+@needs(Capability.PREPARE)
+def test_an_owner_that_was_shut_out_cannot_prepare(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner)
+    with pytest.raises(Fenced):
+        with older.transaction(prepare=True) as txn:
+            txn.send(topic, b"zombie")
+            newer = connect(transactional_id=owner)
+    assert txn.outcome is Outcome.ABORTED
+    assert values(seen(newer, topic)) == []
+
+
+@needs(Capability.FENCING, Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
+def test_what_is_prepared_survives_a_new_owner(connect: Connect, topic: str, owner: str) -> None:
+    with connect(transactional_id=owner).transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    newer = connect(transactional_id=owner)
+    assert newer.status(str(txn.token)).state is TokenState.PREPARED
+    assert newer.commit(str(txn.token)) is Outcome.COMMITTED
+    assert values(seen(newer, topic)) == [b"prepared"]
+
+
+@proves(Capability.FENCING)
+def test_an_owner_that_slept_through_a_takeover_commits_nothing(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
+) -> None:
+    sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, b"zombie", pause="commit/before")
+    sleeper.stopped()
+    newer = connect(transactional_id=owner)
+    sleeper.resume()
+    assert sleeper.result() == "Fenced"
+    assert values(seen(newer, topic)) == []
+
+
+@proves(Capability.FENCING)
+def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
+) -> None:
+    event, number = "", 0
+    while not event.startswith("bridge.close/after"):
+        number += 1
+        value = b"sleeper %d" % number
+        sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=number)
+        event = sleeper.stopped()
+        newer = connect(transactional_id=owner)
+        before = values(seen(newer, topic)).count(value)
+        sleeper.resume()
+        said = sleeper.result()
+        assert values(seen(newer, topic)).count(value) == before, f"it slept at {event}"
+        assert (said == "committed") == bool(before), f"it slept at {event}"
+
+
+@proves(Capability.FENCING)
+def test_of_two_owners_that_race_for_an_id_one_commits(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
+) -> None:
+    pause = "transaction.begin/before"
+    racers = [
+        run(programs.own_and_commit, txnbridge_url, topic, owner, b"%d" % n, pause=pause) for n in range(2)
+    ]
+    for racer in racers:
+        racer.stopped()  # both have opened the id, in whichever order
+    for racer in racers:
+        racer.resume()
+    assert sorted(racer.result() for racer in racers) == ["Fenced", "committed"]
+    assert len(seen(bridge, topic)) == 1
+
+
+def test_another_id_is_left_alone(connect: Connect, topic: str, owner: str) -> None:
+    one = connect(transactional_id=owner)
+    with one.transaction() as txn:
+        txn.send(topic, b"one")
+        send(connect(transactional_id=f"{owner}-other"), topic, b"other")
+        send(connect(), topic, b"nobody's")
+    assert sorted(m.value for m in seen(one, topic)) == [b"nobody's", b"one", b"other"]
+
+
+def test_an_id_is_opened_again_after_its_owner_closed_or_died(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
+) -> None:
+    run(programs.commit_one, txnbridge_url, topic, b"closed", owner).result()
+    run(programs.commit_one, txnbridge_url, topic, b"died", owner, kill="commit/before").stopped()
+    last = connect(transactional_id=owner)
+    send(last, topic, b"last")
+    assert values(seen(last, topic)) == [b"closed", b"last"]
