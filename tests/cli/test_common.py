@@ -16,20 +16,19 @@ import txnbridge
 from tests.core.toy import ToyBackend
 from tests.house.rooms import ROOT
 from txnbridge import errors, hookimpl, plugins
-from txnbridge.cli import COMMANDS, _common, _extensions, main
+from txnbridge.cli import COMMANDS, _common, main
 from txnbridge.cli._common import Cli, ExitCode, exit_code
 
 
-def invoke(*args: str, **options) -> Result:
-    return CliRunner().invoke(main, args, **options)
+@pytest.fixture
+def fail_with(invoke):
+    """Call a command whose broker cannot be opened, for the reason given."""
 
+    def call(error: BaseException, *more: str) -> Result:
+        with plugins.registered(Raising(error)):
+            return invoke("send", "orders", "a body", "--url", "toy:", *more)  # type: ignore[no-any-return]
 
-@pytest.fixture(autouse=True)
-def no_broker_by_accident(monkeypatch):
-    monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
-    _extensions.plugin_commands.cache_clear()
-    yield
-    _extensions.plugin_commands.cache_clear()
+    return call
 
 
 class Raising(ToyBackend):
@@ -41,11 +40,6 @@ class Raising(ToyBackend):
 
     def open(self, url, options, context, deadline):
         raise self.error
-
-
-def fail_with(error: BaseException, *more: str) -> Result:
-    with plugins.registered(Raising(error)):
-        return invoke("send", "orders", "a body", "--url", "toy:", *more)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +60,7 @@ def fail_with(error: BaseException, *more: str) -> Result:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_each_error_ends_with_its_code_and_one_line(error, code):
+def test_each_error_ends_with_its_code_and_one_line(error, code, fail_with):
     result = fail_with(error)
     assert result.exit_code == code
     assert result.stdout == ""
@@ -81,11 +75,11 @@ def test_every_error_of_ours_has_a_code_by_its_class():
     assert {exit_code(error("")) for error in of_ours} <= {1, 2, 3, 4, 5, 6}
 
 
-def test_an_unknown_outcome_names_its_token():
+def test_an_unknown_outcome_names_its_token(fail_with):
     assert "(token: txb1.abc)" in fail_with(errors.OutcomeUnknown("no answer", token="txb1.abc")).stderr
 
 
-def test_with_json_an_error_is_one_json_object_on_stderr():
+def test_with_json_an_error_is_one_json_object_on_stderr(fail_with):
     result = fail_with(errors.OutcomeUnknown("no answer", token="txb1.abc"), "--json")
     assert result.stdout == ""
     assert json.loads(result.stderr) == {
@@ -96,32 +90,32 @@ def test_with_json_an_error_is_one_json_object_on_stderr():
     }
 
 
-def test_debug_shows_the_traceback_and_the_steps():
+def test_debug_shows_the_traceback_and_the_steps(fail_with):
     result = fail_with(errors.BrokerUnavailable("nobody answers"), "--debug")
     assert result.exit_code == 3
     assert "Traceback (most recent call last)" in result.stderr
     assert result.stderr.endswith("txnbridge: nobody answers\n")
 
 
-def test_debug_ends_with_its_command():
+def test_debug_ends_with_its_command(fail_with):
     before = len(plugins.listeners())
     fail_with(errors.BrokerUnavailable("nobody answers"), "--debug")
     assert len(plugins.listeners()) == before
 
 
-def test_a_foreign_error_shows_its_place_and_not_its_text():
+def test_a_foreign_error_shows_its_place_and_not_its_text(fail_with):
     result = fail_with(ValueError("invalid literal: 'a body'"))
     assert result.exit_code == 1
     assert re.fullmatch(r"txnbridge: ValueError at .+test_common\.py:\d+; --debug shows all\n", result.stderr)
 
 
-def test_a_failing_system_call_names_the_file():
+def test_a_failing_system_call_names_the_file(fail_with):
     result = fail_with(FileNotFoundError(2, "No such file or directory", "certificate.pem"))
     assert (result.exit_code, result.stderr) == (1, "txnbridge: certificate.pem: No such file or directory\n")
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), click.Abort()], ids=["ctrl-c", "prompt"])
-def test_an_interrupt_is_quiet_and_ends_with_130(ending):
+def test_an_interrupt_is_quiet_and_ends_with_130(ending, fail_with):
     result = fail_with(ending)
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
 
@@ -138,19 +132,19 @@ def test_an_interrupt_is_quiet_and_ends_with_130(ending):
     ],
     ids=" ".join,
 )
-def test_a_wrong_call_is_one_line_that_says_where_help_is(args):
+def test_a_wrong_call_is_one_line_that_says_where_help_is(args, invoke):
     result = invoke(*args)
     assert result.exit_code == 2
     assert re.fullmatch(r"txnbridge: .+; see `txnbridge.* --help`\n", result.stderr)
 
 
-def test_without_a_url_nothing_is_picked_by_accident():
+def test_without_a_url_nothing_is_picked_by_accident(invoke):
     result = invoke("send", "orders", "a body")
     assert result.exit_code == 2
     assert "give its URL with --url or in TXNBRIDGE_URL" in result.stderr
 
 
-def test_the_url_may_come_from_the_environment(monkeypatch):
+def test_the_url_may_come_from_the_environment(monkeypatch, invoke):
     monkeypatch.setenv("TXNBRIDGE_URL", "toy:")
     backend = ToyBackend()
     with plugins.registered(backend):
@@ -158,22 +152,23 @@ def test_the_url_may_come_from_the_environment(monkeypatch):
     assert [sent[:2] for writer in backend.brokers[0].writers for sent in writer.sent] == [("orders", b"a body")]
 
 
-def test_the_timeout_reaches_the_bridge():
+def test_the_timeout_reaches_the_bridge(invoke):
     seen = []
 
     @_common.command("probe")
     def probe(cli: Cli):
         with cli.connect() as bridge:
-            seen.append(bridge.transaction().deadline)
+            with bridge.transaction() as txn:
+                seen.append(txn.deadline)
 
-    with plugins.registered(ToyBackend()), pytest.warns(ResourceWarning, match="left unfinished"):
+    with plugins.registered(ToyBackend()):
         CliRunner().invoke(probe, ["--url", "toy:", "--timeout", "7"], catch_exceptions=False)
     assert 6 < seen[0] <= 7
 
 
 @pytest.mark.parametrize("place", ["query", "user"])
 @pytest.mark.parametrize("more", [[], ["--json"], ["--debug"]], ids=["plain", "json", "debug"])
-def test_a_secret_in_the_url_never_shows(place, more):
+def test_a_secret_in_the_url_never_shows(place, more, invoke):
     url = "toy://host?pasword=hunter2" if place == "query" else "toy://me:hunter2@host"
     with plugins.registered(ToyBackend()):
         result = invoke("send", "orders", "a body", "--url", url, *more)
@@ -214,7 +209,7 @@ def test_every_command_has_json_and_debug_and_a_help_text():
         assert command.help, path
 
 
-def test_help_ends_with_every_exit_code_and_so_does_the_page():
+def test_help_ends_with_every_exit_code_and_so_does_the_page(invoke):
     text = invoke("--help").stdout
     page = (ROOT / "docs" / "cli.md").read_text()
     for code in ExitCode:
@@ -227,7 +222,7 @@ def test_the_page_shows_every_command():
     assert [name for name in COMMANDS if f"| `{name}" not in page] == []
 
 
-def test_the_version_is_that_of_the_package():
+def test_the_version_is_that_of_the_package(invoke):
     assert invoke("--version").stdout == f"txnbridge {txnbridge.__version__}\n"
 
 
@@ -280,19 +275,19 @@ class Commands:
         return [greet, stumble, our_name]
 
 
-def test_a_plug_in_brings_commands():
+def test_a_plug_in_brings_commands(invoke):
     with plugins.registered(Commands()):
         assert re.search(r"^  greet +Say hello\.$", invoke("--help").stdout, re.MULTILINE)
         assert invoke("greet").stdout == "hello\n"
 
 
-def test_a_plug_in_command_ends_with_our_codes():
+def test_a_plug_in_command_ends_with_our_codes(invoke):
     with plugins.registered(Commands()):
         result = invoke("stumble")
     assert (result.exit_code, result.stderr) == (6, "txnbridge: somebody took over\n")
 
 
-def test_a_plug_in_does_not_replace_a_command():
+def test_a_plug_in_does_not_replace_a_command(invoke):
     with plugins.registered(Commands()):
         assert "not ours" not in invoke("topics", "--help").stdout + invoke("topics", "list").stdout
 
@@ -303,7 +298,7 @@ class BrokenCommands:
         raise RuntimeError("half installed")
 
 
-def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(monkeypatch):
+def test_a_plug_in_whose_commands_fail_takes_nothing_else_down(monkeypatch, invoke):
     monkeypatch.setattr(plugins, "failed", {})
     with plugins.registered(BrokenCommands()):
         result = invoke("--help")

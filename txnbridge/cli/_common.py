@@ -99,6 +99,11 @@ def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitC
     return ExitCode.ABORTED if outcome is txnbridge.Outcome.ABORTED else ExitCode.FAILED
 
 
+def printable(text: str) -> str:
+    """Text that is safe to show: what could steer the terminal or break the line is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def when(milliseconds: int) -> str:
     """A point in time for people, in their own time zone."""
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
@@ -138,7 +143,7 @@ class Cli:
 
         table = Table(*columns, box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         for row in rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+            table.add_row(*(cell if isinstance(cell, Text) else Text(printable(str(cell))) for cell in row))
         console().print(table)
 
     @contextmanager

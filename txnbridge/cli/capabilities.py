@@ -43,13 +43,18 @@ def _one(cli: Cli, where: str | None) -> None:
     cli.say(f"{broker} at {url}\n")
     rows = []
     for capability, support in capabilities.items():
-        link = f" ({support.link})" if support.link else ""
-        note = f" {support.note}{link}" if support.note else ""
         level = Text(support.level.value, _STYLES[support.level])
-        rows.append((capability.value, level, capability.sentence + note))
+        rows.append((capability.value, level, capability.sentence + _note(support)))
     cli.table(["capability", "level", "what it means, and how or why not"], rows)
     cli.say("")
     cli.table(["limit", "value"], _limits(limits))
+
+
+def _note(support: Support) -> str:
+    if not support.note:
+        return ""
+    link = f" ({support.link})" if support.link else ""
+    return f" {'How' if support else 'Why not'}: {support.note}{link}"
 
 
 def _all(cli: Cli, backends: list[Backend]) -> None:

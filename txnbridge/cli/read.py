@@ -10,7 +10,7 @@ import click
 
 import txnbridge
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, ExitCode
+from txnbridge.cli._common import Cli, ExitCode, printable
 
 # In a group the broker first hands out partitions, and what others still hold does not count as the end.
 _GROUP_WAIT = 2.0
@@ -95,17 +95,13 @@ def as_line(message: txnbridge.Message) -> str:
     """A message as one line that is safe to show: nothing in it can steer the terminal."""
     place = f"{message.topic}[{message.partition}] {':'.join(map(str, message.position))}"
     key = [] if message.key is None else [f"key={_readable(message.key)}"]
-    headers = [f"{_printable(name)}={_readable(value)}" for name, value in message.headers.raw]
+    headers = [f"{printable(name)}={_readable(value)}" for name, value in message.headers.raw]
     value = "(no value)" if message.value is None else _readable(message.value)
     return " | ".join([place, *([" ".join(key + headers)] if key or headers else []), value])
 
 
 def _readable(data: bytes) -> str:
     try:
-        return _printable(data.decode())
+        return printable(data.decode())
     except UnicodeDecodeError:
         return f"base64:{base64.b64encode(data).decode()}"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

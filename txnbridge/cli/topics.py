@@ -27,8 +27,8 @@ def list_(cli: Cli, internal: bool) -> None:
 
 
 def _retention(seconds: float | None, size: int | None) -> str:
-    bounds = [f"{seconds:g} s"] * (seconds is not None) + [f"{size} bytes"] * (size is not None)
-    return ", ".join(bounds) or "for ever"
+    bounds = [None if seconds is None else f"{seconds:g} s", None if size is None else f"{size} bytes"]
+    return ", ".join(bound for bound in bounds if bound) or "for ever"
 
 
 @_common.command("create", help="Create a topic. Nothing changes if it is there with as many partitions.")

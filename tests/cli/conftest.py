@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import txnbridge
+from txnbridge.cli import _extensions, main
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _no_broker_by_accident(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
+    _extensions.plugin_commands.cache_clear()
+    yield
+    _extensions.plugin_commands.cache_clear()
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A fresh embedded broker, which the commands find in their environment."""
+    url = f"embedded:{tmp_path}/broker.db"
+    monkeypatch.setenv("TXNBRIDGE_URL", url)
+    return url
+
+
+@pytest.fixture
+def bridge(url: str) -> Iterator[txnbridge.Bridge]:
+    with txnbridge.connect(url) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Run the command line in this process."""
+    return lambda *args, **options: CliRunner().invoke(main, args, **options)

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.core.toy import ToyBackend, ToyBroker
+from txnbridge import Capability, Level, hookimpl, plugins
+from txnbridge.capabilities import absent, emulated
+from txnbridge.errors import AccessDenied, BrokerUnavailable
+from txnbridge.spi import Advice
+
+
+class ToyAdmin:
+    def __init__(self, findings):
+        self.findings = findings
+
+    def check(self, deadline):
+        return self.findings
+
+
+class Patient(ToyBackend):
+    """A broker in which the doctor finds these."""
+
+    def __init__(self, *findings, error=None):
+        super().__init__()
+        self.findings = findings
+        self.error = error
+
+    def open(self, url, options, context, deadline):
+        if self.error:
+            raise self.error
+        patient = self
+
+        class Broker(ToyBroker):
+            admin = ToyAdmin(list(patient.findings))  # type: ignore[assignment]
+
+        return Broker(self.capabilities)
+
+
+OK = Advice("ok", "disk", "is fine")
+WARNING = Advice("warning", "clock", "is slow", "wind it up")
+PROBLEM = Advice("problem", "topic orders", "is held back", "end transaction 7")
+
+
+def examine(invoke, patient, *more):
+    with plugins.registered(patient):
+        return invoke("doctor", "--url", "toy:", *more)
+
+
+@pytest.fixture(autouse=True)
+def no_failures(monkeypatch):
+    monkeypatch.setattr(plugins, "failed", {})
+
+
+@pytest.mark.parametrize(
+    ("findings", "code"),
+    [([], 0), ([OK], 0), ([OK, WARNING], 7), ([WARNING, PROBLEM, OK], 1)],
+    ids=["nothing", "ok", "warning", "problem"],
+)
+def test_the_worst_finding_is_the_exit_code(invoke, findings, code):
+    assert examine(invoke, Patient(*findings)).exit_code == code
+
+
+def test_each_finding_is_shown_with_its_remedy(invoke):
+    shown = [line.split(maxsplit=1) for line in examine(invoke, Patient(OK, WARNING, PROBLEM)).stdout.splitlines()]
+    assert [line[0] for line in shown[1:]] == ["ok", "warning", "PROBLEM"]
+    assert "is slow Remedy: wind it up" in shown[2][1]
+
+
+def test_findings_as_json(invoke):
+    assert json.loads(examine(invoke, Patient(OK, WARNING), "--json").stdout) == [
+        {"level": "ok", "subject": "disk", "text": "is fine", "remedy": ""},
+        {"level": "warning", "subject": "clock", "text": "is slow", "remedy": "wind it up"},
+    ]
+
+
+@pytest.mark.parametrize(("error", "code"), [(BrokerUnavailable("nobody answers"), 3), (AccessDenied("not yours"), 1)])
+def test_a_broker_that_cannot_be_opened_is_a_finding(invoke, error, code):
+    result = examine(invoke, Patient(error=error), "--json")
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == [
+        {"level": "problem", "subject": "connection", "text": str(error), "remedy": ""}
+    ]
+
+
+class Broken:
+    @hookimpl
+    def txnbridge_backends(self):
+        raise ImportError("its client library is missing")
+
+
+def test_a_plug_in_that_fails_is_a_problem_by_its_name(invoke):
+    with plugins.registered(Broken()):
+        result = examine(invoke, Patient(OK))
+    assert result.exit_code == 1
+    assert f"plug-in {__name__}" in result.stdout
+    assert "could not be loaded: ImportError: its client library is missing" in result.stdout
+    assert "is fine" in result.stdout
+
+
+def test_a_healthy_broker_is_healthy(invoke, url):
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert result.stdout
+
+
+# --- capabilities --------------------------------------------------------------------------------------------------
+
+SOME = {
+    Capability.FENCING: absent("nobody is shut out", "https://example.org/7"),
+    Capability.CONFLICT: emulated("by a decision log"),
+}
+
+
+def test_without_a_url_all_backends_are_compared(invoke):
+    with plugins.registered(ToyBackend(SOME)):
+        header, *rows = invoke("capabilities").stdout.splitlines()
+    assert header.split() == ["capability", "embedded", "toy"]
+    by_name = {row.split()[0]: row.split()[1:] for row in rows if row}
+    assert by_name["fencing"] == ["native", "absent"]
+    assert by_name["conflict"] == ["native", "emulated"]
+    assert set(by_name) >= {capability.value for capability in Capability}
+
+
+def test_all_backends_as_json(invoke, url):
+    found = json.loads(invoke("capabilities", "--all", "--json").stdout)
+    [embedded] = [backend for backend in found if backend["backend"] == "embedded"]
+    assert set(embedded) == {"backend", "capabilities", "limits"}
+    assert set(embedded["capabilities"]) == {capability.value for capability in Capability}
+
+
+@pytest.mark.parametrize("args", [["toy:"], ["--url", "toy:"]], ids=" ".join)
+def test_with_a_url_each_is_explained(invoke, args):
+    with plugins.registered(ToyBackend(SOME)):
+        rows = invoke("capabilities", *args).stdout.splitlines()
+    [fencing] = [row for row in rows if row.startswith("fencing ")]
+    assert fencing.split()[1] == "absent"
+    assert Capability.FENCING.sentence in fencing
+    assert "Why not: nobody is shut out (https://example.org/7)" in fencing
+    [conflict] = [row for row in rows if row.startswith("conflict ")]
+    assert "How: by a decision log" in conflict
+
+
+def test_with_a_url_as_json(invoke):
+    with plugins.registered(ToyBackend(SOME)):
+        found = json.loads(invoke("capabilities", "toy:", "--json").stdout)
+    assert (found["url"], found["backend"]) == ("toy:", "toy")
+    assert found["capabilities"]["fencing"] == {
+        "level": Level.ABSENT.value,
+        "sentence": Capability.FENCING.sentence,
+        "note": "nobody is shut out",
+        "link": "https://example.org/7",
+    }
+    assert found["limits"] == {
+        "message_bytes": None,
+        "transaction_messages": None,
+        "transaction_bytes": None,
+        "prepared_seconds": 3600,
+    }

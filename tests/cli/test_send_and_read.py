@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from txnbridge import Abort
+
+LONG_WAIT = 30  # for a process that should do its part at once
+
+
+def lines(result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_what_is_sent_is_read(invoke, url):
+    sent = invoke("send", "orders", "ten apples", "--key", "42", "--header", "kind=new", "--header", "kind=a=b")
+    assert (sent.exit_code, sent.stdout) == (0, "committed: 1 message to orders\n")
+    [message] = lines(invoke("read", "orders", "--json"))
+    timestamp = message.pop("timestamp")
+    assert timestamp > 1_600_000_000_000
+    assert message == {
+        "topic": "orders",
+        "partition": 0,
+        "position": message["position"],
+        "key": "42",
+        "value": "ten apples",
+        "headers": [{"name": "kind", "value": "new"}, {"name": "kind", "value": "a=b"}],
+        "deliveries": 1,
+    }
+
+
+def test_a_message_is_one_line_for_people(invoke, url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"plain")
+        txn.send("orders", b"one", key=b"k", headers={"a": "1"})
+        txn.send("orders", None, key=b"k")
+    shown = [line.split(" | ")[1:] for line in invoke("read", "orders").stdout.splitlines()]
+    assert shown == [["plain"], ["key=k a=1", "one"], ["key=k", "(no value)"]]
+
+
+def test_bytes_that_are_not_text_are_shown_in_base64(invoke, url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"\xff\x00", key=b"\xfe", headers={"h": b"\xfd"})
+    assert invoke("read", "orders").stdout.endswith(" | key=base64:/g== h=base64:/Q== | base64:/wA=\n")
+    [message] = lines(invoke("read", "orders", "--json"))
+    assert message["value_base64"] == "/wA="
+    assert message["key_base64"] == "/g=="
+    assert message["headers"] == [{"name": "h", "value_base64": "/Q=="}]
+    assert {"key", "value"}.isdisjoint(message)
+
+
+def test_a_tombstone_differs_from_an_empty_value(invoke, url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", None)
+        txn.send("orders", b"")
+    assert [message["value"] for message in lines(invoke("read", "orders", "--json"))] == [None, ""]
+
+
+def test_a_message_cannot_steer_the_terminal(invoke, url):
+    invoke("send", "orders", "\x1b[31mred\nnext", "--key", "\x1b]0;title\x07")
+    shown = invoke("read", "orders").stdout
+    assert "\x1b" not in shown
+    assert shown.count("\n") == 1
+    assert shown.endswith(" | key=\\x1b]0;title\\x07 | \\x1b[31mred\\nnext\n")
+
+
+def test_each_line_of_standard_input_is_a_message(invoke, url):
+    sent = invoke("send", "orders", "--json", input="one\n\nthree \r\nlast without an end")
+    answer = json.loads(sent.stdout)
+    assert (answer["outcome"], answer["topic"], answer["messages"]) == ("committed", "orders", 4)
+    assert answer["transaction"]
+    values = [message["value"] for message in lines(invoke("read", "orders", "--json"))]
+    assert values == ["one", "", "three \r", "last without an end"]
+
+
+def test_a_file_is_one_message(invoke, url, tmp_path):
+    (tmp_path / "body").write_bytes(b"two\nlines\n")
+    assert invoke("send", "orders", "--file", str(tmp_path / "body")).exit_code == 0
+    assert [message["value"] for message in lines(invoke("read", "orders", "--json"))] == ["two\nlines\n"]
+
+
+def test_the_sender_may_choose_the_partition(invoke, url, bridge):
+    bridge.admin.create_topic("orders", 3)
+    invoke("send", "orders", "x", "--partition", "2")
+    assert [message["partition"] for message in lines(invoke("read", "orders", "--json"))] == [2]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["orders", "x", "--header", "no-equals-sign"],
+        ["orders", "x", "--header", "=value"],
+        ["orders", "x", "--file", "conftest.py"],
+        ["orders", "--file", "/does/not/exist"],
+        ["orders", "x", "--partition", "7"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_message_is_refused_and_nothing_is_sent(invoke, url, bridge, args):
+    bridge.admin.create_topic("orders")
+    result = invoke("send", *args)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert bridge.read("orders", 10) == []
+
+
+def test_if_one_line_cannot_be_sent_none_is(invoke, url, bridge):
+    bridge.admin.create_topic("orders")
+    result = invoke("send", "orders", "--url", f"{url}?max_message_bytes=100", input="small\n" + "x" * 200 + "\n")
+    assert result.exit_code == 2
+    assert "xxx" not in result.output
+    assert bridge.read("orders", 10) == []
+
+
+def test_reading_stops_at_the_limit(invoke, url):
+    invoke("send", "orders", input="1\n2\n3\n")
+    assert [message["value"] for message in lines(invoke("read", "orders", "--limit", "2", "--json"))] == ["1", "2"]
+
+
+def test_reading_shows_committed_messages_only(invoke, url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"aborted")
+        raise Abort
+    invoke("send", "orders", "committed")
+    assert [message["value"] for message in lines(invoke("read", "orders", "--json"))] == ["committed"]
+
+
+def test_reading_may_start_late(invoke, url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", b"old", timestamp=1_000)
+        txn.send("orders", b"new", timestamp=3_000)
+    assert [m["value"] for m in lines(invoke("read", "orders", "--start", "2000", "--json"))] == ["new"]
+    assert lines(invoke("read", "orders", "--start", "latest", "--json")) == []
+    assert invoke("read", "orders", "--start", "yesterday").exit_code == 2
+
+
+def test_reading_a_mistyped_topic_does_not_make_it(invoke, url, bridge):
+    result = invoke("read", "ordres")
+    assert result.exit_code == 2
+    assert "'ordres'" in result.stderr
+    assert bridge.admin.topics() == []
+
+
+def test_a_group_reads_without_acknowledging(invoke, url):
+    invoke("send", "orders", input="1\n2\n")
+    for _ in range(2):
+        assert [m["value"] for m in lines(invoke("read", "orders", "--group", "g", "--json"))] == ["1", "2"]
+
+
+def test_with_ack_a_group_goes_on_behind_what_was_shown(invoke, url):
+    invoke("send", "orders", input="1\n2\n3\n")
+    shown = [lines(invoke("read", "orders", "--group", "g", "--ack", "--limit", "2", "--json")) for _ in range(2)]
+    assert [[message["value"] for message in part] for part in shown] == [["1", "2"], ["3"]]
+
+
+def test_ack_needs_a_group(invoke, url):
+    result = invoke("read", "orders", "--ack")
+    assert result.exit_code == 2
+    assert "--group" in result.stderr
+
+
+def test_following_shows_what_comes_until_ctrl_c(url, bridge):
+    bridge.admin.create_topic("orders")
+    command = [sys.executable, "-m", "txnbridge.cli", "read", "orders", "--follow", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ.copy()) as process:
+        try:
+            assert process.stdout is not None
+            for value in (b"one", b"two"):
+                with bridge.transaction() as txn:
+                    txn.send("orders", value)
+                assert json.loads(process.stdout.readline())["value"] == value.decode()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=LONG_WAIT)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (130, b"", b"\n")
+
+
+def test_sending_that_is_interrupted_sends_nothing(url, bridge):
+    bridge.admin.create_topic("orders")
+    command = [sys.executable, "-u", "-m", "txnbridge.cli", "send", "orders", "--debug"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ.copy()
+    ) as process:
+        try:
+            assert process.stdin is not None and process.stderr is not None
+            process.stdin.write(b"one\n")
+            process.stdin.flush()
+            assert any(b"message.send after" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            out, _ = process.communicate(timeout=LONG_WAIT)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (130, b"")
+    with bridge.transaction() as txn:
+        txn.send("orders", b"marker")
+    assert [message.value for message in bridge.read("orders", 10)] == [b"marker"]

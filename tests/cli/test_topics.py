@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_a_topic_is_created_once_and_listed(invoke, url):
+    assert invoke("topics", "create", "orders", "--partitions", "2").stdout == "created orders\n"
+    assert invoke("topics", "create", "orders", "--partitions", "2").stdout == "orders is there already\n"
+    lines = invoke("topics", "list").stdout.splitlines()
+    assert [line.split() for line in lines] == [["topic", "partitions", "retention"], ["orders", "2", "for", "ever"]]
+
+
+def test_an_empty_list_says_so(invoke, url):
+    assert invoke("topics", "list").stdout == "no topics\n"
+    assert json.loads(invoke("topics", "list", "--json").stdout) == []
+
+
+def test_topics_as_json(invoke, url):
+    created = invoke("topics", "create", "orders", "--retention-seconds", "60", "--json")
+    assert json.loads(created.stdout) == {"topic": "orders", "created": True}
+    assert json.loads(invoke("topics", "list", "--json").stdout) == [
+        {
+            "name": "orders",
+            "partitions": 1,
+            "internal": False,
+            "retention_seconds": 60.0,
+            "retention_bytes": None,
+        }
+    ]
+
+
+def test_retention_is_shown_in_words(invoke, url):
+    invoke("topics", "create", "orders", "--retention-seconds", "60", "--retention-bytes", "1000")
+    assert "60 s, 1000 bytes" in invoke("topics", "list").stdout
+
+
+def test_a_topic_that_is_there_with_other_partitions_is_refused(invoke, url):
+    invoke("topics", "create", "orders")
+    result = invoke("topics", "create", "orders", "--partitions", "3")
+    assert result.exit_code == 2
+    assert "1 partition" in result.stderr
+
+
+def test_a_topic_grows_and_does_not_shrink(invoke, url, bridge):
+    invoke("topics", "create", "orders")
+    assert invoke("topics", "grow", "orders", "3").exit_code == 0
+    assert bridge.admin.topic("orders").partitions == 3
+    assert invoke("topics", "grow", "orders", "2").exit_code == 2
+    assert json.loads(invoke("topics", "grow", "orders", "4", "--json").stdout) == {"topic": "orders", "partitions": 4}
+
+
+def test_deleting_needs_yes(invoke, url, bridge):
+    invoke("topics", "create", "orders")
+    refused = invoke("topics", "delete", "orders")
+    assert (refused.exit_code, refused.stdout.split()[0]) == (2, "would")
+    assert json.loads(invoke("topics", "delete", "orders", "--json").stdout) == {"topic": "orders", "deleted": False}
+    assert [topic.name for topic in bridge.admin.topics()] == ["orders"]
+    done = invoke("topics", "delete", "orders", "--yes")
+    assert (done.exit_code, done.stdout) == (0, "deleted orders\n")
+    assert bridge.admin.topics() == []
+
+
+@pytest.mark.parametrize("args", [["delete", "missing"], ["delete", "missing", "--yes"], ["grow", "missing", "2"]])
+def test_a_missing_topic_is_a_wrong_call(invoke, url, args):
+    result = invoke("topics", *args)
+    assert result.exit_code == 2
+    assert "'missing'" in result.stderr

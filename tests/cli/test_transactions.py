@@ -1,0 +1,227 @@
+"""`status`, and `transactions list|describe|commit|abort`."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+import txnbridge
+from txnbridge import Outcome, hookimpl, plugins
+
+
+@pytest.fixture
+def prepared(bridge):
+    """A prepared transaction of two messages."""
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("orders", b"one")
+        txn.send("orders", b"two")
+    return txn
+
+
+def values(bridge):
+    return [message.value for message in bridge.read("orders", 10)]
+
+
+# --- status --------------------------------------------------------------------------------------------------------
+
+
+def test_status_tells_each_state_by_word_and_code(invoke, bridge, prepared):
+    token = str(prepared.token)
+    before = invoke("status", token)
+    assert (before.exit_code, before.stdout.split()[0].rstrip(",")) == (1, "prepared")
+    assert "if nobody ends it before" in before.stdout
+    bridge.commit(token)
+    after = invoke("status", token)
+    assert (after.exit_code, after.stdout.split()[0]) == (0, "committed\n".strip())
+
+
+def test_status_of_an_aborted_one_ends_with_5(invoke, bridge, prepared):
+    bridge.abort(prepared.token)
+    result = invoke("status", str(prepared.token))
+    assert (result.exit_code, result.stdout.split()[0]) == (5, "aborted")
+
+
+def test_status_as_json(invoke, prepared):
+    assert json.loads(invoke("status", str(prepared.token), "--json").stdout) == {
+        "transaction": prepared.id,
+        "state": "prepared",
+        "expires_at": prepared.token.expires_at,
+        "reason": "",
+        "permanent": False,
+    }
+
+
+def test_status_changes_nothing(invoke, bridge, prepared):
+    invoke("status", str(prepared.token))
+    assert bridge.commit(prepared.token) is Outcome.COMMITTED
+
+
+@pytest.mark.parametrize("token", ["nonsense", "txb1.AAAA"])
+def test_what_is_not_a_token_is_a_wrong_call(invoke, url, token):
+    result = invoke("status", token)
+    assert result.exit_code == 2
+    assert "token" in result.stderr
+
+
+def test_a_token_of_another_broker_is_refused(invoke, prepared, tmp_path):
+    result = invoke("status", str(prepared.token), "--url", f"embedded:{tmp_path}/other.db")
+    assert result.exit_code == 2
+    assert "belongs to cluster" in result.stderr
+
+
+# --- list and describe ---------------------------------------------------------------------------------------------
+
+
+def test_open_transactions_are_listed(invoke, prepared):
+    header, line = invoke("transactions", "list").stdout.splitlines()
+    assert header.split() == ["transaction", "state", "owner", "since", "expires", "messages"]
+    assert line.split()[:2] == [prepared.id, "prepared"]
+    assert line.split()[-1] == "2"
+
+
+def test_when_nothing_is_open_the_list_says_so(invoke, url):
+    assert invoke("transactions", "list").stdout == "no open transactions\n"
+    assert invoke("transactions", "list", "--json").stdout == "[]\n"
+
+
+def test_transactions_as_json(invoke, prepared):
+    [found] = json.loads(invoke("transactions", "list", "--json").stdout)
+    assert found == json.loads(invoke("transactions", "describe", prepared.id, "--json").stdout)
+    assert set(found) == {
+        "transaction",
+        "state",
+        "owner",
+        "since",
+        "expires_at",
+        "partitions",
+        "groups",
+        "messages",
+        "token",
+    }
+    assert (found["transaction"], found["state"], found["messages"]) == (prepared.id, "prepared", 2)
+    assert found["partitions"] == [["orders", 0]]
+    assert txnbridge.Token.parse(found["token"]).transaction == prepared.id
+
+
+def test_describe_shows_what_is_known(invoke, prepared):
+    shown = dict(line.split(maxsplit=1) for line in invoke("transactions", "describe", prepared.id).stdout.splitlines())
+    assert shown["transaction"] == prepared.id
+    assert shown["state"] == "prepared"
+    assert shown["partitions"] == "orders[0]"
+    assert txnbridge.Token.parse(shown["token"]).transaction == prepared.id
+
+
+def test_describing_a_transaction_that_is_not_there_is_a_wrong_call(invoke, url):
+    result = invoke("transactions", "describe", "nonsense")
+    assert (result.exit_code, "'nonsense'" in result.stderr) == (2, True)
+
+
+# --- commit and abort ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["id", "token"])
+def name(request, prepared):
+    """The prepared transaction as the command line may name it."""
+    return prepared.id if request.param == "id" else str(prepared.token)
+
+
+@pytest.mark.parametrize("more", [[], ["--yes"], ["--reason", "because"], ["--yes", "--reason", ""]], ids=" ".join)
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_without_yes_and_reason_nothing_is_ended(invoke, bridge, prepared, name, decision, more):
+    result = invoke("transactions", decision, name, *more)
+    assert result.exit_code == 2
+    assert result.stdout.startswith(f"would {decision} transaction {prepared.id}, now prepared")
+    assert bridge.status(prepared.token).state is txnbridge.TokenState.PREPARED
+
+
+def test_what_would_be_done_as_json(invoke, prepared, name):
+    result = invoke("transactions", "commit", name, "--json")
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 2
+    assert (answer["transaction"], answer["would"]) == (prepared.id, "commit")
+    assert answer["state"].startswith("prepared")
+
+
+def test_a_prepared_transaction_is_committed_by_hand(invoke, bridge, name):
+    result = invoke("transactions", "commit", name, "--yes", "--reason", "the payment came")
+    assert (result.exit_code, result.stdout) == (0, "committed\n")
+    assert values(bridge) == [b"one", b"two"]
+
+
+def test_a_prepared_transaction_is_aborted_by_hand(invoke, bridge, name):
+    result = invoke("transactions", "abort", name, "--yes", "--reason", "the customer left")
+    assert (result.exit_code, result.stdout) == (0, "aborted\n")
+    with bridge.transaction() as txn:
+        txn.send("orders", b"marker")
+    assert values(bridge) == [b"marker"]
+
+
+def test_an_open_transaction_is_aborted_by_hand_and_its_owner_learns_it(invoke, bridge, url):
+    with txnbridge.connect(f"{url}?spill_bytes=1") as other:  # what it sends is in the file before its end
+        with pytest.raises(txnbridge.TransactionAborted):
+            with other.transaction() as txn:
+                txn.send_many("orders", [b"one", b"two"])
+                [found] = bridge.admin.transactions()
+                assert found.state == "open"
+                result = invoke("transactions", "abort", found.transaction, "--yes", "--reason", "stuck")
+                assert (result.exit_code, result.stdout) == (0, "aborted\n")
+    with bridge.transaction() as txn:
+        txn.send("orders", b"marker")
+    assert values(bridge) == [b"marker"]
+
+
+def test_an_open_transaction_cannot_be_committed_by_hand(invoke, bridge, url):
+    with txnbridge.connect(f"{url}?spill_bytes=1") as other:
+        with other.transaction() as txn:
+            txn.send_many("orders", [b"one", b"two"])
+            [found] = bridge.admin.transactions()
+            result = invoke("transactions", "commit", found.transaction, "--yes", "--reason", "impatient")
+            assert (result.exit_code, result.stdout) == (2, "")
+    assert values(bridge) == [b"one", b"two"]
+
+
+def test_the_end_by_hand_as_json(invoke, prepared, name):
+    result = invoke("transactions", "commit", name, "--yes", "--reason", "the payment came", "--json")
+    assert json.loads(result.stdout) == {
+        "transaction": prepared.id,
+        "outcome": "committed",
+        "reason": "the payment came",
+    }
+
+
+def test_the_true_outcome_is_told_when_it_is_another(invoke, bridge, prepared):
+    token = str(prepared.token)
+    bridge.abort(token)
+    late_commit = invoke("transactions", "commit", token, "--yes", "--reason", "x")
+    assert (late_commit.exit_code, late_commit.stdout) == (5, "aborted\n")
+
+
+def test_an_abort_that_comes_too_late_fails(invoke, bridge, prepared):
+    token = str(prepared.token)
+    bridge.commit(token)
+    late_abort = invoke("transactions", "abort", token, "--yes", "--reason", "x")
+    assert (late_abort.exit_code, late_abort.stdout) == (1, "committed\n")
+
+
+class Recorder:
+    def __init__(self):
+        self.events = []
+
+    @hookimpl
+    def txnbridge_event(self, event):
+        self.events.append(event)
+
+
+def test_the_reason_goes_into_the_log_and_the_event(invoke, prepared, name, caplog):
+    recorder = Recorder()
+    with plugins.registered(recorder), caplog.at_level(logging.WARNING, "txnbridge"):
+        invoke("transactions", "commit", name, "--yes", "--reason", "the payment came")
+    assert [record.getMessage() for record in caplog.records if "the payment came" in record.getMessage()] == [
+        f"transaction {prepared.id}: commit by hand, it is committed; reason: the payment came"
+    ]
+    [event] = [e for e in recorder.events if e.data.get("reason") and e.phase == "after"]
+    assert (event.name, event.transaction) == ("resolve", prepared.id)
+    assert event.data["reason"] == "the payment came"
+    assert (event.data["decision"], event.data["outcome"]) == ("commit", "committed")
