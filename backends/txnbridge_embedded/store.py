@@ -215,9 +215,13 @@ class Store:
         self._take_turn(connection, deadline)
         try:
             self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
+            if self._wal.is_long():
+                self._copy_log()
+                # The log begins anew with the first transaction that finds all of it copied when it begins.
+                _roll_back(connection)
+                self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
             fcntl.flock(connection.turn, fcntl.LOCK_UN)
-        self._copy_log()
 
     def _take_turn(self, connection: Connection, deadline: Deadline) -> None:
         """Queue up: without this SQLite gives the lock to whoever asks at the right moment, and starves others."""
@@ -261,15 +265,14 @@ class Store:
             raise CommitUnclear(str(meaning)) from error
 
     def _copy_log(self) -> None:
-        """Copy a long write-ahead log into the file, while the caller holds the write lock and has written nothing.
+        """Copy the write-ahead log into the file, while the caller holds the write lock and has written nothing.
 
         SQLite does that by itself after a commit, without the lock. Versions before 3.51.3 can then damage the file: a
         copy that starts when everything is copied already, and stalls while a writer begins the log anew, takes the
         new log for copied. Nobody begins it anew while the lock is held.
         """
-        if self._keeper is None or not self._wal.is_long():
-            return
         try:
+            assert self._keeper is not None
             self._keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # such as a full disk: the log keeps everything, the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
