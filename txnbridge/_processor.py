@@ -519,6 +519,7 @@ class Processor:
                 if txn.state is State.OPEN:  # else the block's end says what failed
                     in_a_row = self._set_aside(done, txn)
                     txn.ack([item.raw for item in done])
+                    txn.commit()
         finally:
             self._transaction = None
         self._in_a_row = in_a_row

@@ -1,0 +1,966 @@
+"""The processor's own logic: which error means what, how poison is found, how it stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
+from txnbridge import (
+    Abort,
+    Batch,
+    Bridge,
+    BrokerUnavailable,
+    Capability,
+    Conflict,
+    DeadlineExceeded,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    Message,
+    NotFound,
+    NotSupported,
+    OutcomeUnknown,
+    Poison,
+    PositionLost,
+    Processor,
+    Status,
+    TokenState,
+    Topic,
+    Transaction,
+    TransactionAborted,
+    UsageError,
+    codecs,
+    connect,
+    plugins,
+)
+from txnbridge.spi import (
+    Begin,
+    Broker,
+    Context,
+    Deadline,
+    Headers,
+    Identity,
+    Ledger,
+    Partition,
+    Position,
+    Reader,
+    ReaderListener,
+    Subscription,
+    Url,
+    Writer,
+    absent,
+)
+
+P = ("t", 0)
+
+
+class Committed:
+    """What one transaction committed."""
+
+    def __init__(self, writer: MemoryWriter) -> None:
+        self.sent = [(topic, value) for topic, value, *_ in writer.sent]
+        self.full = list(writer.sent)
+        self.acked = [position[0] for _, told in writer.acked for found in told.values() for position in found]
+
+
+class MemoryWriter(ToyWriter):
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__()
+        self.broker = broker
+        self.raises = broker.raises
+
+    def begin(self, begin: Begin) -> None:
+        super().begin(begin)
+        self.sent, self.acked = [], []
+        self.broker.begun += 1
+
+    def commit(self, deadline: Deadline) -> None:
+        super().commit(deadline)
+        self.broker.committed.append(Committed(self))
+
+
+class MemoryReader(ToyReader):
+    raises: list[BaseException]
+    unassigned_polls = 0
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        if self.raises:
+            raise self.raises.pop(0)
+        if self.unassigned_polls:
+            self.unassigned_polls -= 1
+            return []
+        found = super().poll(max_messages, deadline)
+        if not found:
+            time.sleep(min(0.002, deadline.left()))
+        return found
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        super().seek({p: at for p, at in positions.items() if p in self.sources})
+
+
+class MemoryBroker(ToyBroker):
+    """Remembers what each transaction committed; hands `values` to its first reader."""
+
+    def __init__(self, backend: MemoryBackend) -> None:
+        super().__init__(backend.capabilities)
+        self.values: list[Any] = []
+        self.raises: dict[str, list[BaseException]] = {}
+        self.poll_raises: list[BaseException] = []
+        self.unassigned_polls = 0
+        self.begun = 0
+        self.committed: list[Committed] = []
+
+    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        return [MemoryWriter(self) for _ in range(count)]
+
+    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+        if "missing" in subscription.topics:
+            raise NotFound("there is no topic 'missing'")
+        reader = MemoryReader(subscription, listener)
+        reader.raises = self.poll_raises
+        reader.unassigned_polls = self.unassigned_polls
+        reader.feed(*self.values)
+        self.readers.append(reader)
+        return reader
+
+    @property
+    def sent(self) -> list[Any]:
+        """The values that were committed to the topic `out`, in order."""
+        return [value for committed in self.committed for topic, value in committed.sent if topic == "out"]
+
+    @property
+    def dead(self) -> list[Any]:
+        return [value for committed in self.committed for topic, value in committed.sent if topic == "dead"]
+
+    @property
+    def acked(self) -> list[int]:
+        return [position for committed in self.committed for position in committed.acked]
+
+
+class MemoryBackend(ToyBackend):
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+        broker = MemoryBroker(self)
+        self.brokers.append(broker)
+        return broker
+
+
+class Room:
+    """A bridge to a broker with some messages in topic `t`, and what its processors waited."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: MemoryBackend) -> None:
+        with plugins.registered(backend):
+            self.bridge: Bridge = connect("toy:", timeout=2)
+        broker = backend.brokers[-1]
+        assert isinstance(broker, MemoryBroker)
+        self.broker = broker
+        self.waits: list[float] = []
+        monkeypatch.setattr(Processor, "_sleep", lambda processor, seconds: self.note_wait(seconds))
+
+    def note_wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        assert len(self.waits) < 1000, "it tries again for ever"
+
+    def feed(self, *values: Any) -> None:
+        self.broker.values += values
+
+    def processor(self, **settings: Any) -> Processor:
+        return self.bridge.processor(settings.pop("inputs", "t"), group="g", **settings)
+
+    def run(self, **settings: Any) -> Processor:
+        processor = self.processor(**settings)
+        processor.run(until_idle=True)
+        return processor
+
+    @property
+    def reader(self) -> ToyReader:
+        return self.broker.readers[-1]
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    room = Room(monkeypatch, MemoryBackend())
+    with room.bridge:
+        yield room
+
+
+def copy(message: Message, txn: Transaction) -> None:
+    txn.send("out", message.value)
+
+
+def copy_batch(batch: Batch, txn: Transaction) -> None:
+    for message in batch:
+        txn.send("out", message.value)
+
+
+class Failing:
+    """A handler that copies, and raises the errors it was given, one by one, when it meets a value."""
+
+    def __init__(self, value: bytes, *errors: Exception) -> None:
+        self.value = value
+        self.errors = list(errors)
+        self.seen: list[Any] = []
+
+    def __call__(self, message: Message, txn: Transaction) -> None:
+        self.seen.append(message.value)
+        if message.value == self.value and self.errors:
+            raise self.errors.pop(0)
+        copy(message, txn)
+
+
+# --- the atom ---------------------------------------------------------------------------------------------------------
+
+
+def test_outputs_and_acknowledgements_are_one_transaction(room):
+    room.feed(b"0", b"1", b"2")
+    room.run(each=copy)
+    (committed,) = room.broker.committed
+    assert committed.sent == [("out", b"0"), ("out", b"1"), ("out", b"2")]
+    assert committed.acked == [0, 1, 2]
+
+
+def test_a_batch_handler_gets_the_whole_batch(room):
+    room.feed(b"0", b"1", b"2")
+    seen = []
+    room.run(batch=lambda batch, txn: seen.append(len(batch)))
+    assert seen == [3]
+    assert room.broker.acked == [0, 1, 2]
+
+
+def test_a_batch_is_no_larger_than_max_messages(room):
+    room.feed(*(b"%d" % n for n in range(7)))
+    seen = []
+    room.run(batch=lambda batch, txn: seen.append(len(batch)), max_messages=3)
+    assert seen == [3, 3, 1]
+
+
+def test_a_batch_waits_max_wait_seconds_for_more(room):
+    room.feed(b"0")
+    seen = []
+    processor = room.processor(batch=lambda batch, txn: seen.append(len(batch)), max_wait=30, max_messages=2)
+    with processor:
+        wait_until(lambda: bool(room.broker.readers) and not any(room.reader.lag(Deadline(1)).values()))
+        assert seen == []
+        room.reader.feed(b"1")
+        wait_until(lambda: bool(seen))
+    assert seen == [2]
+
+
+def test_a_batch_that_stays_small_is_processed_after_max_wait(room):
+    room.feed(b"0")
+    started = time.monotonic()
+    room.run(batch=copy_batch, max_wait=0.2)
+    assert room.broker.sent == [b"0"]
+    assert time.monotonic() - started >= 0.2
+
+
+def test_slow_messages_get_smaller_transactions_instead_of_a_missed_deadline(room):
+    room.feed(*(b"%d" % n for n in range(4)))
+
+    def slow(message: Message, txn: Transaction) -> None:
+        time.sleep(0.11)
+        copy(message, txn)
+
+    room.run(each=slow, timeout=0.4)
+    assert room.broker.sent == [b"0", b"1", b"2", b"3"]
+    assert [len(committed.acked) for committed in room.broker.committed] == [2, 2]
+
+
+def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
+    room.feed(b"0")
+    seen = []
+
+    def note(batch: Batch, txn: Transaction) -> None:
+        seen.extend(m.value for m in batch)
+
+    processor = room.processor(inputs=["t", "u"], batch=note, max_wait=0.3, max_messages=2)
+    with processor:
+        wait_until(lambda: bool(room.broker.readers) and room.reader.next.get(P) == 1)
+        room.reader.leaving.append(("lost", [P]))
+        room.reader.feed(b"u", partition=("u", 0))
+        wait_until(lambda: bool(seen))
+    assert seen == [b"u"]
+
+
+# --- which error means what -------------------------------------------------------------------------------------------
+
+
+def test_after_an_abort_the_messages_come_again_at_once(room):
+    room.feed(b"0", b"1")
+    room.broker.raises["commit"] = [TransactionAborted("a test says so")]
+    processor = room.run(each=copy)
+    assert room.broker.sent == [b"0", b"1"]
+    assert room.waits == [0.0]
+    assert processor.stats == (2, 1, 0, 1, "TransactionAborted: a test says so")
+
+
+def test_after_a_second_abort_it_backs_off(room):
+    room.feed(b"0")
+    room.broker.raises["commit"] = [TransactionAborted("once"), TransactionAborted("twice")]
+    room.run(each=copy)
+    assert room.broker.sent == [b"0"]
+    assert room.waits[0] == 0.0
+    assert 0 < room.waits[1] <= 0.2
+
+
+@pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
+@pytest.mark.parametrize("error", [Conflict, BrokerUnavailable, DeadlineExceeded])
+def test_after_a_conflict_or_an_absent_broker_it_backs_off_and_holds_its_place(room, call, error):
+    room.feed(b"0", b"1")
+    room.broker.raises[call] = [error("a test says so")]
+    processor = room.run(each=copy, dead_letter="dead")
+    assert room.broker.sent == [b"0", b"1"]
+    assert room.broker.acked == [0, 1]
+    assert len(room.waits) == 1
+    assert 0 < room.waits[0] <= 0.1
+    assert (processor.stats.retries, processor.stats.dead_letters) == (1, 0)
+
+
+def test_when_polling_fails_it_backs_off(room):
+    room.feed(b"0")
+    room.broker.poll_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
+    room.run(each=copy)
+    assert room.broker.sent == [b"0"]
+    assert len(room.waits) == 2
+
+
+@pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
+@pytest.mark.parametrize("error", [Fenced, EvidenceLost])
+def test_what_nobody_can_mend_stops_it(room, call, error):
+    room.feed(b"0")
+    room.broker.raises[call] = [error("a test says so")]
+    with pytest.raises(error):
+        room.run(each=copy, dead_letter="dead", poison=Exception)
+    assert room.broker.committed == []
+    assert room.waits == []
+
+
+def test_a_lost_position_stops_it(room):
+    room.broker.poll_raises.append(PositionLost("retention"))
+    with pytest.raises(PositionLost):
+        room.run(each=copy)
+
+
+@pytest.mark.parametrize(("state", "times"), [(TokenState.COMMITTED, 1), (TokenState.ABORTED, 2)])
+def test_an_unknown_outcome_is_resolved_before_it_goes_on(room, state, times):
+    room.feed(b"0", b"1")
+    room.broker.raises["commit"] = [OutcomeUnknown("no answer")]
+    not_yet = Status(TokenState.UNKNOWN, permanent=True)  # "permanent" only so that the toy is not asked for long
+    room.broker.answers["status"] = [not_yet, not_yet, Status(state)]
+    handler = Failing(b"")
+    room.run(each=handler, max_messages=1)
+    assert handler.seen == [b"0"] * times + [b"1"]
+    assert room.broker.acked == ([1] if state is TokenState.COMMITTED else [0, 1])
+    assert len(room.waits) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), BrokerUnavailable("its own broker"), NotFound("no such topic")])
+def test_a_handler_that_fails_for_a_while_holds_its_place(room, error):
+    room.feed(b"0", b"1", b"2")
+    handler = Failing(b"1", *[error] * 4)
+    processor = room.run(each=handler, dead_letter="dead", max_messages=1)
+    assert handler.seen == [b"0"] + [b"1"] * 5 + [b"2"]
+    assert room.broker.sent == [b"0", b"1", b"2"]
+    assert room.broker.dead == []
+    assert processor.stats.retries == 4
+
+
+def test_waits_grow_to_their_bound_and_start_anew_after_a_success(room, monkeypatch):
+    monkeypatch.setattr("random.uniform", lambda low, high: high)  # jitter aside
+    room.feed(b"0", b"1")
+    errors = [ValueError()] * 5
+    room.run(each=Failing(b"0", *errors), backoff=(0.5, 3), max_messages=1)
+    assert room.waits == [0.5, 1, 2, 3, 3]
+    room.waits.clear()
+    room.broker.raises["commit"] = [Conflict("one"), Conflict("two")]
+    room.run(each=Failing(b"1", ValueError()), backoff=(0.5, 3), max_messages=1)
+    assert room.waits == [0.5, 1, 0.5]
+
+
+def test_after_retry_for_seconds_it_stops_with_the_handlers_error(room):
+    room.feed(b"0")
+    with pytest.raises(ValueError, match="bad"):
+        room.run(each=Failing(b"0", *[ValueError("bad")] * 1000), retry_for=0)
+    assert room.broker.committed == []
+
+
+def test_an_unexpected_error_outside_the_handler_stops_it(room):
+    room.feed(b"0")
+    room.broker.raises["ack"] = [ZeroDivisionError("a bug")]
+    with pytest.raises(ZeroDivisionError):
+        room.run(each=copy)
+
+
+def test_abort_in_the_handler_brings_the_messages_again(room):
+    room.feed(b"0", b"1")
+    handler = Failing(b"1", Abort())
+    room.run(each=handler)
+    assert room.broker.sent == [b"0", b"1"]
+    assert handler.seen == [b"0", b"1", b"0", b"1"]
+
+
+def test_a_broker_error_that_the_handler_swallows_is_not_lost(room):
+    room.feed(b"0")
+    room.broker.raises["send"] = [BrokerUnavailable("down")]
+
+    def careless(message: Message, txn: Transaction) -> None:
+        with suppress(Exception):
+            copy(message, txn)
+
+    processor = room.run(each=careless)
+    assert room.broker.sent == [b"0"]
+    assert processor.stats.retries == 1
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_a_handler_that_ends_the_transaction_itself_is_refused(room, end):
+    room.feed(b"0")
+    with pytest.raises(InvalidState, match="the handler ended transaction"):
+        room.run(each=lambda message, txn: getattr(txn, end)())
+
+
+# --- poison -----------------------------------------------------------------------------------------------------------
+
+
+def test_poison_goes_to_the_dead_letters_in_the_transaction_of_its_batch(room):
+    room.feed(b"0", b"1", b"2")
+    processor = room.run(each=Failing(b"1", *[Poison("no such customer")] * 2), dead_letter="dead")
+    (committed,) = room.broker.committed
+    assert committed.sent == [("out", b"0"), ("out", b"2"), ("dead", b"1")]
+    assert committed.acked == [0, 1, 2]
+    assert processor.stats == (3, 1, 1, 0, None)
+    assert room.waits == []
+
+
+def test_what_the_handler_sent_for_a_poison_message_is_not_committed(room):
+    room.feed(b"0", b"1")
+
+    def half_way(message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+        if message.value == b"1":
+            raise Poison("only now it shows")
+
+    room.run(each=half_way, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [b"1"])
+
+
+def test_all_poison_of_a_batch_is_found_with_one_abort(room):
+    room.feed(*(b"%d" % n for n in range(9)))
+
+    def odd(message: Message, txn: Transaction) -> None:
+        if int(message.value) % 2:
+            raise ValueError
+        copy(message, txn)
+
+    room.run(each=odd, dead_letter="dead", poison=ValueError)
+    assert room.broker.sent == [b"0", b"2", b"4", b"6", b"8"]
+    assert room.broker.dead == [b"1", b"3", b"5", b"7"]
+    assert room.broker.begun == 2
+
+
+def test_a_dead_letter_is_the_original_with_its_reason(room):
+    room.feed(b"\xff\x00")
+    reader = room.broker.reader
+    headers = Headers([("kind", b"new"), ("raw", b"\xff"), ("txnbridge-dead-reason", b"an older one")])
+
+    def with_headers(*args: Any) -> Reader:
+        made = reader(*args)
+        poll = made.poll
+        made.poll = lambda *a: [m._replace(headers=headers, key=b"\xfe", timestamp=42) for m in poll(*a)]  # type: ignore[method-assign]
+        return made
+
+    room.broker.reader = with_headers  # type: ignore[method-assign]
+    handler = Failing(b"\xff\x00", OSError("down"), *[ValueError("bad\n  value")] * 2)
+    room.run(each=handler, dead_letter=Topic("dead", codecs.json), poison=[ValueError])
+    ((topic, value, key, pairs, partition, timestamp),) = room.broker.committed[0].full
+    assert (topic, value, key, partition, timestamp) == ("dead", b"\xff\x00", b"\xfe", None, None)
+    assert list(pairs) == [
+        ("kind", b"new"),
+        ("raw", b"\xff"),
+        ("txnbridge-dead-reason", b"ValueError: bad value"),
+        ("txnbridge-dead-topic", b"t"),
+        ("txnbridge-dead-partition", b"0"),
+        ("txnbridge-dead-position", b"[0]"),
+        ("txnbridge-dead-timestamp", b"42"),
+        ("txnbridge-dead-group", b"g"),
+        ("txnbridge-dead-attempts", b"2"),
+    ]
+
+
+class BatchHandler:
+    """Copies a batch, unless there is poison in it, which it names or not."""
+
+    def __init__(self, *poison: bytes, names: bool = False) -> None:
+        self.poison = poison
+        self.names = names
+        self.seen: list[list[bytes]] = []
+
+    def __call__(self, batch: Batch, txn: Transaction) -> None:
+        self.seen.append([m.value for m in batch])
+        for message in batch:
+            if message.value in self.poison:
+                raise Poison("bad", message=message if self.names else None)
+            copy(message, txn)
+
+
+def test_poison_in_a_batch_is_found_by_splitting_in_order(room):
+    room.feed(*(b"%d" % n for n in range(8)))
+    handler = BatchHandler(b"5")
+    room.run(batch=handler, dead_letter="dead")
+    assert room.broker.acked == list(range(8))
+    assert room.broker.sent == [b"0", b"1", b"2", b"3", b"4", b"6", b"7"]
+    assert room.broker.dead == [b"5"]
+    assert [committed.acked for committed in room.broker.committed] == [[0, 1, 2, 3], [4], [5], [6, 7]]
+
+
+def test_a_batch_that_is_all_poison_is_set_aside_one_by_one(room):
+    room.feed(b"0", b"1", b"2", b"3")
+    room.run(batch=BatchHandler(b"0", b"1", b"2", b"3"), dead_letter="dead")
+    assert room.broker.dead == [b"0", b"1", b"2", b"3"]
+    assert room.broker.sent == []
+
+
+def test_poison_that_the_batch_handler_names_needs_no_splitting(room):
+    room.feed(*(b"%d" % n for n in range(8)))
+    handler = BatchHandler(b"5", b"6", names=True)
+    room.run(batch=handler, dead_letter="dead")
+    (committed,) = room.broker.committed
+    assert committed.sent == [("out", b"%d" % n) for n in (0, 1, 2, 3, 4, 7)] + [("dead", b"5"), ("dead", b"6")]
+    assert len(handler.seen) == 3
+
+
+def test_a_failure_between_the_parts_of_a_split_batch_loses_and_doubles_nothing(room):
+    room.feed(*(b"%d" % n for n in range(4)))
+    room.broker.raises["commit"] = [TransactionAborted("the first part"), TransactionAborted("the first part again")]
+    room.run(batch=BatchHandler(b"3"), dead_letter="dead")
+    assert room.broker.acked == [0, 1, 2, 3]
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"2"], [b"3"])
+
+
+@pytest.mark.parametrize("settings", [{"each": copy}, {"batch": copy_batch}])
+def test_what_cannot_be_decoded_is_set_aside_raw_and_the_rest_goes_on(room, settings):
+    room.feed(b'"a"', b"{", b'"b"')
+    topic = Topic("t", codecs.json)
+    seen: list[Any] = []
+
+    def note(item: Any, txn: Transaction) -> None:
+        seen.extend(m.value for m in (item if isinstance(item, Batch) else [item]))
+
+    room.run(inputs=topic, dead_letter="dead", **dict.fromkeys(settings, note))
+    assert seen == ["a", "b"]
+    assert room.broker.dead == [b"{"]
+    assert room.broker.begun == len(room.broker.committed) == 1
+
+
+def test_a_registry_that_is_down_is_no_poison(room):
+    room.feed(b"0")
+    errors: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
+
+    class Registry:
+        def encode(self, obj: Any, context: codecs.CodecContext) -> bytes:
+            raise NotImplementedError
+
+        def decode(self, data: bytes, context: codecs.CodecContext) -> Any:
+            if errors:
+                raise errors.pop(0)
+            return data
+
+    room.run(inputs=Topic("t", Registry()), each=copy, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+    assert len(room.waits) == 2
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_broker_error_is_never_taken_for_poison(room, explicit):
+    """Whatever the handler makes of it: a good message may not leave because a broker was down."""
+    room.feed(b"0")
+    room.broker.raises["send"] = [BrokerUnavailable("down")]
+    elsewhere: list[Exception] = [Conflict("of another bridge")]
+
+    def convert(message: Message, txn: Transaction) -> None:
+        try:
+            copy(message, txn)
+            if elsewhere:
+                raise elsewhere.pop()
+        except Exception as error:
+            if explicit:
+                raise Poison("cannot be processed") from error
+            raise ValueError("cannot be processed")  # noqa: B904: a careless handler
+
+    room.run(each=convert, dead_letter="dead", poison=ValueError)
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+    assert len(room.waits) == 2
+
+
+def test_a_refused_output_is_poison_only_if_declared_by_name(room):
+    """A wrong setting (no such topic, too small a limit) would empty the input into the dead letters otherwise."""
+    room.feed(b"0")
+    room.broker.raises["send"] = [InvalidOption("too large")]
+    room.run(each=copy, dead_letter="dead", poison=Exception)
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+    room.broker.raises["send"] = [InvalidOption("too large")]
+    room.run(each=copy, dead_letter="dead", poison=(ValueError, InvalidOption))
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [b"0"])
+
+
+def test_without_a_dead_letter_topic_it_stops_at_the_poison(room):
+    room.feed(b"0", b"1", b"2")
+    with pytest.raises(Poison, match=r"t\[0\] at \(1,\).*no such customer") as raised:
+        room.run(each=Failing(b"1", *[Poison("no such customer")] * 2))
+    assert room.broker.acked == [0]
+    assert raised.value.message.value == b"1"
+
+
+def test_without_a_dead_letter_topic_a_batch_stops_at_the_poison(room):
+    room.feed(*(b"%d" % n for n in range(8)))
+    with pytest.raises(Poison, match="bad"):
+        room.run(batch=BatchHandler(b"5"))
+    assert room.broker.acked == [0, 1, 2, 3, 4]
+
+
+def test_without_a_dead_letter_topic_it_stops_at_what_cannot_be_decoded(room):
+    room.feed(b'"a"', b"{")
+    with pytest.raises(Poison, match="cannot be decoded"):
+        room.run(inputs=Topic("t", codecs.json), batch=lambda batch, txn: None)
+    assert room.broker.acked == [0]
+
+
+def test_too_many_dead_letters_in_a_row_stop_it_and_are_put_back(room):
+    room.feed(b"0", *[b"bad"] * 4)
+    handler = Failing(b"bad", *[Poison("bad")] * 100)
+    with pytest.raises(Poison, match="max_dead_letters_in_a_row"):
+        room.run(each=handler, dead_letter="dead", max_dead_letters_in_a_row=3)
+    assert room.broker.committed == []
+
+
+def test_dead_letters_in_a_row_are_counted_over_transactions(room):
+    room.feed(b"0", *[b"bad"] * 4)
+    handler = Failing(b"bad", *[Poison("bad")] * 100)
+    with pytest.raises(Poison, match="max_dead_letters_in_a_row"):
+        room.run(each=handler, dead_letter="dead", max_dead_letters_in_a_row=3, max_messages=1)
+    assert room.broker.acked == [0, 1, 2, 3]
+    assert len(room.broker.dead) == 3
+
+
+def test_a_good_message_ends_the_row(room):
+    room.feed(b"bad", b"bad", b"0", b"bad", b"bad")
+    handler = Failing(b"bad", *[Poison("bad")] * 100)
+    room.run(each=handler, dead_letter="dead", max_dead_letters_in_a_row=2, max_messages=2)
+    assert len(room.broker.dead) == 4
+
+
+def test_a_dead_letter_that_cannot_be_sent_stops_it(room):
+    room.feed(b"bad")
+    room.broker.raises["send"] = [NotFound("there is no topic 'dead'")]
+    with pytest.raises(NotFound):
+        room.run(each=Failing(b"bad", *[Poison("bad")] * 2), dead_letter="dead")
+    assert room.broker.acked == []
+
+
+def test_logs_and_errors_hold_no_data(room, caplog):
+    caplog.set_level(logging.INFO)
+    room.feed(b"secret", b"secret too")
+    room.run(each=Failing(b"secret", *[ValueError("secret")] * 2), dead_letter="dead", poison=ValueError)
+    processor = room.run(each=Failing(b"secret", KeyError("secret")))
+    room.run(each=copy, inputs=Topic("t", codecs.json), dead_letter="dead")
+    assert "KeyError at" in caplog.text
+    assert "dead letter, ValueError" in caplog.text
+    assert "secret" not in caplog.text + repr(processor) + str(processor.stats)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"each": copy, "batch": copy_batch},
+        {"each": "copy"},
+        {"each": copy, "dead_letter": "t"},
+        {"each": copy, "poison": (BrokerUnavailable,)},
+        {"each": copy, "poison": (KeyboardInterrupt,)},
+        {"each": copy, "poison": ("ValueError",)},
+        {"each": copy, "max_messages": 0},
+        {"each": copy, "max_wait": -1},
+        {"each": copy, "timeout": 0},
+        {"each": copy, "stop_timeout": 0},
+        {"each": copy, "backoff": (0, 1)},
+        {"each": copy, "backoff": (2, 1)},
+        {"each": copy, "retry_for": -1},
+        {"each": copy, "max_dead_letters_in_a_row": -1},
+        {"each": copy, "inputs": []},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(room, settings):
+    with pytest.raises(InvalidOption):
+        room.processor(**settings)
+
+
+def test_without_acknowledgements_in_transactions_it_is_refused(monkeypatch):
+    room = Room(monkeypatch, MemoryBackend({Capability.ATOMIC_ACK: absent("a test says so")}))
+    with room.bridge, pytest.raises(NotSupported, match="a test says so"):
+        room.processor(each=copy)
+
+
+def test_a_missing_topic_is_told_at_the_start(room):
+    with pytest.raises(NotFound):
+        room.run(inputs="missing", each=copy)
+    with pytest.raises(NotFound), room.processor(inputs="missing", each=copy):
+        pass
+
+
+def test_poison_may_name_a_refused_call(room):
+    room.processor(each=copy, poison=UsageError)
+
+
+# --- running and stopping ---------------------------------------------------------------------------------------------
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_until_idle_waits_for_its_partitions(room):
+    room.feed(b"0")
+    room.broker.unassigned_polls = 5
+    room.run(each=copy)
+    assert room.broker.sent == [b"0"]
+
+
+def test_it_tells_its_lag_its_health_and_what_it_did(room):
+    room.feed(b"0", b"1", b"2")
+    seen: list[Any] = []
+    processor = room.processor(each=copy, max_messages=1)
+
+    def look(message: Message, txn: Transaction) -> None:
+        seen.append((processor.healthy, processor.lag, processor.stats.messages))
+
+    processor._each = look
+    assert (processor.healthy, processor.lag) == (False, None)
+    processor.run(until_idle=True)
+    assert seen[0] == (True, None, 0)
+    assert seen[1] == (True, 2, 1)
+    assert (processor.healthy, processor.lag, processor.stats.messages) == (False, 0, 3)
+
+
+def test_it_is_unhealthy_while_it_fails_and_healthy_when_that_is_over(room, monkeypatch):
+    room.feed(b"0", b"1")
+    processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")))
+    health = []
+    monkeypatch.setattr(Processor, "_sleep", lambda processor, seconds: health.append(processor.healthy))
+    with processor:
+        wait_until(lambda: processor.healthy and processor.stats.messages == 2)
+    assert health == [False, False]
+    assert processor.stats.last_error == "ValueError"
+
+
+def test_it_is_unhealthy_when_a_handler_hangs(room, monkeypatch):
+    monkeypatch.setattr("txnbridge._processor._SLACK_SECONDS", 0.0)
+    room.feed(b"0")
+    go_on = threading.Event()
+    with room.processor(each=lambda message, txn: go_on.wait(20), timeout=0.2) as processor:
+        wait_until(lambda: room.broker.begun == 1)
+        wait_until(lambda: not processor.healthy)
+        go_on.set()
+
+
+def test_stop_in_a_handler_ends_it_after_the_transaction(room):
+    room.feed(b"0", b"1", b"2")
+    processor = room.processor(each=copy)
+
+    def stop(message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+        processor.stop()
+
+    processor._each = stop
+    processor.run()
+    assert room.broker.sent == [b"0"]
+    assert room.broker.acked == [0]
+    assert "close" in room.reader.calls
+
+
+def test_a_failure_while_it_stops_is_not_retried(room):
+    room.feed(b"0")
+    processor = room.processor(each=copy)
+
+    def stop_and_fail(message: Message, txn: Transaction) -> None:
+        processor.stop()
+        raise ValueError("bad")
+
+    processor._each = stop_and_fail
+    processor.run()
+    assert room.broker.committed == []
+    assert processor.stats.last_error == "ValueError"
+
+
+def test_a_stop_before_the_start_counts(room):
+    room.feed(b"0")
+    processor = room.processor(each=copy)
+    processor.stop()
+    processor.run()
+    assert room.broker.begun == 0
+
+
+def test_it_runs_once(room):
+    processor = room.run(each=copy)
+    with pytest.raises(InvalidState, match="runs once"):
+        processor.run()
+
+
+def test_a_stop_ends_the_wait_between_retries(room, monkeypatch):
+    monkeypatch.undo()
+    room.feed(b"0")
+    processor = room.processor(each=Failing(b"0", *[ValueError("x")] * 100), backoff=(1000, 1000))
+    started = time.monotonic()
+    with processor:
+        wait_until(lambda: processor.stats.retries == 1)
+    assert time.monotonic() - started < 10
+
+
+def test_the_end_of_its_block_raises_what_ended_the_loop(room):
+    room.feed(b"0")
+    room.broker.raises["begin"] = [Fenced("a newer owner")]
+    with pytest.raises(Fenced), room.processor(each=copy) as processor:
+        wait_until(lambda: "close" in room.reader.calls)
+        assert not processor.healthy
+
+
+def test_an_error_of_the_block_is_not_hidden(room, caplog):
+    room.feed(b"0")
+    room.broker.raises["begin"] = [Fenced("a newer owner")]
+    with pytest.raises(ZeroDivisionError), room.processor(each=copy):
+        wait_until(lambda: "close" in room.reader.calls)
+        raise ZeroDivisionError
+    assert "a newer owner" in caplog.text
+
+
+class Slow:
+    """A handler that takes until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.called = threading.Event()
+        self.go_on = threading.Event()
+        self.after: list[Any] = []
+
+    def __call__(self, message: Message, txn: Transaction) -> None:
+        txn.send("out", b"before")
+        self.called.set()
+        assert self.go_on.wait(30)
+        try:
+            txn.send("out", b"after")
+        except Exception as error:
+            self.after.append(error)
+            raise
+
+
+def test_a_stop_lets_the_handler_finish_in_time(room):
+    room.feed(b"0")
+    slow = Slow()
+    with room.processor(each=slow, stop_timeout=20):
+        assert slow.called.wait(20)
+        threading.Timer(0.2, slow.go_on.set).start()
+    assert room.broker.sent == [b"before", b"after"]
+
+
+def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_deadline(room):
+    room.feed(b"0")
+    slow = Slow()
+    processor = room.processor(each=slow, stop_timeout=0.5)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="did not end within 0.5 s"), processor:
+        assert slow.called.wait(20)
+        started = time.monotonic()
+    assert 0.3 < time.monotonic() - started < 1.5
+    assert "close" in room.reader.calls  # its partitions are free already
+    slow.go_on.set()
+    wait_until(lambda: not processor._thread.is_alive())
+    assert isinstance(slow.after[0], InvalidState)
+    assert room.broker.committed == []
+
+
+def test_a_signal_stops_it_after_the_transaction(room):
+    room.feed(b"0", b"1")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ask(message: Message, txn: Transaction) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        copy(message, txn)
+
+    room.processor(each=ask).run()
+    assert room.broker.sent == [b"0"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_aborts_at_once(room, number, code):
+    room.feed(b"0")
+
+    def ask_twice(message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+        os.kill(os.getpid(), number)
+        with suppress(Exception):
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+
+    with pytest.raises(SystemExit) as raised:
+        room.processor(each=ask_twice).run()
+    assert raised.value.code == code
+    assert room.broker.committed == []
+    assert "close" in room.reader.calls
+
+
+def test_on_the_main_thread_a_handler_that_does_not_end_is_interrupted_at_the_deadline(room):
+    room.feed(b"0")
+    started = 0.0
+
+    def hang(message: Message, txn: Transaction) -> None:
+        nonlocal started
+        copy(message, txn)
+        processor.stop()
+        started = time.monotonic()
+        time.sleep(30)
+
+    processor = room.processor(each=hang, stop_timeout=0.5)
+    with pytest.raises(DeadlineExceeded, match="did not end within 0.5 s"):
+        processor.run()
+    assert time.monotonic() - started < 1.5
+    assert room.broker.committed == []
+
+
+def test_a_handler_cannot_swallow_the_interruption(room):
+    room.feed(b"0")
+
+    def stubborn(message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+        processor.stop()
+        try:
+            time.sleep(30)
+        except BaseException:
+            return
+
+    processor = room.processor(each=stubborn, stop_timeout=0.3)
+    with pytest.raises(DeadlineExceeded):
+        processor.run()
+    assert room.broker.committed == []
+
+
+def test_a_dead_letters_position_is_json(room):
+    room.feed(b"bad")
+    room.run(each=Failing(b"bad", *[Poison()] * 2), dead_letter="dead")
+    headers = dict(room.broker.committed[0].full[0][3])
+    assert json.loads(headers["txnbridge-dead-position"]) == [0]
+    assert headers["txnbridge-dead-reason"] == b"Poison"
