@@ -231,7 +231,7 @@ def test_outputs_and_acknowledgements_are_one_transaction(room):
 
 def test_a_batch_handler_gets_the_whole_batch(room):
     room.feed(b"0", b"1", b"2")
-    seen = []
+    seen: list[Any] = []
     room.run(batch=lambda batch, txn: seen.append(len(batch)))
     assert seen == [3]
     assert room.broker.acked == [0, 1, 2]
@@ -239,14 +239,14 @@ def test_a_batch_handler_gets_the_whole_batch(room):
 
 def test_a_batch_is_no_larger_than_max_messages(room):
     room.feed(*(b"%d" % n for n in range(7)))
-    seen = []
+    seen: list[Any] = []
     room.run(batch=lambda batch, txn: seen.append(len(batch)), max_messages=3)
     assert seen == [3, 3, 1]
 
 
 def test_a_batch_waits_max_wait_seconds_for_more(room):
     room.feed(b"0")
-    seen = []
+    seen: list[Any] = []
     processor = room.processor(batch=lambda batch, txn: seen.append(len(batch)), max_wait=30, max_messages=2)
     with processor:
         wait_until(lambda: bool(room.broker.readers) and not any(room.reader.lag(Deadline(1)).values()))
@@ -278,7 +278,7 @@ def test_slow_messages_get_smaller_transactions_instead_of_a_missed_deadline(roo
 
 def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
     room.feed(b"0")
-    seen = []
+    seen: list[Any] = []
 
     def note(batch: Batch, txn: Transaction) -> None:
         seen.extend(m.value for m in batch)
@@ -474,12 +474,13 @@ def test_a_dead_letter_is_the_original_with_its_reason(room):
     headers = Headers([("kind", b"new"), ("raw", b"\xff"), ("txnbridge-dead-reason", b"an older one")])
 
     def with_headers(*args: Any) -> Reader:
-        made = reader(*args)
+        made: Reader = reader(*args)
         poll = made.poll
-        made.poll = lambda *a: [m._replace(headers=headers, key=b"\xfe", timestamp=42) for m in poll(*a)]  # type: ignore[method-assign]
+        replaced: dict[str, Any] = {"headers": headers, "key": b"\xfe", "timestamp": 42}
+        made.poll = lambda *args: [m._replace(**replaced) for m in poll(*args)]  # type: ignore[method-assign]
         return made
 
-    room.broker.reader = with_headers  # type: ignore[method-assign]
+    room.broker.reader = with_headers
     handler = Failing(b"\xff\x00", OSError("down"), *[ValueError("bad\n  value")] * 2)
     room.run(each=handler, dead_letter=Topic("dead", codecs.json), poison=[ValueError])
     ((topic, value, key, pairs, partition, timestamp),) = room.broker.committed[0].full
@@ -595,7 +596,7 @@ def test_a_broker_error_is_never_taken_for_poison(room, explicit):
         except Exception as error:
             if explicit:
                 raise Poison("cannot be processed") from error
-            raise ValueError("cannot be processed")  # noqa: B904: a careless handler
+            raise ValueError("cannot be processed")  # noqa: B904
 
     room.run(each=convert, dead_letter="dead", poison=ValueError)
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
@@ -881,7 +882,7 @@ def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_de
     slow = Slow()
     processor = room.processor(each=slow, stop_timeout=0.5)
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="did not end within 0.5 s"), processor:
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"), processor:
         assert slow.called.wait(20)
         started = time.monotonic()
     assert 0.3 < time.monotonic() - started < 1.5
@@ -935,7 +936,7 @@ def test_on_the_main_thread_a_handler_that_does_not_end_is_interrupted_at_the_de
         time.sleep(30)
 
     processor = room.processor(each=hang, stop_timeout=0.5)
-    with pytest.raises(DeadlineExceeded, match="did not end within 0.5 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"):
         processor.run()
     assert time.monotonic() - started < 1.5
     assert room.broker.committed == []
