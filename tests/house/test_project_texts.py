@@ -49,6 +49,12 @@ def commands(readme: str) -> dict[str, str]:
     return dict(re.findall(r"^<!-- command: (\w+) -->\n```bash\n(.+)\n```$", readme, re.MULTILINE))
 
 
+def broken_links(page: Path) -> list[str]:
+    """The links of a page to files of the project that are not there."""
+    targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())
+    return [target for target in targets if not (page.parent / target).exists()]
+
+
 def test_no_file_names_a_machine_path_or_a_registry():
     texts = {path: path.read_bytes() for path in project_files()}
     assert len(texts) > 10
@@ -75,6 +81,18 @@ def test_the_readme_has_its_two_commands_each_in_one_line():
         "demo": f"{prepare} . && .venv/bin/txnbridge demo",
         "tests": f"{prepare} '.[test]' && .venv/bin/pytest",
     }
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    pages = [path for path in project_files() if path.suffix == ".md"]
+    broken = {page.relative_to(ROOT): links for page in pages if (links := broken_links(page))}
+    assert broken == {}
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("[a](page.md#top) [b](gone.md#top) [c](https://example.org/gone) [d](#here) [e](gone/x.md)")
+    assert broken_links(page) == ["gone.md", "gone/x.md"]
 
 
 def test_every_changelog_fragment_is_well_formed():
