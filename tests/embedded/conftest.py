@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.embedded.kit import open_broker
+from txnbridge.spi import Deadline
+from txnbridge_embedded.broker import EmbeddedBroker
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where the test's file is."""
+    return tmp_path / "broker.db"
+
+
+@pytest.fixture
+def opened(path: Path) -> Iterator[Callable[..., EmbeddedBroker]]:
+    """Open the test's file (or another, `at=`) as often as needed; all are closed at the end."""
+    brokers: list[EmbeddedBroker] = []
+
+    def open_one(at: Path | None = None, **options: Any) -> EmbeddedBroker:
+        brokers.append(open_broker(at or path, **options))
+        return brokers[-1]
+
+    yield open_one
+    for broker in reversed(brokers):
+        broker.close(Deadline(10))
+
+
+@pytest.fixture
+def broker(opened: Callable[..., EmbeddedBroker]) -> EmbeddedBroker:
+    """One broker on the test's file."""
+    return opened()

@@ -1,0 +1,137 @@
+"""The embedded broker through its contract, without the core: what these tests share."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from txnbridge.spi import (
+    Begin,
+    Broker,
+    Context,
+    Deadline,
+    Emitter,
+    Identity,
+    Message,
+    Partition,
+    ReaderListener,
+    Subscription,
+    Token,
+    Url,
+    Writer,
+)
+from txnbridge_embedded.backend import EmbeddedBackend
+from txnbridge_embedded.broker import EmbeddedBroker
+
+NO_LEDGER: Any = None  # this broker keeps its evidence itself
+
+
+def open_broker(
+    path: Path | str,
+    *,
+    timeout: float = 10,
+    create_topics: int | None = None,
+    listener: Callable[[Any], object] | None = None,
+    **options: Any,
+) -> EmbeddedBroker:
+    """A broker on a file, as the core would open it."""
+    backend = EmbeddedBackend()
+    events = Emitter("test", [listener] if listener else [])
+    context = Context("test", events, "test", timeout, None, create_topics)
+    complete = {name: option.default for name, option in backend.options.items()} | options
+    return backend.open(Url("embedded", (), str(path), f"embedded:{path}"), complete, context, Deadline(timeout))
+
+
+def identity(name: str | None = None, host: str = "here pid 1") -> Identity:
+    return Identity(name or f"anonymous-{secrets.token_hex(4)}", name is not None, "test", host)
+
+
+def open_writer(broker: Broker, name: str | None = None, host: str = "here pid 1", timeout: float = 10) -> Writer:
+    """A plain writer; with a name that name is opened, which fences its older owner."""
+    return broker.open_writers(identity(name, host), 1, NO_LEDGER, Deadline(timeout))[0]
+
+
+def open_preparing(broker: Broker, name: str | None = None, host: str = "here pid 1") -> Writer:
+    return broker.prepare_writer(identity(name, host), NO_LEDGER, Deadline(10))
+
+
+_numbers = itertools.count(1)
+
+
+def begin(writer: Writer, timeout: float = 10, hold: float | None = None, prepare: bool = False) -> str:
+    """Begin a transaction and return its id."""
+    transaction = f"transaction-{secrets.token_hex(4)}-{next(_numbers)}"
+    writer.begin(Begin(transaction, Deadline(timeout), prepare, hold))
+    return transaction
+
+
+def send(writer: Writer, topic: str, *values: bytes | None, partition: int | None = None) -> None:
+    for value in values:
+        writer.send(topic, value, None, None, partition, None)
+
+
+def commit(writer: Writer, topic: str, *values: bytes | None) -> None:
+    """One whole transaction."""
+    begin(writer)
+    send(writer, topic, *values)
+    writer.commit(Deadline(10))
+
+
+def prepare(broker: Broker, topic: str, *values: bytes, name: str | None = None, hold: float | None = None) -> Token:
+    """One prepared transaction, whose writer is gone."""
+    writer = open_preparing(broker, name)
+    transaction = begin(writer, hold=hold, prepare=True)
+    send(writer, topic, *values)
+    writer.prepare(Deadline(10))
+    token = token_of(broker, writer, transaction, prepared=True)
+    writer.close()
+    return token
+
+
+def token_of(broker: Broker, writer: Writer, transaction: str, *, prepared: bool = False) -> Token:
+    evidence = writer.evidence()
+    return Token(
+        "embedded", broker.cluster, transaction, evidence.how, prepared, evidence.expires_at, evidence.messages
+    )
+
+
+class Silent(ReaderListener):
+    """A reader's listener that does nothing."""
+
+    def assigned(self, partition: Partition) -> object:
+        return None
+
+    def revoking(self, partitions: Sequence[Partition]) -> None:
+        pass
+
+    def lost(self, partitions: Sequence[Partition]) -> None:
+        pass
+
+
+def read(broker: Broker, topic: str) -> list[Message]:
+    """Every committed message of a topic that can be read now, partition by partition."""
+    reader = broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+    try:
+        found: list[Message] = []
+        while any(reader.lag(Deadline(10)).values()):
+            found += reader.poll(1000, Deadline(10))
+        return sorted(found, key=lambda message: (message.partition, message.position))
+    finally:
+        reader.close(Deadline(10))
+
+
+def values(broker: Broker, topic: str) -> list[Any]:
+    return [message.value for message in read(broker, topic)]
+
+
+def offsets(broker: Broker, topic: str) -> list[int]:
+    return [message.position[0] for message in read(broker, topic)]
+
+
+def rows(broker: EmbeddedBroker, query: str, *parameters: object) -> list[tuple[Any, ...]]:
+    """What the file itself says."""
+    with broker.session(Deadline(10)) as connection, broker.store.reading(connection, Deadline(10)):
+        return connection.execute(query, parameters).fetchall()
