@@ -217,12 +217,13 @@ class PlainWriter(EmbeddedWriter):
     ) -> None:
         super().__init__(store, settings, events, owner)
         self.instance = instance
-        self._stale = False  # the instance is retired or in doubt, or somebody has a token of what it did not commit
+        self._stale = False  # the instance is retired or in doubt
         self._how: dict[str, Any] = {}
         self._closed = closed
 
     def begin(self, begin: Begin) -> None:
-        if self._stale:
+        # A number that a token names is not given to another transaction.
+        if self._stale or self.instance.told:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}
@@ -246,7 +247,6 @@ class PlainWriter(EmbeddedWriter):
             self._look_what_happened(error, deadline)
         except TxnBridgeError as error:
             aborted = self._aborted(error)
-            self._stale = self.instance.told
             self._let_go(deadline)
             raise aborted from (error.__cause__ or error)
         else:
@@ -284,7 +284,6 @@ class PlainWriter(EmbeddedWriter):
         raise aborted from error.__cause__
 
     def abort(self, deadline: Deadline) -> None:
-        self._stale = self._stale or self.instance.told
         self._let_go(deadline)
 
     def reopen(self, deadline: Deadline) -> None:
