@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Partition, Position
-from txnbridge_embedded.ranges import Range, runs
+from txnbridge_embedded.ranges import Range, merged, runs
 from txnbridge_embedded.store import OFFSET_BITS
 
 NEVER = 1 << 62  # a lease until then is held by a prepared transaction: only its end frees the message
@@ -99,6 +99,38 @@ def forget_returned(connection: sqlite3.Connection, group_id: int, partition_id:
         "DELETE FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < 0 AND last < ?",
         (group_id, partition_id, below),
     )
+
+
+def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> list[Range]:
+    """What of a partition is acknowledged or reserved beyond the group's position."""
+    rows = connection.execute(
+        "SELECT first, last FROM acks WHERE group_id = :group AND partition_id = :partition UNION ALL"
+        " SELECT first, last FROM pending_acks WHERE group_id = :group AND partition_id = :partition AND number > 0",
+        {"group": group_id, "partition": partition_id},
+    )
+    return merged(rows)
+
+
+def returned(connection: sqlite3.Connection, group_id: int, partition_id: int, rewinds: int) -> list[Range]:
+    """What aborted prepared transactions have given back since `positions.rewinds` was so much."""
+    rows = connection.execute(
+        "SELECT first, last FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < ?",
+        (group_id, partition_id, -rewinds),
+    )
+    return merged(rows)
+
+
+def skip_to(connection: sqlite3.Connection, group_id: int, partition_id: int, offset: int) -> None:
+    """Give up what lies below an offset, because retention has removed it."""
+    connection.execute(
+        "DELETE FROM leases WHERE group_id = ? AND partition_id = ? AND offset < ? AND until < ?",
+        (group_id, partition_id, offset, NEVER),
+    )
+    (reached,) = connection.execute(
+        "SELECT next FROM positions WHERE group_id = ? AND partition_id = ?", (group_id, partition_id)
+    ).fetchone()
+    if reached < offset:
+        advance(connection, group_id, partition_id, offset)
 
 
 class _Acks:

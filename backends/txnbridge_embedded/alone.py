@@ -1,0 +1,66 @@
+"""Reading without a group: every partition, with a position that only the reader knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from txnbridge.errors import InvalidState
+from txnbridge.spi import Deadline, Partition, Position
+from txnbridge_embedded.cursor import Bounds, Cursor, count_between, first_since, read_bounds
+from txnbridge_embedded.polling import PollingReader
+
+
+class LoneReader(PollingReader):
+    """A reader without a group."""
+
+    def _open(self, deadline: Deadline) -> None:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics)
+        self._add(Cursor(found, self._first_offset(found, deadline), self._owner()) for found in bounds.values())
+
+    def _first_offset(self, bounds: Bounds, deadline: Deadline) -> int:
+        match self._subscription.start:
+            case "earliest":
+                return bounds.kept
+            case "latest":
+                return bounds.end
+            case timestamp:
+                return first_since(self._store, self._connection, bounds, int(timestamp), deadline)
+
+    def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics)
+        # A topic may have been deleted and made anew: its partitions are others then, called the same.
+        self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
+        # What is new since the start is read from its beginning, whatever the start was: it has all come since then.
+        self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
+        for partition, cursor in self._cursors.items():
+            cursor.bounds = bounds[partition]
+        return bounds
+
+    def _owner(self) -> str:
+        return "this reader's position"
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        self._look(deadline)
+        for cursor in self._cursors.values():
+            cursor.replay(first_since(self._store, self._connection, cursor.bounds, timestamp, deadline))
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        raise InvalidState("a reader without a group has nothing to give back; seek goes back")
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics)
+            return {
+                partition: count_between(connection, bounds[partition], cursor.position, ())
+                for partition, cursor in self._cursors.items()
+                if partition in bounds
+            }
+
+    def ack_context(self) -> object:
+        return None
+
+    def close(self, deadline: Deadline) -> None:
+        self._cursors.clear()
+        self._connection.close()

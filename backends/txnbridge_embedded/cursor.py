@@ -1,0 +1,225 @@
+"""One partition as one reader sees it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from txnbridge.errors import PositionLost
+from txnbridge.spi import NO_HEADERS, Deadline, Message, Partition
+from txnbridge_embedded import headers
+from txnbridge_embedded.ranges import Range, merged, without
+from txnbridge_embedded.store import MAX_OFFSET, OFFSET_BITS, Connection, Store
+
+# Rows are fetched in portions, each larger than the one before as long as they are small, so that a few large messages
+# do not fill the memory.
+_FIRST_ROWS = 4
+_SAMPLES = 16
+_SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms
+_COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
+
+Row = tuple[int, int, bytes | None, str | None, bytes | None]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What can be read of a partition: offsets from `kept`, the first that retention has left, to `end`, which is
+    where the first undecided message is or the next one will be. Nothing below `end` changes any more.
+
+    `position` and `rewinds` are the group's; `held_by` is the number of the transaction that holds readers back.
+    """
+
+    id: int
+    partition: Partition
+    kept: int
+    end: int
+    held_by: int | None
+    position: int | None
+    rewinds: int | None
+
+
+def read_bounds(
+    connection: sqlite3.Connection, topics: Iterable[str], group_id: int | None = None
+) -> dict[Partition, Bounds]:
+    """The bounds of every partition of some topics, to be called within a snapshot. A missing topic has none."""
+    names = tuple(topics)
+    rows = connection.execute(
+        "SELECT p.id, t.name, p.number, p.first, p.next, u.first, u.number, q.next, q.rewinds"
+        " FROM topics t JOIN partitions p ON p.topic_id = t.id"
+        " LEFT JOIN positions q ON q.group_id = ? AND q.partition_id = p.id"
+        " LEFT JOIN undecided u ON u.partition_id = p.id"
+        "  AND u.first = (SELECT min(first) FROM undecided WHERE partition_id = p.id)"
+        f" WHERE t.name IN ({', '.join('?' * len(names))}) ORDER BY t.name, p.number",
+        (group_id, *names),
+    )
+    return {
+        (topic, number): Bounds(id, (topic, number), kept, next if held is None else held, held_by, position, rewinds)
+        for id, topic, number, kept, next, held, held_by, position, rewinds in rows
+    }
+
+
+def first_since(store: Store, connection: Connection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
+    """The offset of the first message stamped at or after a time, else the end: a search from the start."""
+    base = bounds.id << OFFSET_BITS
+    for start in range(bounds.kept, bounds.end, _SCAN_ROWS):
+        deadline.check(f"the search for {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
+        with store.reading(connection, deadline):
+            row = connection.execute(
+                "SELECT id FROM messages WHERE id >= ? AND id < ? AND timestamp >= ? ORDER BY id LIMIT 1",
+                (base + start, base + min(start + _SCAN_ROWS, bounds.end), timestamp),
+            ).fetchone()
+        if row is not None:
+            return int(row[0]) - base
+    return bounds.end
+
+
+def count_between(connection: sqlite3.Connection, bounds: Bounds, first: int, taken: Iterable[Range]) -> int:
+    """How many offsets from `first` on can still be read, without those taken: no more than up to the last message,
+    so that what an aborted transaction left at the end does not count for ever."""
+    base = bounds.id << OFFSET_BITS
+    first = max(first, bounds.kept)
+    (last,) = connection.execute(
+        "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + first, base + bounds.end)
+    ).fetchone()
+    if last is None:
+        return 0
+    return sum(stop - start + 1 for start, stop in without([(first, last - base)], taken))
+
+
+class Cursor:
+    """Where a reader is in one partition, and what it has to leave out or deliver again there."""
+
+    def __init__(self, bounds: Bounds, next: int, owner: str, epoch: int = 0) -> None:
+        self.id = bounds.id
+        self.partition = bounds.partition
+        self.bounds = bounds
+        self.epoch = epoch
+        self.source: object = None
+        self.paused = False
+        self.lost = False  # retention has passed it, and the reader's user has been told
+        self.next = next  # the next offset to read
+        self.taken: list[Range] = []  # offsets from there on that are acknowledged or reserved
+        self._owner = owner
+        self._again: list[Range] = []  # offsets below `next` that are to be delivered again
+        self._handed = next  # what lies below was handed out before
+        self._times: dict[int, int] = {}  # how often, where more than once
+
+    @property
+    def position(self) -> int:
+        """The lowest offset that may still come."""
+        return self._again[0][0] if self._again else self.next
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to read."""
+        while self.taken and self.taken[0][0] <= self.next:
+            self.next = max(self.next, self.taken.pop(0)[1] + 1)
+        return not self.paused and (bool(self._again) or self.next < self.bounds.end)
+
+    def seek(self, offset: int) -> None:
+        """Go on from here. What was handed out already and comes again counts as delivered again."""
+        self.next = offset
+        self.lost = False
+        self._again = list(without(self._again, [(offset, MAX_OFFSET)]))
+
+    def replay(self, offset: int) -> None:
+        """Go on from here as if nothing had been read yet."""
+        self.seek(offset)
+        self._handed = offset
+
+    def repeat(self, ranges: Iterable[Range]) -> None:
+        """Deliver these again, as far as they were passed already; the rest comes anyway."""
+        passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
+        self._again = merged([*self._again, *passed])
+
+    def forget_below(self, offset: int) -> None:
+        """Keep no counts of what is acknowledged."""
+        if len(self._times) > _COUNTS:
+            self._times = {key: count for key, count in self._times.items() if key >= offset}
+
+    def take(self, connection: sqlite3.Connection, limit: int, room: int) -> tuple[list[Message], int]:
+        """The next messages and their bytes, those to be delivered again first; perhaps none although it was `ready`.
+
+        Raises `PositionLost` if retention has taken the next one.
+        """
+        if self._again:
+            first, last = self._again[0]
+            rows, size, reached = self._read(connection, first, last + 1, limit, room)
+            self._again = list(without(self._again, [(first, reached - 1)]))
+        else:
+            stop = min(self.taken[0][0], self.bounds.end) if self.taken else self.bounds.end
+            rows, size, reached = self._read(connection, self.next, stop, limit, room)
+            self.next = reached
+        messages = self._messages(rows)
+        self._handed = max(self._handed, reached)
+        return messages, size
+
+    def _read(
+        self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
+    ) -> tuple[list[Row], int, int]:
+        """Rows from `first` to before `stop`, their bytes, and where to go on."""
+        base = self.id << OFFSET_BITS
+        rows, size, complete = read_rows(connection, base + first, base + stop, limit, room)
+        if not rows or rows[0][0] != base + first:
+            # An aborted transaction left a gap here, or retention did, and then perhaps of messages never delivered.
+            self._check_kept(connection, first)
+        return rows, size, stop if complete else rows[-1][0] - base + 1
+
+    def _check_kept(self, connection: sqlite3.Connection, first: int) -> None:
+        row = connection.execute("SELECT first FROM partitions WHERE id = ?", (self.id,)).fetchone()
+        if row is not None and first < row[0]:
+            self.lost = True
+            raise position_lost(self._owner, self.partition, first, row[0])
+
+    def _messages(self, rows: list[Row]) -> list[Message]:
+        topic, number = self.partition
+        base = self.id << OFFSET_BITS
+        source, new, none, unpack = self.source, tuple.__new__, NO_HEADERS, headers.unpack
+        if not rows or rows[0][0] - base >= self._handed:
+            # This runs for nearly every message, and tuple.__new__ is much faster than Message(...).
+            return [
+                new(Message, (topic, number, (id - base,), key, value, none if h is None else unpack(h), at, 1, source))
+                for id, at, key, h, value in rows
+            ]
+        return [
+            Message(topic, number, (id - base,), key, value, unpack(h), at, self._count(id - base), source)
+            for id, at, key, h, value in rows
+        ]
+
+    def _count(self, offset: int) -> int:
+        if offset >= self._handed:
+            return 1
+        count = self._times[offset] = self._times.get(offset, 1) + 1
+        return count
+
+
+def position_lost(owner: str, partition: Partition, position: int, kept: int) -> PositionLost:
+    """The error for a position that retention has passed; `owner` is whose position."""
+    topic, number = partition
+    return PositionLost(
+        f"{owner} is {position} in {topic}[{number}], but retention has removed everything before {kept}."
+        f" Nothing was skipped: seek({{({topic!r}, {number}): ({kept},)}}) goes on there without what is gone"
+    )
+
+
+def read_rows(
+    connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
+) -> tuple[list[Row], int, bool]:
+    """Rows by id, about how many bytes they are, and whether they are all; fewer than `limit` where they are large."""
+    cursor = connection.execute(
+        "SELECT id, timestamp, key, headers, value FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
+        (first, stop, limit),
+    )
+    rows: list[Row] = []
+    size, ask = 0, _FIRST_ROWS
+    while more := cursor.fetchmany(ask):
+        rows += more
+        # Some of them tell for all: looking at each would cost a tenth of the time that reading takes.
+        step = len(more) // _SAMPLES + 1
+        size += step * sum([len(row[4] or b"") for row in more[::step]])
+        if size >= room:
+            cursor.close()
+            return rows, size, False
+        ask *= 8
+    return rows, size, len(rows) < limit

@@ -1,0 +1,104 @@
+"""What readers in a group have in common: they join, keep their lease, are expelled, join again and leave."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+
+from txnbridge.spi import Deadline, Partition
+from txnbridge_embedded import groups, members
+from txnbridge_embedded.cursor import Bounds, Cursor, count_between, first_since, read_bounds
+from txnbridge_embedded.groups import AckContext
+from txnbridge_embedded.polling import PollingReader
+from txnbridge_embedded.store import Connection, now_ms
+
+
+class GroupReader(PollingReader):
+    """One member of a group."""
+
+    def _open(self, deadline: Deadline) -> None:
+        self._lease_ms = int(self._settings.lease_seconds * 1000)
+        self._group = str(self._subscription.group)
+        self._group_id = -1
+        self._context: AckContext | None = None
+        self._join(deadline)
+        self._heartbeat = members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
+        # For one that is dropped without `close`. (Not at exit, where it could run in a forked child.)
+        weakref.finalize(self, self._heartbeat.stop).atexit = False
+
+    def _join(self, deadline: Deadline) -> None:
+        now = now_ms()
+        topics, start = self._subscription.topics, self._subscription.start
+        found = self._search(start, deadline) if isinstance(start, int) else None
+        with self._writing("join", deadline) as connection:
+            self._group_id = members.enter_group(connection, self._group, self._subscription.sharing)
+            members.record_starts(connection, self._group_id, topics, start, found)
+            self._member = members.add_member(connection, self._group_id, topics, self._lease_ms)
+            self._share_out(connection, now)
+
+    def _search(self, timestamp: int, deadline: Deadline) -> dict[int, int]:
+        """Where a time is in each partition, by id."""
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics)
+        return {b.id: first_since(self._store, self._connection, b, timestamp, deadline) for b in bounds.values()}
+
+    def _join_again(self, deadline: Deadline) -> None:
+        """After others took this member for dead: as a new one, because nothing of the old one counts any more."""
+        self._lose(list(self._cursors))
+        self._join(deadline)
+        self._heartbeat.member = self._member
+
+    def _is_member(self, connection: Connection) -> bool:
+        return connection.execute("SELECT 1 FROM members WHERE id = ?", (self._member,)).fetchone() is not None
+
+    @abstractmethod
+    def _share_out(self, connection: Connection, now: int) -> None:
+        """Inside a write transaction: bring the group's members and what they have up to date."""
+
+    @abstractmethod
+    def _held(self) -> Mapping[Partition, tuple[int, int]]:
+        """The id and the epoch of each partition, for acknowledgements."""
+
+    def ack_context(self) -> AckContext:
+        if self._context is None:
+            sharing = self._subscription.sharing
+            self._context = AckContext(self._group_id, self._group, sharing, self._member, self._held())
+        return self._context
+
+    def _add(self, cursors: Iterable[Cursor]) -> None:
+        self._context = None
+        super()._add(cursors)
+
+    def _forget(self, partitions: Iterable[Partition]) -> None:
+        self._context = None
+        super()._forget(partitions)
+
+    def _owner(self) -> str:
+        return f"the position of group {self._group!r}"
+
+    def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
+        """Let the group go on at what retention has left, because its user has been told and says so."""
+        with self._writing("seek", deadline) as connection:
+            groups.skip_to(connection, self._group_id, partition_id, kept)
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics, self._group_id)
+            return {p: self._lag(connection, bounds[p]) for p in self._cursors if p in bounds}
+
+    def _lag(self, connection: Connection, bounds: Bounds) -> int:
+        taken = groups.taken(connection, self._group_id, bounds.id)
+        return count_between(connection, bounds, bounds.position or 0, taken)
+
+    def close(self, deadline: Deadline) -> None:
+        self._heartbeat.stop()
+        try:
+            now = now_ms()
+            with self._writing("leave", deadline) as connection:
+                members.remove_members(connection, self._group_id, [self._member])
+                self._share_out(connection, now)
+        finally:
+            self._cursors.clear()
+            self._connection.close()
+            self._heartbeat.join(deadline)

@@ -1,0 +1,232 @@
+"""Who is in a group, and which member has which partition.
+
+A member holds a lease that a thread of its own renews. Whoever looks and finds a change (a member came, went or let
+its lease run out, a topic grew) shares the partitions out again. One that should move is only marked as wanted at
+first: its owner sees that when it polls, ends what it is doing and releases it. If it does not in the time of a lease,
+the other takes it by force. Each giving raises the partition's epoch, so that acknowledgements of older ones are
+refused.
+
+The functions run inside a write transaction. Their `now` is from before the wait for it: a member that could not renew
+its lease because it waited for the same file is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from txnbridge.errors import InvalidOption, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_embedded import groups
+from txnbridge_embedded.assignment import assign
+from txnbridge_embedded.cursor import read_bounds
+from txnbridge_embedded.store import Connection, Store, now_ms
+
+_log = logging.getLogger("txnbridge.embedded")
+
+
+@dataclass(frozen=True)
+class Held:
+    """One row of `assignments`: who has a partition, since which giving, and who should have it."""
+
+    member: str | None
+    epoch: int
+    wanted: str | None = None
+    wanted_since: int | None = None
+
+    def is_overdue(self, now: int, lease_ms: int) -> bool:
+        """Whether the owner has had the time to release it."""
+        return self.wanted_since is not None and self.wanted_since + lease_ms <= now
+
+
+def enter_group(connection: sqlite3.Connection, name: str, sharing: str) -> int:
+    """The id of a group, made at its first use. Raises `InvalidOption` for another sharing than it was made with."""
+    connection.execute("INSERT INTO groups(name, sharing) VALUES (?, ?) ON CONFLICT DO NOTHING", (name, sharing))
+    group_id, made_with = connection.execute("SELECT id, sharing FROM groups WHERE name = ?", (name,)).fetchone()
+    if made_with != sharing:
+        raise InvalidOption(
+            f"group {name!r} was made with sharing={made_with!r}, which cannot change; join it so, or use another name"
+        )
+    return int(group_id)
+
+
+def record_starts(
+    connection: sqlite3.Connection,
+    group_id: int,
+    topics: Iterable[str],
+    start: str | int = "earliest",
+    found: Mapping[int, int] | None = None,
+) -> None:
+    """Record where the group begins in each partition where that is not recorded yet.
+
+    `start` counts for topics of which the group has never read: "earliest", "latest" or a time, for which `found` says
+    where it is in each partition. What has been added to a topic since then is read from its beginning.
+    """
+    bounds = read_bounds(connection, topics, group_id)
+    known = {topic for (topic, _), b in bounds.items() if b.position is not None}
+    for (topic, _), b in bounds.items():
+        if b.position is not None:
+            continue
+        if topic in known:
+            offset = 0
+        elif start == "earliest":
+            offset = b.kept
+        else:
+            offset = (found or {}).get(b.id, b.end)
+        connection.execute(
+            "INSERT INTO positions(group_id, partition_id, next) VALUES (?, ?, ?)", (group_id, b.id, offset)
+        )
+
+
+def add_member(connection: sqlite3.Connection, group_id: int, topics: Sequence[str], lease_ms: int) -> str:
+    """Enter a new member; its name is never used again, not even if the same reader has to join again."""
+    member, now = secrets.token_hex(8), now_ms()
+    connection.execute(
+        "INSERT INTO members VALUES (?, ?, ?, ?, ?, ?)",
+        (member, group_id, json.dumps(topics), f"{socket.gethostname()}:{os.getpid()}", now + lease_ms, now),
+    )
+    return member
+
+
+def remove_members(connection: sqlite3.Connection, group_id: int, members: Iterable[str]) -> None:
+    """Let members go; their partitions are shared out next, and what was lent to them can be lent to others at once."""
+    for member in members:
+        connection.execute("DELETE FROM members WHERE id = ?", (member,))
+        connection.execute("UPDATE leases SET until = 0 WHERE group_id = ? AND member = ?", (group_id, member))
+
+
+def expired_members(connection: sqlite3.Connection, group_id: int, now: int) -> list[str]:
+    rows = connection.execute("SELECT id FROM members WHERE group_id = ? AND expires_at < ?", (group_id, now))
+    return [member for (member,) in rows]
+
+
+def release(connection: sqlite3.Connection, group_id: int, member: str, partition_ids: Iterable[int]) -> None:
+    """Give partitions up; they are shared out next."""
+    connection.executemany(
+        "UPDATE assignments SET member = NULL WHERE group_id = ? AND member = ? AND partition_id = ?",
+        ((group_id, member, partition_id) for partition_id in partition_ids),
+    )
+
+
+def tidy(connection: sqlite3.Connection, group_id: int, now: int) -> dict[str, list[str]]:
+    """Expel the dead and take in new partitions; the topics of each member that is left."""
+    remove_members(connection, group_id, expired_members(connection, group_id, now))
+    rows = connection.execute("SELECT id, topics FROM members WHERE group_id = ?", (group_id,))
+    members: dict[str, list[str]] = {member: json.loads(topics) for member, topics in rows}
+    record_starts(connection, group_id, set().union(*members.values()))
+    return members
+
+
+def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms: int) -> None:
+    """Tidy up, and give every partition to whom it should belong, as far as it is free."""
+    members = tidy(connection, group_id, now)
+    topics = set().union(*members.values())
+    partitions = _partitions(connection, topics)
+    names = {name: number for number, name in enumerate(sorted(topics))}
+    held = read_assignments(connection, group_id)
+    target = assign(
+        {member: [names[topic] for topic in read] for member, read in members.items()},
+        {id: names[topic] for id, topic in partitions.items()},
+        _intended(held, members),
+    )
+    for id in partitions:
+        before = held.get(id, Held(None, 0))
+        after = _next_holder(before, target[id], before.member in members, now, lease_ms)
+        if after != before:
+            _store(connection, group_id, id, after)
+            if after.epoch != before.epoch:
+                groups.forget_returned(connection, group_id, id)  # the new owner reads everything from the position on
+    connection.execute("UPDATE groups SET generation = generation + 1 WHERE id = ?", (group_id,))
+
+
+def _intended(held: Mapping[int, Held], members: Mapping[str, object]) -> dict[int, str]:
+    """Who shall have each partition according to the last sharing, so that a move in progress is not taken back."""
+    intended = {}
+    for id, row in held.items():
+        for candidate in (row.wanted, row.member):
+            if candidate in members:
+                intended[id] = str(candidate)
+                break
+    return intended
+
+
+def _next_holder(row: Held, target: str, owner_lives: bool, now: int, lease_ms: int) -> Held:
+    if owner_lives and target == row.member:
+        return Held(row.member, row.epoch)
+    if not owner_lives or row.is_overdue(now, lease_ms):
+        return Held(target, row.epoch + 1)
+    # A move that has been asked for keeps its time, whoever is to have the partition now.
+    return Held(row.member, row.epoch, target, now if row.wanted_since is None else row.wanted_since)
+
+
+def _store(connection: sqlite3.Connection, group_id: int, partition_id: int, row: Held) -> None:
+    connection.execute(
+        "INSERT OR REPLACE INTO assignments VALUES (?, ?, ?, ?, ?, ?)",
+        (group_id, partition_id, row.member, row.epoch, row.wanted, row.wanted_since),
+    )
+
+
+def _partitions(connection: sqlite3.Connection, topics: Iterable[str]) -> dict[int, str]:
+    names = tuple(topics)
+    rows = connection.execute(
+        "SELECT p.id, t.name FROM topics t JOIN partitions p ON p.topic_id = t.id"
+        f" WHERE t.name IN ({', '.join('?' * len(names))})",
+        names,
+    )
+    return dict(rows.fetchall())
+
+
+def read_assignments(connection: sqlite3.Connection, group_id: int) -> dict[int, Held]:
+    rows = connection.execute(
+        "SELECT partition_id, member, epoch, wanted, wanted_since FROM assignments WHERE group_id = ?", (group_id,)
+    )
+    return {id: Held(*row) for id, *row in rows}
+
+
+class Heartbeat:
+    """Renews one member's lease from a thread of its own, so that a reader may take its time between two polls.
+
+    It knows nothing of the reader: one that is dropped without `close` must be able to vanish, and its lease with it.
+    """
+
+    def __init__(self, store: Store, lease_seconds: float, member: str) -> None:
+        self.member = member
+        self._store = store
+        self._lease = lease_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="txnbridge-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Renew no more. It does not wait for a renewal that is under way."""
+        self._stopped.set()
+
+    def join(self, deadline: Deadline) -> None:
+        """Return when the thread has ended, or when the time is over."""
+        self._thread.join(deadline.left())
+
+    def _run(self) -> None:
+        connection = None
+        # Three times a lease: one renewal may fail and one come late before anybody notices.
+        while not self._stopped.wait(self._lease / 3):
+            try:
+                connection = connection or self._store.connect(durable=False)  # a power cut leaves no members anyway
+                self._renew(connection)
+            except TxnBridgeError as error:
+                _log.warning("the lease of a group member could not be renewed: %s", error)
+        if connection is not None:
+            connection.close()
+
+    def _renew(self, connection: Connection) -> None:
+        # If the row is gone the member was expelled; the reader finds out by itself.
+        with self._store.writing(connection, Deadline(self._lease / 3), "renewing a lease"):
+            connection.execute(
+                "UPDATE members SET expires_at = ? WHERE id = ?", (now_ms() + int(self._lease * 1000), self.member)
+            )

@@ -1,0 +1,166 @@
+"""Reading in a group where each partition is with one member at a time, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from txnbridge.errors import DeadlineExceeded
+from txnbridge.spi import Deadline, Partition, Position
+from txnbridge_embedded import groups, members
+from txnbridge_embedded.cursor import Bounds, Cursor, first_since, read_bounds
+from txnbridge_embedded.grouped import GroupReader
+from txnbridge_embedded.members import Held
+from txnbridge_embedded.ranges import Range, runs, without
+from txnbridge_embedded.store import Connection, now_ms
+
+
+@dataclass
+class View:
+    """What one snapshot of the file says."""
+
+    alive: bool  # this reader is a member still
+    stale: bool  # somebody has to share the partitions out again
+    bounds: dict[Partition, Bounds]
+    mine: dict[Partition, Held] = field(default_factory=dict)
+    taken: dict[Partition, list[Range]] = field(default_factory=dict)  # where a cursor has to know it anew
+    returned: dict[Partition, list[Range]] = field(default_factory=dict)
+
+
+class OrderedReader(GroupReader):
+    """A member of a group with `sharing="partition"`."""
+
+    def _open(self, deadline: Deadline) -> None:
+        self._generation = -1
+        self._assignments: dict[int, Held] = {}
+        self._leaving: dict[Partition, Cursor] = {}  # revoked here, but not given up in the file yet
+        super()._open(deadline)
+
+    def _held(self) -> Mapping[Partition, tuple[int, int]]:
+        return {partition: (cursor.id, cursor.epoch) for partition, cursor in self._cursors.items()}
+
+    # --- following the assignment -----------------------------------------------------------------------------------
+
+    def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
+        now = now_ms()
+        view = self._view(now, deadline)
+        if view.stale or not view.alive:
+            # Without the time to write, the reader goes on with what it has.
+            with suppress(DeadlineExceeded):
+                if view.alive:
+                    with self._writing("share", deadline) as connection:
+                        self._share_out(connection, now)
+                else:
+                    self._join_again(deadline)
+                view = self._view(now, deadline)
+        self._follow(view, deadline)
+        return view.bounds
+
+    def _view(self, now: int, deadline: Deadline) -> View:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics, self._group_id)
+            self._read_assignments(connection)
+            alive = self._is_member(connection)
+            view = View(alive, self._is_stale(connection, bounds, now), bounds)
+            for partition, found in bounds.items():
+                held = self._assignments.get(found.id)
+                if alive and held is not None and held.member == self._member:
+                    view.mine[partition] = held
+                    self._look_closer(connection, view, partition)
+            return view
+
+    def _read_assignments(self, connection: Connection) -> None:
+        (generation,) = connection.execute("SELECT generation FROM groups WHERE id = ?", (self._group_id,)).fetchone()
+        if generation != self._generation:
+            self._assignments = members.read_assignments(connection, self._group_id)
+            self._generation = generation
+
+    def _is_stale(self, connection: Connection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
+        held = [self._assignments.get(found.id) for found in bounds.values()]
+        return any(row is None or row.is_overdue(now, self._lease_ms) for row in held) or bool(
+            members.expired_members(connection, self._group_id, now)
+        )
+
+    def _look_closer(self, connection: Connection, view: View, partition: Partition) -> None:
+        """Read what was acknowledged, where the partition is new here or something of it was given back."""
+        bounds = view.bounds[partition]
+        cursor = self._cursors.get(partition)
+        if cursor is None or cursor.epoch != view.mine[partition].epoch:
+            view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
+        elif cursor.bounds.rewinds != bounds.rewinds:
+            view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
+            view.returned[partition] = groups.returned(
+                connection, self._group_id, bounds.id, cursor.bounds.rewinds or 0
+            )
+
+    def _follow(self, view: View, deadline: Deadline) -> None:
+        def is_with(cursor: Cursor) -> bool:
+            held = view.mine.get(cursor.partition)
+            return held is not None and (view.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
+
+        self._lose([partition for partition, cursor in self._cursors.items() if not is_with(cursor)])
+        self._leaving = {p: cursor for p, cursor in self._leaving.items() if is_with(cursor)}
+        for partition, cursor in self._cursors.items():
+            self._refresh(cursor, view.bounds[partition], view)
+        came = [self._arrive(p, view) for p in view.mine if p not in self._cursors and p not in self._leaving]
+        self._give_up([p for p, held in view.mine.items() if held.wanted is not None], came, deadline)
+        self._add(cursor for cursor in came if cursor.partition not in self._leaving)
+
+    def _refresh(self, cursor: Cursor, bounds: Bounds, view: View) -> None:
+        cursor.bounds = bounds
+        cursor.forget_below(bounds.position or 0)
+        if cursor.partition in view.returned:
+            cursor.taken = view.taken[cursor.partition]
+            cursor.repeat(without(view.returned[cursor.partition], cursor.taken))
+
+    def _arrive(self, partition: Partition, view: View) -> Cursor:
+        bounds = view.bounds[partition]
+        cursor = Cursor(bounds, bounds.position or 0, self._owner(), view.mine[partition].epoch)
+        cursor.taken = view.taken[partition]
+        return cursor
+
+    def _give_up(self, wanted: Sequence[Partition], came: Sequence[Cursor], deadline: Deadline) -> None:
+        """Let others have what they want, once no transaction of ours holds acknowledgements of it."""
+        here = {p: self._cursors[p] for p in wanted if p in self._cursors}
+        if here:
+            self._forget(here)
+            self._leaving.update(here)  # first, so that it is not lost sight of whatever the listener does
+            self._listener.revoking(list(here))
+        self._leaving.update({cursor.partition: cursor for cursor in came if cursor.partition in wanted})
+        if self._leaving:
+            with suppress(DeadlineExceeded):  # then the next look tries again
+                now = now_ms()
+                with self._writing("release", deadline) as connection:
+                    ids = [cursor.id for cursor in self._leaving.values()]
+                    members.release(connection, self._group_id, self._member, ids)
+                    self._share_out(connection, now)
+
+    def _share_out(self, connection: Connection, now: int) -> None:
+        members.share_out(connection, self._group_id, now, self._lease_ms)
+
+    # --- where it stands --------------------------------------------------------------------------------------------
+
+    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
+        for cursor, offset in offsets.items():
+            with self._reading(deadline) as connection:
+                kept = self._check_kept(cursor, offset)
+            if cursor.lost:
+                self._accept_loss(cursor.id, kept, deadline)
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics, self._group_id)
+            for cursor, offset in offsets.items():
+                found = bounds.get(cursor.partition, cursor.bounds)
+                cursor.taken = groups.taken(connection, self._group_id, cursor.id)
+                cursor.seek(max(offset, found.position or 0))
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        self._look(deadline)
+        cursors = self._cursors.values()
+        found = {c: first_since(self._store, self._connection, c.bounds, timestamp, deadline) for c in cursors}
+        self._seek(found, deadline)
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        for partition, given in positions.items():
+            if cursor := self._cursors.get(partition):  # else they come again where the partition is now
+                cursor.repeat(runs(offset for (offset,) in given))

@@ -1,0 +1,219 @@
+"""What every reader does: look at the file, hand out what is there, wait for more."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge_embedded.cursor import Bounds, Cursor, position_lost
+from txnbridge_embedded.endings import end_expired
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.store import Connection, Store, now_ms, translate
+from txnbridge_embedded.wake import Watch
+
+# A reader looks this often although nobody has written, because leases and deadlines run out silently, and no less
+# often while it has enough to hand out, because partitions may have left. A look costs some 0.1 ms.
+_LOOK_EVERY = 0.1
+# After somebody's overdue transaction was ended (in pieces, perhaps by several readers at once).
+_LOOK_AGAIN = 0.005
+# What one poll may hand out, so that large messages do not fill the memory however many are asked for.
+POLL_BYTES = 32 << 20
+# Calls without a deadline of their own (positions, seek, nack) read or write a few rows; they wait this long for them.
+SHORT_CALL = 10.0
+
+
+class PollingReader(Reader):
+    """The common part of all readers. One thread at a time."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        subscription: Subscription,
+        listener: ReaderListener,
+        events: Emitter,
+        deadline: Deadline,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._subscription = subscription
+        self._listener = listener
+        self._events = events
+        self._cursors: dict[Partition, Cursor] = {}
+        self._look_at = 0.0
+        self._turn = 0
+        self._connection = store.connect()
+        try:
+            for topic in subscription.topics:
+                store.ensure_topic(self._connection, topic, deadline)
+            self._watch = Watch(self._connection)
+            self._open(deadline)
+            self._look(deadline)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    # --- what readers do differently ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, deadline: Deadline) -> None:
+        """What comes before the first look; undone by itself if it fails."""
+
+    @abstractmethod
+    def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
+        """Look at the file and follow what has changed; the bounds of all partitions of the topics."""
+
+    @abstractmethod
+    def _owner(self) -> str:
+        """Whose position it is, for errors."""
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        looked = False
+        while True:
+            try:
+                if time.monotonic() >= self._look_at:
+                    self._look(deadline)
+                    looked = True
+                if messages := self._take(max_messages, deadline):
+                    return messages
+            except DeadlineExceeded:  # somebody keeps the file locked; nothing was handed out
+                looked = True
+            if looked and deadline.expired:
+                return []
+            self._watch.wait(min(deadline.left(), self._look_at - time.monotonic()))
+            self._look_at = 0.0
+
+    def _look(self, deadline: Deadline) -> None:
+        """See what has changed, and end what holds this reader back beyond its deadline."""
+        self._watch.mark()
+        bounds = self._observe(deadline)
+        self._check_topics(topic for topic, _ in bounds)
+        holders = {found.held_by for found in bounds.values() if found.held_by is not None}
+        if any(self._is_overdue(number) for number in holders):
+            end_expired(self._store, self._connection, deadline, self._events)
+            self._look_at = time.monotonic() + _LOOK_AGAIN
+        else:
+            self._look_at = time.monotonic() + _LOOK_EVERY
+
+    def _check_topics(self, found: Iterable[str]) -> None:
+        for topic in set(self._subscription.topics).difference(found):
+            self._store.forget_topic(topic)
+            self._store.topic(self._connection, topic)  # says that there is none
+
+    def _is_overdue(self, number: int) -> bool:
+        row = self._connection.execute(
+            "SELECT 1 FROM transactions WHERE number = ? AND (state = 'aborting' OR deadline_at < ?)",
+            (number, now_ms()),
+        ).fetchone()
+        return row is not None
+
+    def _take(self, limit: int, deadline: Deadline) -> list[Message]:
+        """What there is to hand out, from each partition in its turn."""
+        messages: list[Message] = []
+        room = POLL_BYTES
+        try:
+            for cursor in self._in_turn():
+                while len(messages) < limit and room > 0 and cursor.ready:
+                    found, size = cursor.take(self._connection, limit - len(messages), room)
+                    messages += found
+                    room -= size
+        except (PositionLost, sqlite3.Error) as error:
+            # What was taken before is handed out: it would be skipped otherwise. The error comes with the next poll.
+            if not messages:
+                if isinstance(error, sqlite3.Error):
+                    raise translate(error, f"reading {self._store.path}") from error
+                raise
+        return messages
+
+    def _in_turn(self) -> list[Cursor]:
+        """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
+        cursors = list(self._cursors.values())
+        if len(cursors) > 1:
+            self._turn = (self._turn + 1) % len(cursors)
+            cursors = cursors[self._turn :] + cursors[: self._turn]
+        return cursors
+
+    # --- partitions come and go --------------------------------------------------------------------------------------
+
+    def _add(self, cursors: Iterable[Cursor]) -> None:
+        for cursor in cursors:
+            cursor.source = self._listener.assigned(cursor.partition)
+            self._cursors[cursor.partition] = cursor
+
+    def _lose(self, partitions: Sequence[Partition]) -> None:
+        if partitions:
+            self._forget(partitions)
+            self._listener.lost(partitions)
+
+    def _forget(self, partitions: Iterable[Partition]) -> None:
+        for partition in partitions:
+            self._cursors.pop(partition, None)
+
+    # --- where it stands ---------------------------------------------------------------------------------------------
+
+    def positions(self) -> dict[Partition, Position]:
+        return {partition: (cursor.position,) for partition, cursor in self._cursors.items()}
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
+        self._seek(offsets, Deadline(SHORT_CALL))
+
+    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
+        with self._reading(deadline):
+            for cursor, offset in offsets.items():
+                self._check_kept(cursor, offset)
+        for cursor, offset in offsets.items():
+            cursor.replay(offset)
+
+    def _check_kept(self, cursor: Cursor, offset: int) -> int:
+        """The first offset that is kept. Raises `PositionLost` for one before that."""
+        row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
+        kept = 0 if row is None else int(row[0])
+        if offset < kept:
+            raise position_lost("the position to seek", cursor.partition, offset, kept)
+        return kept
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        for partition in partitions:
+            self._cursor(partition).paused = True
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        for partition in partitions:
+            self._cursor(partition).paused = False
+
+    def _cursor(self, partition: Partition) -> Cursor:
+        try:
+            return self._cursors[partition]
+        except KeyError:
+            topic, number = partition
+            raise InvalidState(
+                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+            ) from None
+
+    @contextmanager
+    def _reading(self, deadline: Deadline) -> Iterator[Connection]:
+        with self._store.reading(self._connection, deadline) as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self, step: str, deadline: Deadline, connection: Connection | None = None) -> Iterator[Connection]:
+        """One write transaction, told as an event."""
+        with (
+            self._events.step(f"step:{step}", None, group=self._subscription.group),
+            self._store.writing(connection or self._connection, deadline, step) as writing,
+        ):
+            yield writing
+
+
+def _offset(position: Position) -> int:
+    match position:
+        case (int(offset),) if offset >= 0:
+            return offset
+    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

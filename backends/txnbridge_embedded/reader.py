@@ -1,0 +1,28 @@
+"""Readers of committed messages, by group and sharing."""
+
+from __future__ import annotations
+
+from txnbridge.spi import Deadline, Emitter, Reader, ReaderListener, Subscription
+from txnbridge_embedded.alone import LoneReader
+from txnbridge_embedded.ordered import OrderedReader
+from txnbridge_embedded.polling import PollingReader
+from txnbridge_embedded.settings import Settings
+from txnbridge_embedded.shared import SharedReader
+from txnbridge_embedded.store import Store
+
+
+def open_reader(
+    store: Store,
+    settings: Settings,
+    subscription: Subscription,
+    listener: ReaderListener,
+    events: Emitter,
+    deadline: Deadline,
+) -> Reader:
+    """Start reading. Raises `NotFound` for a missing topic that may not be created.
+
+    `sharing` is "partition" or "message"; "key" is absent, by capability.
+    """
+    kinds: dict[str, type[PollingReader]] = {"partition": OrderedReader, "message": SharedReader}
+    kind: type[PollingReader] = LoneReader if subscription.group is None else kinds[subscription.sharing]
+    return kind(store, settings, subscription, listener, events, deadline)

@@ -1,0 +1,199 @@
+"""Reading in a group whose members take messages one by one from the same partitions.
+
+A message that is handed out has a row in `leases`: its holder alone may acknowledge it, until the lease runs out and
+somebody else gets the message. So every offset below the highest one that was ever handed out is acknowledged,
+reserved or leased, and what lies above is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from txnbridge.errors import DeadlineExceeded, NotSupported
+from txnbridge.spi import Deadline, Message, Partition, Position
+from txnbridge_embedded import headers, members
+from txnbridge_embedded.cursor import Bounds, Cursor, position_lost, read_bounds
+from txnbridge_embedded.grouped import GroupReader
+from txnbridge_embedded.polling import POLL_BYTES, SHORT_CALL
+from txnbridge_embedded.ranges import runs
+from txnbridge_embedded.store import OFFSET_BITS, Connection, now_ms
+
+Lent = dict[int, int]  # offsets, and how often each has been handed out
+
+
+class SharedReader(GroupReader):
+    """A member of a group with `sharing="message"`."""
+
+    def _open(self, deadline: Deadline) -> None:
+        self._redeliver_ms = int(self._settings.redeliver_seconds * 1000)
+        # Leases need not survive a power cut: then nobody holds a message any more.
+        self._lender = self._store.connect(durable=False)
+        try:
+            super()._open(deadline)
+        except BaseException:
+            self._lender.close()
+            raise
+
+    def _held(self) -> Mapping[Partition, tuple[int, int]]:
+        return {partition: (cursor.id, 0) for partition, cursor in self._cursors.items()}
+
+    def _share_out(self, connection: Connection, now: int) -> None:
+        members.tidy(connection, self._group_id, now)
+
+    def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
+        now = now_ms()
+        with self._reading(deadline) as connection:
+            alive = self._is_member(connection)
+            bounds = read_bounds(connection, self._subscription.topics, self._group_id)
+            stale = bool(members.expired_members(connection, self._group_id, now))
+        with suppress(DeadlineExceeded):
+            if not alive:
+                self._join_again(deadline)
+            elif stale or any(found.position is None for found in bounds.values()):
+                with self._writing("share", deadline) as connection:
+                    self._share_out(connection, now)
+        self._lose([p for p, cursor in self._cursors.items() if p not in bounds or bounds[p].id != cursor.id])
+        self._add(Cursor(bounds[p], 0, self._owner()) for p in bounds if p not in self._cursors)
+        for partition, cursor in self._cursors.items():
+            cursor.bounds = bounds[partition]
+        return bounds
+
+    # --- lending ----------------------------------------------------------------------------------------------------
+
+    def _take(self, limit: int, deadline: Deadline) -> list[Message]:
+        cursors = [cursor for cursor in self._in_turn() if not cursor.paused and cursor.bounds.position is not None]
+        with self._reading(deadline) as connection:
+            cursors = [cursor for cursor in cursors if self._has_some(connection, cursor)]
+        if not cursors:
+            return []
+        lent: dict[Cursor, Lent] = {}
+        room = POLL_BYTES
+        with self._writing("lease", deadline, self._lender) as connection:
+            for cursor in cursors:
+                lent[cursor], size = self._lend(connection, cursor, limit, room)
+                limit -= len(lent[cursor])
+                room -= size
+        return [message for cursor in cursors for message in self._read(cursor, lent[cursor])]
+
+    def _has_some(self, connection: Connection, cursor: Cursor) -> bool:
+        base = cursor.id << OFFSET_BITS
+        frontier = self._frontier(connection, cursor)
+        found = connection.execute(
+            "SELECT EXISTS (SELECT 1 FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?)"
+            " OR EXISTS (SELECT 1 FROM messages WHERE id >= ? AND id < ?)",
+            (self._group_id, cursor.id, now_ms(), base + frontier, base + cursor.bounds.end),
+        ).fetchone()
+        return bool(found[0]) or frontier < cursor.bounds.kept
+
+    def _frontier(self, connection: Connection, cursor: Cursor) -> int:
+        """The offset from which on nothing was ever handed out."""
+        row = connection.execute(
+            "SELECT max(q.next,"
+            " coalesce((SELECT last FROM acks a WHERE a.group_id = q.group_id"
+            "  AND a.partition_id = q.partition_id ORDER BY first DESC LIMIT 1) + 1, 0),"
+            " coalesce((SELECT last FROM pending_acks r WHERE r.group_id = q.group_id"
+            "  AND r.partition_id = q.partition_id ORDER BY first DESC LIMIT 1) + 1, 0),"
+            " coalesce((SELECT offset FROM leases l WHERE l.group_id = q.group_id"
+            "  AND l.partition_id = q.partition_id ORDER BY offset DESC LIMIT 1) + 1, 0))"
+            " FROM positions q WHERE q.group_id = ? AND q.partition_id = ?",
+            (self._group_id, cursor.id),
+        ).fetchone()
+        return cursor.bounds.end if row is None else int(row[0])  # None: the topic has just been deleted
+
+    def _lend(self, connection: Connection, cursor: Cursor, limit: int, room: int) -> tuple[Lent, int]:
+        """Take leases on messages for this member, those first that come again; what they are and their bytes."""
+        now = now_ms()
+        due = connection.execute(
+            "SELECT offset, deliveries FROM leases WHERE group_id = ? AND partition_id = ? AND until <= ?"
+            " ORDER BY offset LIMIT ?",
+            (self._group_id, cursor.id, now, limit),
+        ).fetchall()
+        frontier = self._frontier(connection, cursor)
+        self._check_lost(connection, cursor, [*(offset for offset, _ in due), frontier])
+        offered = {offset: deliveries + 1 for offset, deliveries in due}
+        base = cursor.id << OFFSET_BITS
+        new = connection.execute(
+            "SELECT id FROM messages WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
+            (base + frontier, base + cursor.bounds.end, limit - len(due)),
+        )
+        offered.update((id - base, 1) for (id,) in new)
+        lent, size = self._fitting(connection, base, offered, room)
+        connection.executemany(
+            "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE"
+            " SET member = excluded.member, until = excluded.until, deliveries = excluded.deliveries",
+            (
+                (self._group_id, cursor.id, offset, self._member, now + self._redeliver_ms, count)
+                for offset, count in lent.items()
+            ),
+        )
+        return lent, size
+
+    def _check_lost(self, connection: Connection, cursor: Cursor, offsets: Iterable[int]) -> None:
+        row = connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
+        if row is not None and min(offsets) < row[0]:
+            cursor.lost = True
+            raise position_lost(self._owner(), cursor.partition, min(offsets), row[0])
+
+    @staticmethod
+    def _fitting(connection: Connection, base: int, offered: Lent, room: int) -> tuple[Lent, int]:
+        """As many of the offered as there is room for."""
+        lent: Lent = {}
+        size = 0
+        for offset, count in offered.items():
+            if size >= room:
+                break
+            row = connection.execute("SELECT length(value) FROM messages WHERE id = ?", (base + offset,)).fetchone()
+            size += (row and row[0]) or 0
+            lent[offset] = count
+        return lent, size
+
+    def _read(self, cursor: Cursor, lent: Lent) -> list[Message]:
+        topic, number = cursor.partition
+        base = cursor.id << OFFSET_BITS
+        return [
+            Message(topic, number, (id - base,), key, value, headers.unpack(text), at, lent[id - base], cursor.source)
+            for first, last in runs(lent)
+            for id, at, key, text, value in self._connection.execute(
+                "SELECT id, timestamp, key, headers, value FROM messages WHERE id BETWEEN ? AND ? ORDER BY id",
+                (base + first, base + last),
+            )
+        ]
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        with self._writing("nack", Deadline(SHORT_CALL), self._lender) as connection:
+            for partition, given in positions.items():
+                if cursor := self._cursors.get(partition):
+                    connection.executemany(
+                        "UPDATE leases SET until = 0"
+                        " WHERE group_id = ? AND partition_id = ? AND offset = ? AND member = ?",
+                        ((self._group_id, cursor.id, offset, self._member) for (offset,) in given),
+                    )
+
+    # --- where it stands --------------------------------------------------------------------------------------------
+
+    def positions(self) -> dict[Partition, Position]:
+        return {partition: (cursor.bounds.position or 0,) for partition, cursor in self._cursors.items()}
+
+    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
+        if not all(cursor.lost for cursor in offsets):
+            raise _no_seek()
+        for cursor, offset in offsets.items():
+            with self._reading(deadline):
+                kept = self._check_kept(cursor, offset)
+            self._accept_loss(cursor.id, kept, deadline)
+            cursor.lost = False
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        raise _no_seek()
+
+    def close(self, deadline: Deadline) -> None:
+        self._lender.close()
+        super().close(deadline)
+
+
+def _no_seek() -> NotSupported:
+    return NotSupported(
+        "members that share message by message have no position of their own to seek: nack gives messages back, and"
+        ' another group, or one with sharing="partition", reads from where it wants'
+    )
