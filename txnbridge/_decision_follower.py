@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
@@ -42,16 +42,15 @@ class Follower:
         self._events = events
         self._now = now
         self._lock = threading.RLock()
-        self._awaited: dict[str, dict[Position, bool]] = {}
+        self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
         self._lost = ""  # why this is not the log that was read before
         self._state = self._new_state()
 
-    def _new_state(self) -> State:
-        # Where a broker gives the first record of every log the same position, a birth record elsewhere is not first.
-        return State(self._tell, getattr(self._log, "origin", None))
+    def _new_state(self, trust_birth: bool = True) -> State:
+        return State(self._tell, getattr(self._log, "origin", None), trust_birth)
 
-    def _tell(self, nonce: str, position: Position, counts: bool) -> None:
+    def _tell(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:
             seen[position] = counts
 
@@ -111,32 +110,42 @@ class Follower:
         cursor = self._state.cursor
         if self._state.blocked or (cursor is not None and cursor[0] >= up_to):
             return
-        first = None if cursor is None else cursor[0]
-        with self._events.step("decision.read", first=first and list(first), last=list(up_to)) as found:
-            try:
-                records = iter(self._log.read(first, up_to, deadline))
-                again = cursor if cursor is None else next(records, None)
-            except PositionLost:
-                records, again = iter(()), None
-            found["records"] = sum(1 for _ in self._take(records)) if again == cursor else 0
-        if again != cursor:
+        first = None if cursor is None else list(cursor[0])
+        with self._events.step("decision.read", first=first, last=list(up_to)) as found:
+            found["records"] = self._take(cursor, up_to, deadline)
+        if found["records"] is None:
             self._start_anew(deadline)
+        elif self._state.misled:
+            self._read_anew(deadline, trust_birth=False)
         elif not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
             raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
 
-    def _take(self, records: Iterator[tuple[Position, bytes]]) -> Iterator[None]:
-        for position, raw in records:
-            if not self._state.take(position, raw):
-                return
-            yield
+    def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
+        """Take the records from the last known one on; how many, or None if that one or one behind it is gone."""
+        count = 0
+        try:
+            for position, raw in self._log.read(cursor and cursor[0], up_to, deadline):
+                if cursor is None or count > 0:
+                    if not self._state.take(position, raw):
+                        break
+                elif (position, raw) != cursor:
+                    return None
+                count += 1
+        except PositionLost:
+            return None
+        return count
 
     def _start_anew(self, deadline: Deadline) -> None:
-        """The last record that was read is not there: dropped by a trim, which is in order, or lost."""
+        """A record that was read, or was to be read next, is not there: trimmed, which is in order, or lost."""
         begin, cursor = self._log.begin(deadline), self._state.cursor
-        if begin is None or cursor is None or begin <= cursor[0]:
+        if begin is None or (cursor is not None and begin <= cursor[0]):
             self._lose("the decision log no longer has a record that this process has read: it was truncated or made"
                        " anew, and proves nothing")  # fmt: skip
-        self._state = self._new_state()
+        deadline.check("reading a decision log that is being trimmed")
+        self._read_anew(deadline)
+
+    def _read_anew(self, deadline: Deadline, trust_birth: bool = True) -> None:
+        self._state = self._new_state(trust_birth)
         if (end := self._log.end(deadline)) is not None:
             self._read_on(end, deadline)
 
@@ -151,22 +160,28 @@ class Follower:
 
         Raises `OutcomeUnknown` if it may or may not be stored, or could not be read back.
         """
-        seen: dict[Position, bool] = {}
+        seen: dict[Position, bool | None] = {}
         self._awaited[record.nonce] = seen
         try:
             position = self._store(record, deadline, transaction)
             self._read_back(position, seen, deadline)
         finally:
             del self._awaited[record.nonce]
-        return position, any(seen.values())
+        if any(seen.values()):
+            return position, True
+        if None in seen.values():
+            raise OutcomeUnknown(
+                "the decision log was trimmed before a record of this process was read back; ask again"
+            )
+        return position, False
 
-    def _read_back(self, position: Position, seen: dict[Position, bool], deadline: Deadline) -> None:
+    def _read_back(self, position: Position, seen: Mapping[Position, bool | None], deadline: Deadline) -> None:
         try:
             with self.following(deadline, position) as state:
                 if position in seen:
                     return
                 if state.blocked:
-                    raise OutcomeUnknown(state.blocked)
+                    raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
                 raise EvidenceLost(
                     state.doubt
                     or f"the decision log gave a record the position {list(position)}, and shows another one there: it"

@@ -137,9 +137,13 @@ class Part(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot(Record):
-    """All that counts for ever of the records up to and including the one at `covers`, whose hash is `digest`."""
+    """All that counts for ever of the records up to and including the one at `covers`, whose hash is `digest`.
+
+    `born` is where the log's birth record was, so that a late copy of it is not taken for the beginning.
+    """
 
     kind: ClassVar[str] = "snapshot"
+    born: Position
     covers: Position
     digest: str
     at: int
@@ -340,6 +344,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "stored": _optional(_stored),
     "up_to": _number,
     "payload": _bytes,
+    "born": read_position,
     "covers": read_position,
     "digest": _text,
     "at": _number,

@@ -73,26 +73,24 @@ class Noted:
     under: Under
 
 
-def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether no newer opening of its id is known: what an owner appends behind one does not count."""
-    newest = openings.get(under.id)
-    if newest is None or newest.under.number < under.number:
-        return True
-    return newest.under == under
-
-
 def opens(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether an opening counts. Each has the next number, so that a copy that arrives late is none."""
+    """Whether an opening counts. Each takes the next number, so a copy that arrives late is none."""
     newest = openings.get(under.id)
     return newest is None or newest.under.number < under.number
+
+
+def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
+    """Whether an opening is the newest of its id; what its owner appends behind a newer one does not count."""
+    newest = openings.get(under.id)
+    return newest is not None and newest.under == under
 
 
 @dataclass
 class TokenFold:
     """What is known of transactions whose tokens say where their evidence begins, since the first record read.
 
-    It needs no record before that: the openings that it has not seen are older than every presence that it has, and
-    an owner uses a presence only after it has read that nobody opened its id before it.
+    It needs no record before that: an owner uses a presence only after it has read, from the log's first record, that
+    its own opening is the newest one up to that presence. So only openings with a higher number can be newer ones.
     """
 
     openings: dict[Path, Opener] = field(default_factory=dict)
@@ -105,7 +103,7 @@ class TokenFold:
             self.openings[record.under.id] = Opener(record.under, position, record.host, record.data)
 
     def note(self, position: Position, record: Entry) -> None:
-        if not stands(self.openings, record.under):
+        if self._is_void(record.under):
             return
         known = self.entries.setdefault((record.under.id, record.transaction), [])
         if all(entry.nonce != record.nonce for entry in known):
@@ -119,13 +117,18 @@ class TokenFold:
     def claim(self, begin: Begin, record: Claimed, winner: Winner) -> bool:
         """Take a claim; whether it counts (it need not be the first that does)."""
         by = record.by
-        if by is not None and not stands(self.openings, by) and not self.is_prepared(by.id, record.id):
+        if by is not None and self._is_void(by) and not self._is_prepared(by.id, record.id):
             return False
         self.claims.setdefault((begin, record.id), winner)
         return True
 
-    def is_prepared(self, owner: Path, id: Path) -> bool:
-        """Whether a counting prepare record has made a transaction independent of its owner."""
+    def _is_void(self, under: Under) -> bool:
+        newest = self.openings.get(under.id)
+        # Two openings may have tried to take one number. Only the one that counts has an owner who acts under it.
+        return newest is not None and newest.under.number > under.number
+
+    def _is_prepared(self, owner: Path, id: Path) -> bool:
+        # What a counting prepare record has made independent of its owner is judged by the first claim alone.
         return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
 
     def forget(self, before: Position) -> None:
@@ -213,14 +216,24 @@ def _under_json(under: Under) -> dict[str, Any]:
 class State:
     """Everything that follows from the records between the first one read and `cursor`.
 
-    `tell` is called with each record's nonce, its position and whether it counts, as soon as that is known.
+    `tell` is called with each record's nonce, its position and whether it counts (None: nobody can tell), as soon as
+    that is known. Where every log's first record has the same position, `origin` is that: a birth record elsewhere was
+    not the first.
     """
 
-    def __init__(self, tell: Callable[[str, Position, bool], None], origin: Position | None = None) -> None:
+    def __init__(
+        self,
+        tell: Callable[[str, Position, bool | None], None],
+        origin: Position | None = None,
+        trust_birth: bool = True,
+    ) -> None:
         self._tell = tell
         self._origin = origin
+        self._trust_birth = trust_birth
+        self.misled = False  # the birth record that was trusted was not the log's first record
         self.cursor: tuple[Position, bytes] | None = None
         self.log: str | None = None
+        self.born: Position | None = None  # where the birth record is, or was
         self.blocked = ""  # why nothing behind the cursor can be judged
         self.doubt = ""  # why this log's beginning proves nothing
         self.tokens = TokenFold()
@@ -257,7 +270,7 @@ class State:
         if not self.founded:
             self._digests[position] = digest(raw)
         elif record.log not in (None, self.log) and not isinstance(record, Birth):
-            self._distrust(position)
+            self._distrust()
         match record:
             case Opened():
                 self.tokens.open(position, record)
@@ -284,18 +297,20 @@ class State:
     def _take_first(self, position: Position, record: Record) -> None:
         if not isinstance(record, Birth):
             self.doubt = "its first record is not its birth record, and no snapshot covers what was dropped before it"
-        elif self._origin not in (None, position):
-            self.doubt = "its birth record is not where a log's first record stands: something was there before"
+        elif not self._trust_birth or self._origin not in (None, position):
+            self.doubt = "its birth record was not its first one, and no snapshot covers what was dropped before it"
         else:
             self.founded = True
-            self.log = record.log
+            self.log, self.born = record.log, position
             self.snapshot_at = record.at  # a birth record covers all that was before it: nothing
 
-    def _distrust(self, position: Position) -> None:
-        # Processes that saw a log's birth record agree on the log's id. Another id means that records in front of this
-        # birth record are gone, or that the log was made anew under processes that still use the old one.
+    def _distrust(self) -> None:
+        # Creating a log may race, and appends may be repeated: then there are several birth records, of which the first
+        # counts. A record with another log's id, or a snapshot that knows another birth, shows that the one which was
+        # trusted is not the first (or that the log was made anew while others still use the old one).
+        self.misled = True
         self.founded = False
-        self.doubt = f"the record at {list(position)} belongs to a log with another birth record"
+        self.doubt = "its birth record was not its first one"
 
     def _take_claim(self, position: Position, record: Claimed) -> None:
         body = record.body if record.stored is None else self._assemble(record.stored)
@@ -333,11 +348,13 @@ class State:
         self.records_since_snapshot = self.bytes_since_snapshot = 0
         self.snapshot_at = record.at
         # The record that it names must be here, exactly: then nothing is missing between it and what was read.
+        if self.founded and record.born != self.born:
+            self._distrust()
         if self.founded or body is None or self._digests.get(record.covers) != record.digest:
             return
         try:
             self.ids = IdFold.from_json(body)
-            self.log = str(body["log"])
+            self.log, self.born = str(body["log"]), record.born
         except (ValueError, TypeError, KeyError):
             raise Unreadable("the snapshot is damaged") from None
         self.founded, self.doubt = True, ""
@@ -345,6 +362,11 @@ class State:
         for position, late, winner in waiting:
             if position > record.covers:
                 self._judge(position, late, winner)
+            elif isinstance(late, Opened | Entry) and not stands(self.ids.openings, late.under):
+                # Void from the start, or overtaken since: the snapshot does not tell which.
+                self._tell(late.nonce, position, None)
+            else:
+                self._tell(late.nonce, position, True)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 

@@ -334,8 +334,9 @@ class Decisions:
             _require_founded(state)
             assert state.cursor is not None
             covers, raw = state.cursor
+            born = state.born
             body = state.ids.to_json(state.log or "")
-        fields = {"covers": covers, "digest": digest(raw), "at": self._now()}
+        fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self._now()}
         self._append(Snapshot, fields | self._body(body, deadline), deadline)
         with self._follower.looking(deadline) as state:
             oldest = state.oldest_living(self._now())

@@ -1,0 +1,477 @@
+"""A decision log in memory with faults, and worlds of several processes that decide on it, step by step.
+
+A world runs each process on a thread of its own, but only one at a time: before and after each operation on the log
+the process stops and a random number generator says who goes on, what is lost, who is killed and what is trimmed. So a
+seed is one interleaving, the same one each time. What the processes were told is then held against an oracle that
+looks at every record that was ever stored.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge._deadline import Deadline
+from txnbridge._decision_records import Claimed, Done, Entry, Opened, Record, Under, decode
+from txnbridge._decisions import Claim, Decisions, Opening
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.errors import BrokerUnavailable, Fenced, InvalidState, OutcomeUnknown, PositionLost, TxnBridgeError
+from txnbridge.spi import DecisionLog
+
+
+class MemoryLog(DecisionLog):
+    """A log in memory. `archive` keeps what was trimmed: what really happened."""
+
+    def __init__(self, first: int = 0, origin: Position | None = None) -> None:
+        self.records: list[tuple[Position, bytes]] = []
+        self.archive: list[tuple[Position, bytes]] = []
+        self.next = first
+        self.origin = origin
+        self.reads = 0  # records handed out
+
+    def begin(self, deadline: Deadline | None = None) -> Position | None:
+        return self.records[0][0] if self.records else None
+
+    def end(self, deadline: Deadline | None = None) -> Position | None:
+        return self.records[-1][0] if self.records else None
+
+    def append(self, record: bytes, deadline: Deadline | None = None) -> Position:
+        position = (self.next,)
+        self.next += 1
+        self.records.append((position, record))
+        self.archive.append((position, record))
+        return position
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline | None = None
+    ) -> Iterator[tuple[Position, bytes]]:
+        begin = self.records[0][0] if self.records else (self.next,)
+        first = begin if first is None else first
+        if first < begin:
+            raise PositionLost(f"{first} was trimmed")
+        for position, raw in self.records[first[0] - begin[0] :]:
+            if last is not None and position > last:
+                return
+            self.reads += 1
+            yield position, raw
+
+    def trim(self, before: Position, deadline: Deadline | None = None) -> None:
+        self.records = [(position, raw) for position, raw in self.records if position >= before]
+
+    def truncate(self, after: Position) -> None:
+        """Lose the records behind a position, as a fail-over to an older copy does."""
+        self.records = [(position, raw) for position, raw in self.records if position <= after]
+        self.archive = [(position, raw) for position, raw in self.archive if position <= after]
+        self.next = after[0] + 1
+
+
+def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, Record]]:
+    return [(position, decode(raw)) for position, raw in records]
+
+
+# --- the oracle -----------------------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """What counts, by the words of the rules, from every record ever stored. No snapshots, nothing incremental."""
+
+    def __init__(self, archive: list[tuple[Position, bytes]]) -> None:
+        self._records = decoded(archive)
+        self.openings: dict[Any, list[tuple[Position, Any]]] = {}
+        for position, record in self._records:
+            if isinstance(record, Opened):
+                counting = self.openings.setdefault(record.under.id, [])
+                if record.under.number > max((under.number for _, under in counting), default=0):
+                    counting.append((position, record.under))
+
+    def is_newest(self, under: Any, at: Position) -> bool:
+        """Whether an opening is its id's newest one as seen at a position."""
+        before = [other for position, other in self.openings.get(under.id, ()) if position < at]
+        return bool(before) and before[-1] == under
+
+    def notes(self, owner: Any, transaction: Any, at: Position) -> list[tuple[str, str]]:
+        """(kind, nonce) of the ledger entries that count in front of a position; copies count once."""
+        found: dict[str, str] = {}
+        for position, record in self._records:
+            if position >= at or not isinstance(record, Entry) or record.transaction != transaction:
+                continue
+            if record.under.id == owner and self.is_newest(record.under, position):
+                found.setdefault(record.nonce, record.about)
+        return [(about, nonce) for nonce, about in found.items()]
+
+    def winner(self, id: Any, begin: dict[str, Any] | None, at: Position | None = None) -> Claimed | None:
+        """The first claim that counts (of those in front of a position)."""
+        path = (id,) if isinstance(id, str) else id
+        for position, record in self._records:
+            if at is not None and position >= at:
+                return None
+            if not isinstance(record, Claimed) or record.id != path:
+                continue
+            mine = record.begin and {"at": list(record.begin.at), "id": record.begin.id}
+            if mine == begin and self._counts(position, record):
+                return record
+        return None
+
+    def is_done(self, id: Any, at: Position) -> bool:
+        return any(
+            isinstance(record, Done) and id[: len(record.id)] == record.id != id and id[len(record.id)] <= record.up_to
+            for position, record in self._records
+            if position < at
+        )
+
+    def _counts(self, position: Position, record: Claimed) -> bool:
+        if record.begin is None and self.is_done(record.id, position):
+            return False
+        if record.by is None or self.is_newest(record.by, position):
+            return True
+        if record.begin is None:
+            return False
+        return any(about == "prepare" for about, _ in self.notes(record.by.id, record.id[0], position))
+
+
+# --- worlds ---------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process was killed at this very point."""
+
+
+@dataclass
+class Chances:
+    """How likely each fault is, at each operation on the log (or, for the last two, at each turn of the world)."""
+
+    unclean: float = 0.06  # no answer, stored or not
+    refused: float = 0.02
+    killed: float = 0.02
+    echo: float = 0.5  # of an unclean append: another copy arrives at some later time
+    retention: float = 0.0  # the oldest records go whether or not anybody needs them
+    clock: float = 0.03
+
+
+@dataclass
+class Token:
+    """A transaction that somebody began, as others come to know of it."""
+
+    id: str
+    owner: str
+    begin: dict[str, Any]
+    prepared: bool = False
+
+
+@dataclass
+class World:
+    """Several processes on one log. `answers` is what they were told; `findings` says what was wrong with it."""
+
+    seed: int
+    chances: Chances = field(default_factory=Chances)
+    origin: Position | None = None
+    processes: int = 3
+    turns: int = 14
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.log = MemoryLog(origin=self.origin)
+        self.now = 1_700_000_000.0
+        self.tokens: list[Token] = []
+        self.echoes: list[bytes] = []
+        self.checks: list[Callable[[Oracle], str | None]] = []
+        self.told: Counter[str] = Counter()
+        self.findings: list[str] = []
+
+    def run(self) -> World:
+        actors = [Actor(self, number) for number in range(self.processes)]
+        for actor in actors:
+            actor.thread.start()
+        waiting = list(actors)
+        while waiting:
+            self._weather()
+            actor = self.random.choice(waiting)
+            if not actor.turn():
+                waiting.remove(actor)
+        for actor in actors:
+            actor.thread.join()
+            if actor.error is not None:
+                raise actor.error
+        oracle = Oracle(self.log.archive)
+        self.findings += [finding for check in self.checks if (finding := check(oracle))]
+        return self
+
+    def _weather(self) -> None:
+        """What happens by itself between two steps."""
+        if self.random.random() < self.chances.clock:
+            self.now += self.random.choice((60, 400, 2_000))
+        if self.echoes and self.random.random() < 0.1:
+            self.log.append(self.echoes.pop(self.random.randrange(len(self.echoes))))
+        if self.random.random() < self.chances.retention and len(self.log.records) > 2:
+            self.log.trim(self.random.choice(self.log.records[1:])[0])
+
+
+class Actor:
+    """One process of a world: it does random things until it has had its turns; killed, it starts again."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world = world
+        self.random = world.random
+        self.name = f"p{number}"
+        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.error: BaseException | None = None
+        self._mine = threading.Semaphore(0)
+        self._theirs = threading.Semaphore(0)
+        self._over = False
+
+    # The baton: `turn` gives it to this process until its next step.
+    def turn(self) -> bool:
+        self._mine.release()
+        self._theirs.acquire()
+        return not self._over
+
+    def step(self) -> None:
+        self._theirs.release()
+        self._mine.acquire()
+
+    def _live(self) -> None:
+        self._mine.acquire()
+        try:
+            turns = self.world.turns
+            while turns:
+                turns = self._until_killed(turns)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._over = True
+            self._theirs.release()
+
+    def _until_killed(self, turns: int) -> int:
+        self._begin_anew()
+        while turns:
+            turns -= 1
+            try:
+                self.random.choice(self.acts)(self)
+            except Killed:
+                self.world.told["killed"] += 1
+                return turns
+            except TxnBridgeError as error:
+                self.world.told[type(error).__name__] += 1
+        return 0
+
+    def _begin_anew(self) -> None:
+        self.decisions = Decisions(
+            _StepLog(self),
+            timeout=30,
+            lifetime=self.random.choice((30, 300)),
+            host=self.name,
+            tidy_after=self.random.choice((5, 12, 10_000)),
+            clock=lambda: self.world.now,
+        )
+        self.opening: Opening | None = None
+        self.run: Opening | None = None
+
+    # --- what a process does ----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.opening = self.decisions.open("X")
+
+    def transact(self) -> None:
+        """Begin a transaction, let others know of it, prepare it or not, and commit it as its owner."""
+        if self.opening is None:
+            self.open()
+        opening = self.opening
+        begin = self.decisions.begin(opening=opening)
+        token = Token(f"t{self.random.getrandbits(40):x}", "X", begin)
+        self.world.tokens.append(token)
+        if self.random.random() < 0.5:
+            self.decisions.ledger("X").record("prepare", token.id, {}, Deadline(30))
+            token.prepared = True
+            self._check(lambda oracle: self._is_prepared(oracle, token))
+        if self.random.random() < 0.7:
+            self._claim(token.id, Decision.COMMIT, begin=begin, opening=opening)
+
+    def resolve(self) -> None:
+        """Decide somebody's transaction from outside: anything if it is prepared, ABORT if not."""
+        if token := self._some_token():
+            choice = self.random.choice(list(Decision)[:2]) if token.prepared else Decision.ABORT
+            self._claim(token.id, choice, begin=token.begin)
+
+    def ask(self) -> None:
+        if token := self._some_token():
+            self._read(token.id, token.begin)
+
+    def ask_about_preparing(self) -> None:
+        if token := self._some_token():
+            seen = self._end()
+            found = self.decisions.ledger("X", begin=token.begin).find(token.id, Deadline(30))
+            count = len(found)
+            self._check(
+                lambda oracle: (
+                    None
+                    if count >= len(oracle.notes(("X",), token.id, seen))
+                    else f"{self.name} missed a prepare record of {token.id}"
+                )
+            )
+
+    def batch(self) -> None:
+        """What a run of a query does: open, claim a batch, sometimes mark it done."""
+        if self.run is None:
+            self.run = self.decisions.open("q", name=f"run-{self.random.randrange(4)}")
+        id = ("q", self.random.randrange(3), self.random.randrange(2))
+        if self._claim(id, self.random.choice(list(Decision)[:2]), opening=self.run) and self.random.random() < 0.15:
+            self.decisions.done("q", id[1])
+
+    def free(self) -> None:
+        self._claim(("free", self.random.randrange(4)), self.random.choice(list(Decision)[:2]))
+
+    def ask_about_batch(self) -> None:
+        self._read(self.random.choice([("q", self.random.randrange(3), 0), ("free", self.random.randrange(4))]), None)
+
+    def tidy(self) -> None:
+        self.decisions.tidy()
+
+    def die(self) -> None:
+        raise Killed
+
+    acts = (open, transact, transact, transact, resolve, resolve, ask, ask_about_preparing, batch, batch, free,
+            ask_about_batch, tidy, die)  # fmt: skip
+
+    # --- what it was told, to be judged at the end ------------------------------------------------------------------
+
+    def _some_token(self) -> Token | None:
+        return self.random.choice(self.world.tokens) if self.world.tokens else None
+
+    def _end(self) -> Position:
+        return (self.world.log.next,)
+
+    def _check(self, check: Callable[[Oracle], str | None]) -> None:
+        self.world.checks.append(check)
+
+    def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
+        try:
+            claim = self.decisions.claim(id, decision, {"by": self.name}, **how)
+        except Fenced:
+            at = self._end()
+            self._check(
+                lambda oracle: (
+                    f"{self.name} was called fenced about {id}, but it is the newest owner"
+                    if oracle.is_newest(_under(how["opening"]), at)
+                    else None
+                )
+            )
+            raise
+        except InvalidState:
+            at = self._end()
+            self._check(lambda oracle: None if oracle.is_done(id, at) else f"{id} was called done and is not")
+            raise
+        self._saw(id, how.get("begin"), claim)
+        return claim
+
+    def _read(self, id: Any, begin: dict[str, Any] | None) -> None:
+        seen = self._end()
+        reading = self.decisions.read(id, begin=begin)
+        if reading.claim is not None:
+            self._saw(id, begin, reading.claim)
+        elif reading.done:
+            self._check(lambda oracle: None if oracle.is_done(id, self._end()) else f"{id} was called done and is not")
+        else:
+            self.world.told["undecided"] += 1
+            self._check(
+                lambda oracle: (
+                    f"{self.name} saw no decision about {id} where there was one"
+                    if oracle.winner(id, begin, seen)
+                    else None
+                )
+            )
+
+    def _saw(self, id: Any, begin: dict[str, Any] | None, claim: Claim) -> None:
+        self.world.told[claim.decision.name] += 1
+
+        def check(oracle: Oracle) -> str | None:
+            winner = oracle.winner(id, begin)
+            if winner is not None and (winner.nonce, winner.decision) == (claim.nonce, claim.decision):
+                return None
+            return f"{self.name} was told {claim.decision} at {claim.position} about {id}, which does not count"
+
+        self._check(check)
+
+    def _is_prepared(self, oracle: Oracle, token: Token) -> str | None:
+        if oracle.notes(("X",), token.id, self._end()):
+            return None
+        return f"{self.name} was told that {token.id} is prepared, but its record stands behind a newer opening"
+
+
+def _under(opening: Opening) -> Under:
+    return Under((str(opening.id),), opening.name, opening.number)
+
+
+class _StepLog(DecisionLog):
+    """The world's log as one process reaches it: every operation is a step, and some go wrong."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self._log = actor.world.log
+        self.origin = actor.world.origin
+
+    def _step(self, may_fail: bool = True) -> None:
+        self._actor.step()
+        chances, draw = self._actor.world.chances, self._actor.random.random()
+        if draw < chances.killed:
+            raise Killed
+        if may_fail and draw < chances.killed + chances.refused:
+            raise BrokerUnavailable("refused")
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        self._step()
+        return self._log.begin()
+
+    def end(self, deadline: Deadline) -> Position | None:
+        self._step()
+        return self._log.end()
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        self._step()
+        world, rng = self._actor.world, self._actor.random
+        if rng.random() >= world.chances.unclean:
+            position = self._log.append(record)
+            self._step(may_fail=False)
+            return position
+        if rng.random() < world.chances.echo:
+            world.echoes.append(record)
+        if rng.random() < 0.5:
+            self._log.append(record)
+        self._step(may_fail=False)
+        raise OutcomeUnknown("no answer")
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        self._step()
+        # In pieces, as brokers do: others may append and trim while a reader is on its way.
+        at = first
+        while True:
+            piece = list(self._log.read(at, last))[:7]
+            yield from piece
+            if len(piece) < 7:
+                return
+            at = (piece[-1][0][0] + 1,)
+            self._step()
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        self._step()
+        if self._actor.random.random() < 0.8:  # some brokers trim late, or less
+            self._log.trim(before)
+
+
+def explore(seeds: Iterable[int], chances: Chances, stop: bool = False, **how: Any) -> tuple[list[str], Counter[str]]:
+    """Run many worlds: everything that was wrong, and what was told how often. `stop`: at the first finding."""
+    findings: list[str] = []
+    told: Counter[str] = Counter()
+    for seed in seeds:
+        world = World(seed, chances, **how).run()
+        findings += [f"seed {seed}: {finding}" for finding in world.findings]
+        told += world.told
+        if stop and findings:
+            break
+    return findings, told

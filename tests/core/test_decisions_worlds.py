@@ -1,0 +1,171 @@
+"""Several processes, faults and trimming, step by step: whatever happens, nobody is told what does not count.
+
+Each rule is then taken away, one at a time, and the same worlds must show what it was there for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from tests.core.decisions_kit import Chances, MemoryLog, World, _StepLog, decoded, explore
+from txnbridge import _decision_follower as follower
+from txnbridge import _decision_state as state
+from txnbridge._decision_records import Snapshot
+from txnbridge._decisions import Decisions
+
+CALM = Chances()
+# The broker drops what it likes. Then only the position that every first record has tells a log's beginning.
+HARSH = Chances(retention=0.01)
+ORIGIN = (0,)
+
+
+@pytest.fixture(autouse=True)
+def _fast_and_quiet(monkeypatch, caplog):
+    monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
+    caplog.set_level(logging.CRITICAL, logger="txnbridge")
+
+
+@pytest.mark.parametrize(
+    ("chances", "origin"), [(CALM, None), (CALM, ORIGIN), (HARSH, ORIGIN)], ids=["calm", "calm-origin", "harsh"]
+)
+def test_nobody_is_ever_told_what_does_not_count(chances, origin):
+    findings, told = explore(range(250), chances, origin=origin)
+    assert findings == []
+    # Nothing told is no pass: each kind of answer came, and each kind of fault.
+    for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "OutcomeUnknown", "InvalidState", "killed"):
+        assert told[answer] >= 30, told
+
+
+def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
+    peace = Chances(unclean=0, refused=0, killed=0, clock=0)
+    findings, told = explore(range(100), peace)
+    assert findings == []
+    assert told["COMMIT"] > 100
+    assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
+
+
+def test_a_seed_is_one_interleaving():
+    first, second = (World(7, CALM).run() for _ in range(2))
+    assert [kind.kind for _, kind in decoded(first.log.archive)] == [k.kind for _, k in decoded(second.log.archive)]
+    assert first.told == second.told
+
+
+# --- without the rules ----------------------------------------------------------------------------------------------
+
+
+def last_record_wins(monkeypatch):
+    def claim(self, begin, record, winner):
+        self.claims[begin, record.id] = winner
+        return True
+
+    monkeypatch.setattr(state.TokenFold, "claim", claim)
+
+
+def no_look_at_the_presence_record(monkeypatch):
+    monkeypatch.setattr(state.State, "holds", lambda self, begin: self.cursor is not None)
+
+
+def openings_void_nothing(monkeypatch):
+    monkeypatch.setattr(state.TokenFold, "_is_void", lambda self, under: False)
+    monkeypatch.setattr(state, "stands", lambda openings, under: True)
+
+
+def openings_also_void_claims_on_what_is_prepared(monkeypatch):
+    monkeypatch.setattr(state.TokenFold, "_is_prepared", lambda self, owner, id: False)
+
+
+def late_copies_of_openings_count_again(monkeypatch):
+    def opens(openings, under):
+        newest = openings.get(under.id)
+        return newest is None or newest.under != under
+
+    monkeypatch.setattr(state, "opens", opens)
+
+
+def begin_taken_from_the_end(monkeypatch):
+    def begin(self, *, opening=None, timeout=None):
+        presence = self._be_present(self._lifetime, self._deadline(timeout))
+        return {"at": list(presence.at), "id": presence.id}
+
+    monkeypatch.setattr(Decisions, "begin", begin)
+
+
+def any_first_record_is_a_beginning(monkeypatch):
+    def take_first(self, position, record):
+        self.founded, self.log = True, record.log
+
+    monkeypatch.setattr(state.State, "_take_first", take_first)
+
+
+def any_snapshot_is_believed(monkeypatch):
+    taken = state.State._take_snapshot
+
+    def take_snapshot(self, record):
+        if not self.founded:
+            self._digests[record.covers] = record.digest
+        taken(self, record)
+
+    monkeypatch.setattr(state.State, "_take_snapshot", take_snapshot)
+
+
+def trimmed_up_to_the_snapshot_itself(monkeypatch):
+    def trim(self, before, deadline):
+        self._step()
+        snapshots = [position for position, record in decoded(self._log.records) if isinstance(record, Snapshot)]
+        self._log.trim(snapshots[-1])
+
+    monkeypatch.setattr(_StepLog, "trim", trim)
+    any_snapshot_is_believed(monkeypatch)
+
+
+def gaps_are_read_over(monkeypatch):
+    read = MemoryLog.read
+
+    def read_what_is_there(self, first, last, deadline=None):
+        begin = self.begin()
+        yield from read(self, begin if first is None or begin is None else max(first, begin), last)
+
+    def take(self, cursor, up_to, deadline):
+        records = self._log.read(cursor and (cursor[0][0] + 1,), up_to, deadline)
+        return sum(self._state.take(position, raw) for position, raw in records)
+
+    monkeypatch.setattr(MemoryLog, "read", read_what_is_there)
+    monkeypatch.setattr(follower.Follower, "_take", take)
+
+
+def done_marks_are_not_in_snapshots(monkeypatch):
+    to_json = state.IdFold.to_json
+    monkeypatch.setattr(state.IdFold, "to_json", lambda self, log: {**to_json(self, log), "done": []})
+
+
+def a_birth_record_is_first_wherever_it_stands(monkeypatch):
+    monkeypatch.setattr(follower.Follower, "_new_state", lambda self, *_: state.State(self._tell, None))
+
+
+@pytest.mark.parametrize(
+    ("take_away", "chances"),
+    [
+        (last_record_wins, CALM),
+        (no_look_at_the_presence_record, HARSH),
+        (openings_void_nothing, CALM),
+        (openings_also_void_claims_on_what_is_prepared, CALM),
+        (late_copies_of_openings_count_again, CALM),
+        (begin_taken_from_the_end, CALM),
+        (any_first_record_is_a_beginning, HARSH),
+        (any_snapshot_is_believed, HARSH),
+        (trimmed_up_to_the_snapshot_itself, CALM),
+        (gaps_are_read_over, CALM),
+        (done_marks_are_not_in_snapshots, CALM),
+        (a_birth_record_is_first_wherever_it_stands, HARSH),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_without_this_rule_somebody_is_told_what_does_not_count(
+    monkeypatch, take_away: Callable[[pytest.MonkeyPatch], None], chances: Chances
+):
+    take_away(monkeypatch)
+    findings, _ = explore(range(3_000), chances, stop=True, origin=ORIGIN)
+    assert findings
