@@ -180,7 +180,8 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
         old.result(PATIENCE)
     except Fenced as error:
         refusal = error
-    stage.step(f"old till {old.pid}", f"wakes up and goes on to commit: {refusal or 'committed'}")
+    stage.step(f"old till {old.pid}", "wakes up and goes on to commit")
+    stage.step("shop", f"{type(refusal).__name__}: {refusal}" if refusal else "commits it")
     stage.check(
         "the commit of the old till is refused",
         "its process was told Fenced",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
@@ -21,6 +22,9 @@ from txnbridge.cli.demo.actors import Shop
 
 # A step of an actor takes a second at most; ten times that is a machine in trouble.
 PATIENCE = 10.0
+# So that the eye can follow on a terminal, where all of it would otherwise be there at once.
+_READING = 0.4
+_LOOKING = 0.08
 _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
@@ -59,26 +63,32 @@ class Stage:
     def title(self, title: str, text: str) -> None:
         self._console.print()
         self._console.print(Rule(Text(title, "bold"), align="left", style="blue"))
-        self._console.print(Padding(Text(text), (0, 0, 1, 2)))
+        self._show(Padding(Text(text), (0, 0, 1, 2), expand=False), _READING)
 
     def code(self, *functions: Callable[..., Any]) -> None:
         """Show the source of what will run."""
         for function in functions:
             source = textwrap.dedent(inspect.getsource(function)).rstrip()
             code = Syntax(source, "python", theme="ansi_dark", background_color="default")
-            self._console.print(Padding(code, (0, 0, 1, 6)))
+            self._show(Padding(code, (0, 0, 1, 6), expand=False), _READING)
 
     def step(self, who: str, text: str) -> None:
         """One thing that has just happened."""
-        line = Text("  ").append(f"{who:<18}", _COLORS.get(who, "yellow")).append(text)
-        self._console.print(line)
+        line = Table.grid(padding=(0, 0, 0, 2))
+        line.add_row("", Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
+        self._show(line, _LOOKING)
 
     def check(self, claim: str, how: str, *, seen: object, expected: object) -> None:
         """The only way to a check mark: what a reader or a process really saw is what the claim says."""
         if seen != expected:
             raise ClaimBroken(f"{claim}: expected {expected!r}, but it is {seen!r}")
         self.claims.append(Claim(claim, how))
-        self._console.print(Text("  ").append(f"{self._ok} {claim}", "bold green"))
+        self._show(Text(f"  {self._ok} {claim}", "bold green"), _LOOKING)
+
+    def _show(self, what: RenderableType, seconds: float) -> None:
+        self._console.print(what)
+        if self._console.is_terminal:
+            time.sleep(seconds)
 
     def broken(self, text: str) -> None:
         self._console.print(Text(f"\n  {self._bad} {text}\n", "bold red"))
