@@ -20,10 +20,11 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from txnbridge._events import Event
 from txnbridge._plugins import hookimpl, plugins
@@ -38,6 +39,17 @@ _SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
 _RESUME_SECONDS = 0.01
 
 _parent: _Line | None = None  # in a child: the line to the process that started it
+
+
+class Point(NamedTuple):
+    """Where a child was killed or paused: the `nth` event of that name and phase, and the `number`th of all."""
+
+    event: str
+    nth: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.event}/{self.nth} (event {self.number})"
 
 
 class StopAt:
@@ -60,9 +72,9 @@ class StopAt:
             self._seen.update((None, name))
             kind, number = self._wanted
             if kind in (None, name) and self._seen[kind] == number:
-                self._stop(f"{name}/{self._seen[name]} (event {self._seen[None]})")
+                self._stop(Point(name, self._seen[name], self._seen[None]))
 
-    def _stop(self, event: str) -> None:
+    def _stop(self, point: Point) -> None:
         os.kill(os.getpid(), self._signal)
 
 
@@ -124,26 +136,26 @@ class Child:
         """The next value that the function gave to `tell`."""
         return self._told.popleft() if self._told else self._receive("told", timeout)
 
-    def stopped(self, timeout: float = 60) -> str:
-        """Wait until the child was killed or paused at its point, and return what event that was.
+    def stopped(self, timeout: float = 60) -> Point:
+        """Wait until the child was killed or paused at its point, and return which event that was.
 
         Raises `AssertionError` if the function ended before, and if a kill did not kill.
         """
-        event = self._stopped_or_returned(timeout)
-        if event is None:
+        point = self._stopped_or_returned(timeout)
+        if point is None:
             raise AssertionError(f"{self._name} returned before it {_SAID['stopped']}")
-        return event
+        return point
 
-    def _stopped_or_returned(self, timeout: float) -> str | None:
+    def _stopped_or_returned(self, timeout: float) -> Point | None:
         """As `stopped`, but None for a function that returned before it came to its point."""
-        kind, event = self._receive_one(("stopped", "result"), timeout)
-        if kind == "result":
+        kind, point = self._receive_one(("stopped", "result"), timeout)
+        if not isinstance(point, Point) or kind == "result":
             return None
         if self._how == "kill":
             self._join(timeout)
             if self._process.exitcode != -signal.SIGKILL:
-                raise AssertionError(f"{self._name} was to be killed at {event}; it ended with {self._exit()}")
-        return str(event)
+                raise AssertionError(f"{self._name} was to be killed at {point}; it ended with {self._exit()}")
+        return point
 
     def resume(self, timeout: float = 60) -> None:
         """Let a child that was paused at its point go on, and wait until it does."""
@@ -183,7 +195,8 @@ class Child:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it may end at this moment
+                os.kill(self.pid, number)
 
     def _receive(self, wanted: str, timeout: float) -> Any:
         return self._receive_one((wanted,), timeout)[1]
@@ -240,8 +253,9 @@ class _ChildTraceback(Exception):
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # pytest too where it runs: the modules that tests are in import it.
-    context.set_forkserver_preload([__name__, *(["pytest"] if "pytest" in sys.modules else [])])
+    # What children import anyway, among it pytest, which the modules that tests are in import: it takes 100 ms.
+    packages = {"txnbridge", "pluggy", "pytest", *(name.split(".")[0] for name in _module_plugins())}
+    context.set_forkserver_preload([__name__, *(name for name in sys.modules if name.split(".")[0] in packages)])
     return context
 
 
@@ -311,9 +325,9 @@ class _Stopping(StopAt):
         super().__init__(point, how)
         self._line = line
 
-    def _stop(self, event: str) -> None:
-        self._line.send("stopped", event)
-        super()._stop(event)
+    def _stop(self, point: Point) -> None:
+        self._line.send("stopped", point)
+        super()._stop(point)
         self._line.send("resumed")
 
 

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge._children import Child, StopAt, tell
+from txnbridge._children import Child, Point, StopAt, tell
 from txnbridge._events import Event
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._token import Outcome
 from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Writer
 
-__all__ = ["Child", "StopAt", "crash_everywhere", "listening", "next_commit", "recorded", "tell"]
+__all__ = ["Child", "Point", "StopAt", "crash_everywhere", "listening", "next_commit", "recorded", "tell"]
 
 try:
     import pytest
@@ -115,7 +115,11 @@ class _NextCommit:
         if self._outcome is Outcome.ABORTED:
             writer.abort(deadline)
             raise TransactionAborted("the testing kit was asked to abort this transaction")
-        (writer.commit if self._happened else writer.abort)(deadline)
+        if self._happened:
+            writer.commit(deadline)
+        else:
+            writer.abort(deadline)
+            writer.reopen(deadline)  # so that it is certain at once, and not only when the broker's own time is over
         deadline.at = time.monotonic()
         raise OutcomeUnknown("the testing kit was asked to lose the answer")
 
@@ -138,7 +142,7 @@ def crash_everywhere(
     *,
     fresh: Callable[[], Any] | None = None,
     timeout: float = 60,
-) -> list[str]:
+) -> list[Point]:
     """Kill a program at each of its events in turn, run it again each time, and check what came of it.
 
     `function(start)` runs in a child process that is killed with SIGKILL at its first event; then it runs again to its
@@ -146,19 +150,19 @@ def crash_everywhere(
     until a run ends without having been killed. `fresh()` makes each start; by default it is the URL of a new embedded
     broker. The function must be importable (a test module is), and must find what it left behind by itself.
 
-    Returns the events that it was killed at. Raises `AssertionError`, with the event after which the promise was
+    Returns where it was killed. Raises `AssertionError`, with the event after which the promise was
     broken, and if there was no event to kill at: then nothing was checked.
     """
-    killed_at: list[str] = []
+    killed_at: list[Point] = []
     with ExitStack() as stack:
         fresh = fresh or _embedded_urls(stack)
         for number in count(1):
             start = fresh()
-            event = _run_and_kill(function, start, number, timeout)
-            _recover_and_check(function, check, start, event, timeout)
-            if event is None:
+            point = _run_and_kill(function, start, number, timeout)
+            _recover_and_check(function, check, start, point, timeout)
+            if point is None:
                 break
-            killed_at.append(event)
+            killed_at.append(point)
     if not killed_at:
         raise AssertionError(f"{function.__qualname__} caused no event, so it was killed nowhere and nothing is proven")
     return killed_at
@@ -170,20 +174,20 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
     return lambda: f"embedded:{folder}/{next(numbers)}.db"
 
 
-def _run_and_kill(function: Callable[[Any], object], start: Any, number: int, timeout: float) -> str | None:
+def _run_and_kill(function: Callable[[Any], object], start: Any, number: int, timeout: float) -> Point | None:
     """Run until the `number`th event; None if the function ended before."""
     with Child(function, start, kill=number) as child:
         return child._stopped_or_returned(timeout)
 
 
 def _recover_and_check(
-    function: Callable[[Any], object], check: Callable[[Any], object], start: Any, event: str | None, timeout: float
+    function: Callable[[Any], object], check: Callable[[Any], object], start: Any, point: Point | None, timeout: float
 ) -> None:
     try:
-        if event is not None:
+        if point is not None:
             with Child(function, start) as child:
                 child.result(timeout)
         check(start)
     except Exception as error:
-        when = f"killed at {event} and run again" if event else "not killed"
+        when = f"killed at {point} and run again" if point else "not killed"
         raise AssertionError(f"{function.__qualname__}, {when}: {type(error).__name__}: {error}") from error

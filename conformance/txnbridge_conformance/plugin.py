@@ -76,7 +76,7 @@ def _expected_to_fail(capability: Capability, note: str) -> pytest.MarkDecorator
     )
 
 
-# --- the broker ------------------------------------------------------------------------------------------------------
+# --- the broker -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +118,7 @@ def bridge(connect: Connect) -> Bridge:
     return connect()
 
 
-# --- names that nobody else uses ---------------------------------------------------------------------------------------
+# --- names that nobody else uses --------------------------------------------------------------------------------------
 
 _numbers = itertools.count(1)
 _run = secrets.token_hex(3)  # so that runs against one broker do not meet each other's topics

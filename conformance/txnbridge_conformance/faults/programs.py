@@ -45,7 +45,7 @@ class Case:
         return path.read_text() if path.exists() else None
 
 
-# --- small programs ----------------------------------------------------------------------------------------------------
+# --- small programs ---------------------------------------------------------------------------------------------------
 
 
 def commit_one(url: str, topic: str, value: bytes, transactional_id: str | None = None) -> None:
@@ -135,7 +135,7 @@ def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
         return [decisions.claim(("race", n), Decision(decision)).decision.value for n in range(count)]
 
 
-# --- programs that can die anywhere ------------------------------------------------------------------------------------
+# --- programs that can die anywhere -----------------------------------------------------------------------------------
 
 
 def plain_commit(case: Case) -> None:

@@ -18,7 +18,7 @@ def next_of(bridge: Bridge, topic: str, group: str) -> object:
         return take(consumer, 1)[0].value
 
 
-# --- where a group begins and goes on ----------------------------------------------------------------------------------
+# --- where a group begins and goes on ---------------------------------------------------------------------------------
 
 
 def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
@@ -86,7 +86,7 @@ def test_what_a_killed_member_had_in_hand_comes_again(
     assert next_of(bridge, topic, group) == b"1"
 
 
-# --- acknowledging -----------------------------------------------------------------------------------------------------
+# --- acknowledging ----------------------------------------------------------------------------------------------------
 
 
 @proves(Capability.ATOMIC_ACK)
@@ -103,9 +103,7 @@ def test_a_committed_transaction_moves_the_group_on(bridge: Bridge, new_topic: N
 
 
 @proves(Capability.ATOMIC_ACK)
-def test_an_aborted_transaction_leaves_the_group_where_it_was(
-    bridge: Bridge, new_topic: NewTopic, group: str
-) -> None:
+def test_an_aborted_transaction_leaves_the_group_where_it_was(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
     source, target = new_topic(), new_topic()
     send(bridge, source, b"1", b"2")
     with bridge.consumer(source, group) as consumer:
@@ -247,7 +245,7 @@ def test_a_member_that_was_replaced_while_it_slept_commits_nothing(
     assert values(seen(bridge, target)) == [b"1"]
 
 
-# --- members of a group ------------------------------------------------------------------------------------------------
+# --- members of a group -----------------------------------------------------------------------------------------------
 
 
 def test_members_share_the_partitions_and_take_over_from_those_who_leave(
@@ -284,10 +282,12 @@ def test_a_message_is_processed_once_while_members_come_and_go(
             with visiting.consumer(source, group) as visitor:
                 for each, consumer in [(staying, member), (visiting, visitor)] * 3:
                     _pass_on(each, consumer, target)
-        eventually(
-            lambda: _pass_on(staying, member, target) or (member.assignment and not any(member.lag().values())),
-            "everything is processed",
-        )
+
+        def all_done() -> bool:
+            _pass_on(staying, member, target)
+            return bool(member.assignment) and not any(member.lag().values())
+
+        eventually(all_done, "everything is processed")
     assert sorted(m.value for m in seen(bridge, target)) == expected
 
 
@@ -346,7 +346,7 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
     assert {number for members in found.values() for number in members} == {0, 1}
 
 
-# --- again and elsewhere -----------------------------------------------------------------------------------------------
+# --- again and elsewhere ----------------------------------------------------------------------------------------------
 
 
 @proves(Capability.REDELIVERY)

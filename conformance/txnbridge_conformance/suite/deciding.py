@@ -44,12 +44,8 @@ def test_ids_and_logs_are_apart(bridge: Bridge, log: str) -> None:
 
 
 @proves(Capability.DECISION_LOG)
-def test_processes_that_race_agree_on_every_id(
-    run: RunChild, txnbridge_url: str, bridge: Bridge, log: str
-) -> None:
-    racers = [
-        run(programs.claim_all, txnbridge_url, log, 60, decision) for decision in ("commit", "abort", "commit")
-    ]
+def test_processes_that_race_agree_on_every_id(run: RunChild, txnbridge_url: str, bridge: Bridge, log: str) -> None:
+    racers = [run(programs.claim_all, txnbridge_url, log, 60, decision) for decision in ("commit", "abort", "commit")]
     told = [racer.result() for racer in racers]
     assert told[0] == told[1] == told[2]
     decisions = bridge.decisions(log)
@@ -58,9 +54,7 @@ def test_processes_that_race_agree_on_every_id(
 
 
 @proves(Capability.DECISION_LOG)
-def test_a_decision_survives_those_who_made_it(
-    run: RunChild, txnbridge_url: str, bridge: Bridge, log: str
-) -> None:
+def test_a_decision_survives_those_who_made_it(run: RunChild, txnbridge_url: str, bridge: Bridge, log: str) -> None:
     dying = run(programs.claim_all, txnbridge_url, log, 5, "commit", kill="bridge.close/before")
     dying.stopped()
     assert bridge.decisions(log).claim(("race", 4), Decision.ABORT).decision is Decision.COMMIT

@@ -8,20 +8,18 @@ from pathlib import Path
 import pytest
 
 from txnbridge import Bridge, Capability, Outcome, TokenState
-from txnbridge.testing import Child, crash_everywhere
+from txnbridge.testing import Child, Point, crash_everywhere
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.faults.programs import Case
 from txnbridge_conformance.looking import seen, send, values
 from txnbridge_conformance.plugin import NewTopic
 from txnbridge_conformance.promises import needs, proves
 
-Walk = Callable[..., list[str]]
+Walk = Callable[..., list[Point]]
 
 
 @pytest.fixture
-def walk(
-    txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], tmp_path: Path
-) -> Walk:
+def walk(txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], tmp_path: Path) -> Walk:
     """Walk a program through all its events; `before` readies each start. Returns the events it died at."""
 
     def walk_through(
@@ -29,7 +27,7 @@ def walk(
         check: Callable[[Case], object],
         topics: int,
         before: Callable[[Case], object] = lambda case: None,
-    ) -> list[str]:
+    ) -> list[Point]:
         def fresh() -> Case:
             name = unique("case")
             case = Case(txnbridge_url, name, tuple(new_topic() for _ in range(topics)), str(tmp_path / name))
@@ -41,9 +39,9 @@ def walk(
     return walk_through
 
 
-def names(events: list[str]) -> set[str]:
-    """The events that a walk died at, without their numbers."""
-    return {event.rsplit("/", 1)[0] for event in events}
+def names(points: list[Point]) -> set[str]:
+    """The events that a walk died at."""
+    return {point.event for point in points}
 
 
 def test_a_plain_commit_is_whole_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
@@ -51,7 +49,13 @@ def test_a_plain_commit_is_whole_wherever_its_process_dies(walk: Walk, bridge: B
         assert [values(seen(bridge, topic)) for topic in case.topics] == [[b"once"], [b"once"]]
 
     died_at = names(walk(programs.plain_commit, check, topics=2))
-    assert {"writer.open/before", "message.send/after", "commit/before", "commit/after", "bridge.close/after"} <= died_at
+    assert {
+        "writer.open/before",
+        "message.send/after",
+        "commit/before",
+        "commit/after",
+        "bridge.close/after",
+    } <= died_at
 
 
 def test_nothing_of_an_abort_is_seen_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:

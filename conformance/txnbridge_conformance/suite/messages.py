@@ -107,7 +107,7 @@ def test_send_many_sends_what_send_does(bridge: Bridge, topic: str) -> None:
     ]
 
 
-# --- partitions and order ----------------------------------------------------------------------------------------------
+# --- partitions and order ---------------------------------------------------------------------------------------------
 
 
 @needs(Capability.CHOOSE_PARTITION)

@@ -95,18 +95,19 @@ def test_an_owner_that_slept_through_a_takeover_commits_nothing(
 def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
-    event, number = "", 0
-    while not event.startswith("bridge.close/after"):
-        number += 1
+    # From its first event as the owner on; before that it would be the newer one.
+    point = run(programs.own_and_commit, txnbridge_url, topic, owner, b"", pause="bridge.open/after").stopped()
+    while point.event != "bridge.close/after":
+        number = point.number + 1
         value = b"sleeper %d" % number
         sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=number)
-        event = sleeper.stopped()
+        point = sleeper.stopped()
         newer = connect(transactional_id=owner)
         before = values(seen(newer, topic)).count(value)
         sleeper.resume()
         said = sleeper.result()
-        assert values(seen(newer, topic)).count(value) == before, f"it slept at {event}"
-        assert (said == "committed") == bool(before), f"it slept at {event}"
+        assert values(seen(newer, topic)).count(value) == before, f"it slept at {point}"
+        assert (said == "committed") == bool(before), f"it slept at {point}"
 
 
 @proves(Capability.FENCING)
@@ -114,9 +115,7 @@ def test_of_two_owners_that_race_for_an_id_one_commits(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
 ) -> None:
     pause = "transaction.begin/before"
-    racers = [
-        run(programs.own_and_commit, txnbridge_url, topic, owner, b"%d" % n, pause=pause) for n in range(2)
-    ]
+    racers = [run(programs.own_and_commit, txnbridge_url, topic, owner, b"%d" % n, pause=pause) for n in range(2)]
     for racer in racers:
         racer.stopped()  # both have opened the id, in whichever order
     for racer in racers:
