@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, repeat
@@ -78,7 +79,8 @@ class Outgoing:
         self._room = settings.spill_bytes
         self._most = settings.max_message_bytes
         self._refuse = settings.refuse
-        self._turn = 0
+        self._turns: dict[str, int] = {}  # how often a partition was chosen for a topic
+        self._emptied = 0  # how often the memory was
         self.count = 0  # messages taken since `clear`, in memory or stored
         self.bytes = 0  # in memory now
         self._topics: dict[str, Topic] = {}
@@ -88,7 +90,6 @@ class Outgoing:
     def clear(self) -> None:
         """Forget everything, for a new transaction."""
         self.count = self.bytes = 0
-        self._turn += 1
         self._topics.clear()
         self._rows.clear()
         self._keyless.clear()
@@ -134,7 +135,7 @@ class Outgoing:
         self.count += 1
         self.bytes += size + _OVERHEAD
         if self.bytes >= self._room:
-            self._overflow()
+            self._make_room()
 
     def add_many(self, topic: str, items: Iterable[Item]) -> None:
         """Take many messages for one topic; those without a key go to one partition."""
@@ -142,7 +143,7 @@ class Outgoing:
         source = iter(items)
         most = 16
         while chunk := list(islice(source, most)):
-            before = self.bytes
+            before, emptied = self.bytes, self._emptied
             plain = self._refuse is None and set(map(type, chunk)) == {bytes}
             if plain and max(map(len, chunk)) <= self._most:
                 self._add_values(keyless, chunk)
@@ -151,7 +152,7 @@ class Outgoing:
                     value, key, headers = encode_item(item)
                     self.add(topic, value, key, headers, None, None)
             # Large messages are taken few at a time, so that a generator's never fill the memory.
-            small = 0 <= self.bytes - before < self._room // 4
+            small = self._emptied == emptied and self.bytes - before < self._room // 4
             most = min(most * 2, _MOST_AT_ONCE) if small else max(1, most // 2)
             keyless = self._keyless[topic]
 
@@ -162,7 +163,11 @@ class Outgoing:
         self.count += len(values)
         self.bytes += size + _OVERHEAD * len(values)
         if self.bytes >= self._room:
-            self._overflow()
+            self._make_room()
+
+    def _make_room(self) -> None:
+        self._emptied += 1
+        self._overflow()
 
     def _too_large(self, topic: str, size: int) -> InvalidOption:
         return InvalidOption(
@@ -181,8 +186,10 @@ class Outgoing:
     def _choose(self, name: str) -> Rows:
         """A partition for a topic's messages without a key: one after another, a transaction or call each."""
         topic = self._topic(name)
-        self._turn += 1
-        rows = self._keyless[name] = self._rows_of(topic, topic.partitions[self._turn % len(topic.partitions)])
+        count = len(topic.partitions)
+        # The first is any, or programs that send one message each would all use the same.
+        turn = self._turns[name] = self._turns.get(name, random.randrange(count)) + 1
+        rows = self._keyless[name] = self._rows_of(topic, topic.partitions[turn % count])
         return rows
 
     def _find(self, name: str, key: bytes | None, number: int | None) -> Rows:

@@ -190,10 +190,8 @@ class Store:
             yield connection
         except BaseException as error:
             _roll_back(connection)
-            if isinstance(error, sqlite3.Error):
+            if isinstance(error, sqlite3.Error | UnicodeEncodeError):
                 raise translate(error, f"{what} in {self.path}") from error
-            if isinstance(error, UnicodeEncodeError):
-                raise InvalidOption("a name holds half a character (a lone surrogate), which no file can") from error
             raise
         self._commit(connection, what)
 
@@ -203,7 +201,7 @@ class Store:
         try:
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
             yield connection
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeEncodeError) as error:
             raise translate(error, f"reading {self.path}") from error
         finally:
             _roll_back(connection)
@@ -434,7 +432,9 @@ def is_busy(error: sqlite3.Error) -> bool:
     return code_of(error) in (_BUSY, _LOCKED, _PROTOCOL)
 
 
-def translate(error: sqlite3.Error, what: str) -> TxnBridgeError:
+def translate(error: sqlite3.Error | UnicodeEncodeError, what: str) -> TxnBridgeError:
     """What an error of SQLite's means for a caller; `what` was being done. SQLite's own goes into `__cause__`."""
+    if isinstance(error, UnicodeEncodeError):
+        return InvalidOption(f"{what} failed: a name holds half a character (a lone surrogate), which no file can")
     kind, meaning = _MEANINGS.get(code_of(error) or 0, (BrokerUnavailable, str(error)))
     return kind(f"{what} failed: {meaning}")

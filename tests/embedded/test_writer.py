@@ -1,0 +1,629 @@
+"""Plain transactions: all or nothing, whatever happens on the way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
+from txnbridge.errors import (
+    DeliveryFailed,
+    Fenced,
+    InvalidOption,
+    NotFound,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+)
+from txnbridge.spi import Deadline, Decision, TokenState
+from txnbridge_embedded import outgoing
+from txnbridge_embedded.murmur import murmur2, partition_of
+from txnbridge_embedded.store import CommitUnclear
+
+
+
+def status(broker, token):
+    return broker.status(token, None, Deadline(5))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_of_several_topics_become_visible_together(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    send(writer, "audit", b"2", b"3")
+    assert values(broker, "orders") == values(broker, "audit") == []
+    writer.commit(Deadline(5))
+    assert values(broker, "orders") == [b"1"]
+    assert values(broker, "audit") == [b"2", b"3"]
+
+
+def test_an_aborted_message_is_never_seen(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"aborted")
+    writer.abort(Deadline(5))
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
+def test_a_message_comes_back_as_it_was_sent(broker):
+    broker.admin.create_topic("orders", 2, Deadline(5))
+    writer = open_writer(broker)
+    begin(writer)
+    headers = (("a", b"1"), ("b", bytes(range(256))), ("a", b""), ("h\udc80 \x00", "ü".encode()))
+    writer.send("orders", b"\x00\xff", b"key\x00", headers, 1, 1234567)
+    writer.send("orders", None, b"", None, 1, None)
+    writer.send("orders", b"", None, (), 1, 0)
+    before = time.time_ns() // 1_000_000
+    writer.commit(Deadline(5))
+    first, second, third = read(broker, "orders")
+    assert (first.value, first.key, first.headers.raw) == (b"\x00\xff", b"key\x00", headers)
+    assert (first.timestamp, first.partition, first.position) == (1234567, 1, (0,))
+    assert (second.value, second.key, second.headers.raw) == (None, b"", ())
+    assert before <= second.timestamp <= time.time_ns() // 1_000_000
+    assert (third.value, third.key, third.timestamp) == (b"", None, 0)
+
+
+def test_columns_stay_in_step_when_messages_differ(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    writer.send_many("orders", [b"1", (b"2", b"key"), b"3", (b"4", None, {"h": b"x"}), None])
+    writer.send("orders", b"6", None, None, 0, 77)
+    writer.send_many("orders", [b"7", b"8"])
+    writer.commit(Deadline(5))
+    found = read(broker, "orders")
+    assert [m.value for m in found] == [b"1", b"2", b"3", b"4", None, b"6", b"7", b"8"]
+    assert [m.key for m in found] == [None, b"key", None, None, None, None, None, None]
+    assert [m.headers.raw for m in found] == [(), (), (), (("h", b"x"),), (), (), (), ()]
+    assert [m.timestamp == 77 for m in found] == [False] * 5 + [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("key", "hashed"),
+    [  # from the tests of Kafka's Java client
+        (b"21", -973932308),
+        (b"foobar", -790332482),
+        (b"a-little-bit-long-string", -985981536),
+        (b"a-little-bit-longer-string", -1486304829),
+        (b"lkjh234lh9fiuh90y23oiuhsafujhadof229phr9h19h89h8", -58897971),
+        (b"abc", 479470107),
+    ],
+)
+def test_a_key_hashes_as_in_kafkas_java_client(key, hashed):
+    assert murmur2(key) == hashed % (1 << 32)
+    assert partition_of(key, 7) == (hashed & 0x7FFF_FFFF) % 7
+
+
+def test_a_key_decides_the_partition(broker):
+    broker.admin.create_topic("orders", 5, Deadline(5))
+    writer = open_writer(broker)
+    begin(writer)
+    keys = [b"%d" % number for number in range(50)]
+    for key in keys:
+        writer.send("orders", key, key, None, None, None)
+    writer.send_many("orders", [(key, key) for key in keys])
+    writer.commit(Deadline(5))
+    found = read(broker, "orders")
+    assert {m.value: m.partition for m in found} == {key: partition_of(key, 5) for key in keys}
+    assert len(found) == 100
+
+
+def test_messages_without_a_key_share_a_partition_for_a_transaction_and_then_take_the_next(broker):
+    broker.admin.create_topic("orders", 3, Deadline(5))
+    writer = open_writer(broker)
+    for number in range(6):
+        commit(writer, "orders", *[b"%d" % number] * 4)
+    where = Counter((m.value, m.partition) for m in read(broker, "orders"))
+    assert set(where.values()) == {4}
+    assert Counter(partition for _, partition in where) == {0: 2, 1: 2, 2: 2}
+
+
+def test_each_send_many_without_keys_takes_one_partition(broker):
+    broker.admin.create_topic("orders", 2, Deadline(5))
+    writer = open_writer(broker)
+    begin(writer)
+    writer.send_many("orders", [b"a"] * 3)
+    writer.send_many("orders", [b"b"] * 3)
+    writer.commit(Deadline(5))
+    where = Counter((m.value, m.partition) for m in read(broker, "orders"))
+    assert sorted(where.values()) == [3, 3]
+    assert {partition for _, partition in where} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (("orders", b"x" * 1001, None, None, None, None), InvalidOption),
+        (("orders", b"x" * 500, b"k" * 501, None, None, None), InvalidOption),
+        (("orders", b"", None, [("h", b"x" * 1001)], None, None), InvalidOption),
+        (("orders", b"", None, None, 1, None), NotFound),
+        (("orders", b"", None, None, -1, None), NotFound),
+        (("orders", b"", None, None, None, -1), InvalidOption),
+        (("orders", b"", None, None, None, 1 << 63), InvalidOption),
+        (("nowhere", b"", None, None, None, None), NotFound),
+        (("nowhere\udc80", b"", None, None, None, None), InvalidOption),
+    ],
+)
+def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(opened, message, error):
+    opened().admin.create_topic("orders", 1, Deadline(5))
+    broker = opened(create_topics=0, max_message_bytes=1000)
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"before")
+    with pytest.raises(error):
+        writer.send(*message)
+    send(writer, "orders", b"after")
+    writer.commit(Deadline(5))
+    assert values(broker, "orders") == [b"before", b"after"]
+
+
+def test_a_missing_topic_is_refused_with_the_command_that_makes_it(opened):
+    writer = open_writer(opened(create_topics=0))
+    begin(writer)
+    with pytest.raises(NotFound, match="txnbridge topics create orders"):
+        send(writer, "orders", b"1")
+    writer.close()
+
+
+def test_a_missing_topic_is_made_with_as_many_partitions_as_asked(opened):
+    broker = opened(create_topics=3)
+    commit(open_writer(broker), "orders", b"1")
+    assert [(t.name, t.partitions) for t in broker.admin.topics(Deadline(5))] == [("orders", 3)]
+
+
+def test_what_send_many_took_before_an_error_stays_taken(opened):
+    broker = opened(max_message_bytes=100)
+    writer = open_writer(broker)
+    begin(writer)
+    with pytest.raises(InvalidOption):
+        writer.send_many("orders", [b"1", b"2", b"x" * 101, b"3"])
+    with pytest.raises(ZeroDivisionError):
+        writer.send_many("orders", (b"%d" % (8 // left) for left in (2, 1, 0)))
+    writer.commit(Deadline(5))
+    assert values(broker, "orders")[:2] == [b"1", b"2"]
+
+
+def test_large_generated_messages_are_taken_few_at_a_time(opened):
+    broker = opened(spill_bytes=1 << 20)
+    writer = open_writer(broker)
+    begin(writer)
+    drawn = stored = worst = 0
+
+    def generate():
+        nonlocal drawn, stored, worst
+        for _ in range(200):
+            drawn += 1
+            stored = rows(broker, "SELECT count(*) FROM messages")[0][0]
+            worst = max(worst, drawn - stored)
+            yield bytes(100_000)
+
+    writer.send_many("orders", generate())
+    assert drawn == 200
+    assert worst <= 32  # 3.2 MB in memory, not 20
+    writer.abort(Deadline(5))
+
+
+def test_a_topic_that_grows_gets_messages_in_its_new_partitions(broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_embedded.store._TOPIC_AGE", 0)
+    commit(writer := open_writer(broker), "orders", b"1")
+    broker.admin.grow_topic("orders", 2, Deadline(5))
+    for _ in range(2):
+        commit(writer, "orders", b"2")
+    assert {m.partition for m in read(broker, "orders")} == {0, 1}
+
+
+# --- transactions larger than the memory -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(opened):
+    """A broker that moves a transaction into the file after some ten messages."""
+    return opened(spill_bytes=1000)
+
+
+LARGE = [b"%03d" % number for number in range(200)]
+
+
+def test_a_large_transaction_is_invisible_until_it_is_committed(small):
+    writer = open_writer(small)
+    begin(writer)
+    send(writer, "orders", *LARGE)
+    assert rows(small, "SELECT count(*) FROM messages")[0][0] > 100
+    assert values(small, "orders") == []
+    writer.commit(Deadline(5))
+    assert values(small, "orders") == LARGE
+    assert rows(small, "SELECT * FROM undecided") == rows(small, "SELECT * FROM transactions") == []
+
+
+def test_a_large_transaction_that_is_aborted_leaves_nothing_and_no_offset_is_used_again(small):
+    writer = open_writer(small)
+    begin(writer)
+    send(writer, "orders", *LARGE)
+    writer.abort(Deadline(5))
+    assert rows(small, "SELECT * FROM messages") == rows(small, "SELECT * FROM transactions") == []
+    commit(writer, "orders", b"marker")
+    assert values(small, "orders") == [b"marker"]
+    assert offsets(small, "orders")[0] >= 100
+
+
+def test_readers_stop_in_front_of_an_undecided_message_and_go_on_behind_it_in_order(small):
+    early, late = open_writer(small), open_writer(small)
+    commit(late, "orders", b"first")
+    begin(early)
+    send(early, "orders", *LARGE)
+    commit(late, "orders", b"last")
+    assert values(small, "orders") == [b"first"]
+    early.commit(Deadline(5))
+    found = values(small, "orders")
+    assert [value for value in found if value in LARGE] == LARGE
+    assert found[0] == b"first"
+    assert sorted(found) == sorted([b"first", *LARGE, b"last"])
+    assert offsets(small, "orders") == list(range(202))
+
+
+def test_an_interleaved_abort_removes_its_own_messages_only(small):
+    one, other = open_writer(small), open_writer(small)
+    begin(one)
+    begin(other)
+    for number in range(100):
+        send(one, "orders", b"one %d" % number)
+        send(other, "orders", b"other %d" % number)
+    one.abort(Deadline(5))
+    other.commit(Deadline(5))
+    assert values(small, "orders") == [b"other %d" % number for number in range(100)]
+
+
+def test_flush_stores_what_was_taken_and_shows_it_to_nobody(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    writer.flush(Deadline(5))
+    assert len(rows(broker, "SELECT * FROM messages")) == 1
+    assert values(broker, "orders") == []
+    send(writer, "orders", b"2")
+    writer.commit(Deadline(5))
+    assert values(broker, "orders") == [b"1", b"2"]
+
+
+def test_a_writer_that_closes_aborts_what_it_stored(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    writer.flush(Deadline(5))
+    writer.close()
+    assert rows(broker, "SELECT * FROM messages") == rows(broker, "SELECT * FROM undecided") == []
+
+
+def test_after_a_part_could_not_be_stored_the_rest_is_never_committed(broker, monkeypatch):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+
+    def fail(*_):
+        raise CommitUnclear("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker.store, "_commit", fail)
+        with pytest.raises(DeliveryFailed):
+            writer.flush(Deadline(5))
+    send(writer, "orders", b"2")
+    with pytest.raises(DeliveryFailed):
+        writer.commit(Deadline(5))
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_after_the_deadline_is_refused(broker):
+    writer = open_writer(broker)
+    begin(writer, timeout=0.01)
+    send(writer, "orders", b"late")
+    time.sleep(0.02)
+    with pytest.raises(TransactionTimedOut):
+        writer.commit(Deadline(5))
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
+def test_whoever_comes_next_ends_what_is_past_its_deadline(opened):
+    first, second = opened(), opened()
+    writer = open_writer(first)
+    begin(writer, timeout=0.05)
+    send(writer, "orders", b"late")
+    writer.flush(Deadline(5))
+    commit(open_writer(second), "orders", b"behind")
+    time.sleep(0.06)
+    assert values(second, "orders") == [b"behind"]  # a reader that is held back by it
+    assert rows(second, "SELECT * FROM transactions") == []
+    with pytest.raises(TransactionTimedOut):
+        writer.commit(Deadline(5))
+    assert values(second, "orders") == [b"behind"]
+
+
+def test_a_transaction_that_was_ended_by_others_cannot_be_committed(opened):
+    first, second = opened(), opened()
+    writer = open_writer(first)
+    transaction = begin(writer)
+    send(writer, "orders", b"1")
+    writer.flush(Deadline(5))
+    second.admin.end(transaction, Decision.ABORT, Deadline(5))
+    send(writer, "orders", b"2")
+    with pytest.raises(TransactionAborted, match="ended by another process"):
+        writer.commit(Deadline(5))
+    commit(writer, "orders", b"marker")
+    assert values(second, "orders") == [b"marker"]
+
+
+# --- owners ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_owner_shuts_out_the_older_and_is_named(opened):
+    old = open_writer(opened(), "billing", "host-1 pid 7")
+    begin(old)
+    send(old, "orders", b"old")
+    new_broker = opened()
+    new = open_writer(new_broker, "billing", "host-2 pid 9")
+    with pytest.raises(Fenced, match="host-2 pid 9") as caught:
+        old.commit(Deadline(5))
+    assert caught.value.newer == "host-2 pid 9"
+    commit(new, "orders", b"new")
+    assert values(new_broker, "orders") == [b"new"]
+
+
+def test_a_newer_owner_ends_what_the_older_had_stored(opened):
+    old = open_writer(opened(), "billing")
+    begin(old)
+    send(old, "orders", b"old")
+    old.flush(Deadline(5))
+    new = open_writer(second := opened(), "billing")
+    assert rows(second, "SELECT * FROM messages") == rows(second, "SELECT * FROM transactions") == []
+    send(old, "orders", b"more")
+    with pytest.raises(Fenced):
+        old.flush(Deadline(5))
+    with pytest.raises(TransactionAborted):
+        old.commit(Deadline(5))
+    commit(new, "orders", b"new")
+    assert values(second, "orders") == [b"new"]
+
+
+def test_an_owner_that_was_shut_out_cannot_take_its_id_back_by_reopening(opened):
+    old = open_writer(opened(), "billing")
+    new = open_writer(second := opened(), "billing")
+    with pytest.raises(Fenced):
+        old.reopen(Deadline(5))
+    commit(new, "orders", b"1")
+    assert values(second, "orders") == [b"1"]
+
+
+def test_writers_without_an_id_do_not_shut_each_other_out(opened):
+    first, second = opened(), opened()
+    one, other = open_writer(first), open_writer(second)
+    commit(one, "orders", b"1")
+    commit(other, "orders", b"2")
+    commit(one, "orders", b"3")
+    assert values(first, "orders") == [b"1", b"2", b"3"]
+
+
+def test_a_preparing_writer_of_an_older_owner_is_refused(opened):
+    first = opened()
+    open_writer(first, "billing")
+    open_writer(opened(), "billing", "elsewhere")
+    with pytest.raises(Fenced, match="elsewhere"):
+        open_preparing(first, "billing")
+
+
+# --- what became of it -----------------------------------------------------------------------------------------------
+
+
+def test_status_tells_what_was_committed(broker):
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    send(writer, "orders", b"1")
+    token = token_of(broker, writer, transaction)
+    found = status(broker, token)
+    assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
+    assert "open" in found.reason
+    writer.commit(Deadline(5))
+    assert status(broker, token).state is TokenState.COMMITTED
+
+
+def test_status_of_an_aborted_transaction_stays_aborted_when_the_writer_goes_on(broker):
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    token = token_of(broker, writer, transaction)
+    writer.abort(Deadline(5))
+    for _ in range(3):
+        commit(writer, "orders", b"1")
+    assert status(broker, token).state is TokenState.ABORTED
+
+
+def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(opened):
+    broker = opened()
+    writer = open_writer(broker)
+    transaction = begin(writer, timeout=0.05)
+    token = token_of(broker, writer, transaction)
+    time.sleep(0.06)
+    assert status(opened(), token).state is TokenState.ABORTED
+    with pytest.raises(TransactionTimedOut):
+        writer.commit(Deadline(5))
+
+
+def test_status_says_nothing_final_while_the_file_is_being_written(opened):
+    broker, other = opened(), opened()
+    writer = open_writer(broker)
+    transaction = begin(writer, timeout=0.05)
+    token = token_of(broker, writer, transaction)
+    time.sleep(0.06)
+    busy = other.store.connect()
+    with other.store.writing(busy, Deadline(5), "being busy"):
+        assert broker.status(token, None, Deadline(0.05)).state is TokenState.UNKNOWN
+    busy.close()
+    assert status(broker, token).state is TokenState.ABORTED
+
+
+def test_status_of_a_transaction_whose_id_was_opened_anew_is_aborted(opened):
+    broker = opened()
+    writer = open_writer(broker, "billing")
+    transaction = begin(writer, timeout=60)
+    token = token_of(broker, writer, transaction)
+    open_writer(opened(), "billing")
+    assert status(broker, token).state is TokenState.ABORTED
+
+
+def test_status_is_unknown_for_ever_once_the_record_is_gone(opened):
+    broker = opened(keep_seconds=0.001)
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    token = token_of(broker, writer, transaction)
+    writer.commit(Deadline(5))
+    time.sleep(0.01)
+    open_writer(broker)  # an opening cleans up
+    found = status(broker, token)
+    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+
+
+def test_the_record_of_a_writer_that_told_nobody_goes_with_it(opened):
+    broker = opened()
+    writer = open_writer(broker)
+    commit(writer, "orders", b"1")
+    writer.close()
+    broker.close(Deadline(5))
+    assert rows(opened(), "SELECT * FROM writers") == []
+
+
+# --- when the commit itself fails ------------------------------------------------------------------------------------
+
+
+def failing(store, *, happens: bool):
+    """What `Store._commit` does when SQLite fails while it commits."""
+    real = store._commit
+
+    def commit(connection, what):
+        store._commit = real
+        if happens:
+            real(connection, what)
+        else:
+            connection.execute("ROLLBACK")
+        raise CommitUnclear("the disk refuses")
+
+    store._commit = commit
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_commit_that_failed_but_happened_counts_as_committed(small, large):
+    writer = open_writer(small)
+    transaction = begin(writer)
+    sent = LARGE if large else [b"1"]
+    send(writer, "orders", *sent)
+    failing(small.store, happens=True)
+    writer.commit(Deadline(5))
+    assert values(small, "orders") == sent
+    assert status(small, token_of(small, writer, transaction)).state is TokenState.COMMITTED
+    commit(writer, "orders", b"marker")
+    assert values(small, "orders") == [*sent, b"marker"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_commit_that_failed_and_did_not_happen_counts_as_aborted(small, large):
+    writer = open_writer(small)
+    transaction = begin(writer)
+    send(writer, "orders", *(LARGE if large else [b"1"]))
+    failing(small.store, happens=False)
+    with pytest.raises(DeliveryFailed, match="the disk refuses"):
+        writer.commit(Deadline(5))
+    assert status(small, token_of(small, writer, transaction)).state is TokenState.ABORTED
+    commit(writer, "orders", b"marker")
+    assert values(small, "orders") == [b"marker"]
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_if_the_file_cannot_tell_the_outcome_is_unknown_until_it_can(broker, monkeypatch, happens):
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    send(writer, "orders", b"1")
+    failing(broker.store, happens=happens)
+    with monkeypatch.context() as patch:
+        patch.setattr("txnbridge_embedded.files.in_place", answers := Answers(True, False, False))
+        with pytest.raises(OutcomeUnknown):
+            writer.commit(Deadline(5))
+    assert answers.given
+    token = token_of(broker, writer, transaction)
+    assert status(broker, token).state is (TokenState.COMMITTED if happens else TokenState.UNKNOWN)
+    writer.reopen(Deadline(5))
+    assert status(broker, token).state is (TokenState.COMMITTED if happens else TokenState.ABORTED)
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == ([b"1", b"marker"] if happens else [b"marker"])
+
+
+class Answers:
+    """A function that gives these answers, one a call, and then the last one for ever."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.given = 0
+
+    def __call__(self, *_):
+        self.given += 1
+        return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def test_an_interrupt_inside_the_commit_leaves_the_file_unlocked_and_the_outcome_to_be_asked(broker, monkeypatch):
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    send(writer, "orders", b"1")
+    real = outgoing.store
+
+    def interrupted(*arguments):
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("txnbridge_embedded.writer.store", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.commit(Deadline(5))
+    token = token_of(broker, writer, transaction)
+    commit(open_writer(broker), "orders", b"somebody else")
+    writer.reopen(Deadline(5))
+    assert status(broker, token).state is TokenState.ABORTED
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"somebody else", b"marker"]
+
+
+def test_an_interrupt_right_after_the_commit_does_not_undo_it(broker):
+    writer = open_writer(broker)
+    transaction = begin(writer)
+    send(writer, "orders", b"1")
+    real = broker.store._commit
+
+    def commit_and_interrupt(connection, what):
+        broker.store._commit = real
+        real(connection, what)
+        raise KeyboardInterrupt
+
+    broker.store._commit = commit_and_interrupt
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit(Deadline(5))
+    token = token_of(broker, writer, transaction)
+    assert status(broker, token).state is TokenState.COMMITTED
+    writer.reopen(Deadline(5))
+    assert status(broker, token).state is TokenState.COMMITTED
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_a_topic_that_is_deleted_meanwhile_aborts_the_whole_transaction(broker):
+    writer = open_writer(broker)
+    commit(writer, "orders", b"0")
+    begin(writer)
+    send(writer, "audit", b"1")
+    send(writer, "orders", b"1")
+    broker.admin.delete_topic("orders", Deadline(5))
+    with pytest.raises(DeliveryFailed, match="deleted"):
+        writer.commit(Deadline(5))
+    assert values(broker, "audit") == []
