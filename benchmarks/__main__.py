@@ -1,0 +1,20 @@
+"""All benchmarks, one after another: about a quarter of an hour."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks._harness import machine, opened, parse
+
+NAMES = ("send", "imports", "write", "read", "commit", "writers", "wakeup", "memory", "large_file")
+
+
+def main() -> None:
+    with opened(parse(description=__doc__)) as settings:
+        print(machine(settings.folder))
+        for name in NAMES:
+            import_module(f"benchmarks.{name}").measure(settings)
+
+
+if __name__ == "__main__":
+    main()

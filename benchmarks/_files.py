@@ -1,0 +1,76 @@
+"""Files to measure: the embedded broker's, and plain SQLite ones with the same columns and the same durability."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import txnbridge
+
+KIB = 1024
+Row = tuple[int | None, int, bytes | None, str | None, bytes]  # id, timestamp, key, headers, value
+
+
+def bodies(count: int, size: int) -> list[bytes]:
+    """Distinct objects, as messages are; their bytes do not matter to anybody here."""
+    return [number.to_bytes(8, "big") + bytes(size - 8) for number in range(count)]
+
+
+def rows(values: Sequence[bytes]) -> list[Row]:
+    return [(None, 1_700_000_000_000, None, None, value) for value in values]
+
+
+@contextmanager
+def fresh(folder: Path) -> Iterator[Path]:
+    """An empty folder, so that no round meets the file of the one before."""
+    path = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+@contextmanager
+def fresh_bridge(folder: Path) -> Iterator[txnbridge.Bridge]:
+    """A bridge to an empty file of the embedded broker, with its defaults: durability=full."""
+    with fresh(folder) as path, txnbridge.connect(url(path)) as bridge:
+        yield bridge
+
+
+def url(folder: Path) -> str:
+    return f"embedded:{folder / 'broker.db'}"
+
+
+@contextmanager
+def plain(folder: Path, page_bytes: int = 4096, log_bytes: int = 4 << 20) -> Iterator[sqlite3.Connection]:
+    """A plain SQLite file that is as durable as ours: a log (WAL) that is synchronised at each commit.
+
+    Its page size and the length at which the log is copied are SQLite's defaults unless given.
+    """
+    path = folder / "plain.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f"PRAGMA page_size = {page_bytes}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {log_bytes // page_bytes}")
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS messages("
+            "id INTEGER PRIMARY KEY, timestamp INTEGER NOT NULL, key BLOB, headers TEXT, value BLOB)"
+        )
+        yield connection
+
+
+def insert(connection: sqlite3.Connection, ready: Sequence[Row]) -> None:
+    """One transaction as plain SQLite does it fastest: rows that are tuples already, no Python between them."""
+    connection.execute("BEGIN IMMEDIATE")
+    connection.executemany("INSERT INTO messages VALUES (?, ?, ?, ?, ?)", ready)
+    connection.execute("COMMIT")
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(folder))

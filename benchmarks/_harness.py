@@ -1,0 +1,263 @@
+"""What all benchmarks share: contenders in turn, medians with their interval, targets, and the machine in words."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import platform
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Lap = Callable[[], int]  # does some work and says how many units it was
+Contender = Callable[[], AbstractContextManager[Lap]]  # sets up outside the measured time, and cleans up
+
+_RESAMPLES = 2000  # of the bootstrap: the interval's ends then move by about 1 % of its width from run to run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How thoroughly to measure, and where the files go."""
+
+    rounds: int
+    seconds: float  # at least that long lasts each round of each contender
+    folder: Path  # on the disk that is to be measured
+    quick: bool  # only see that everything works: the figures mean nothing
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of one contender: seconds of each lap, and the units of all."""
+
+    laps: Sequence[float]
+    units: int
+
+    @property
+    def seconds_per_unit(self) -> float:
+        return sum(self.laps) / self.units
+
+
+def alternate(settings: Settings, contenders: Mapping[str, Contender]) -> dict[str, list[Round]]:
+    """Rounds of all contenders in turn, every second time in the opposite order, so that a drift favours nobody."""
+    found: dict[str, list[Round]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for number in range(settings.rounds):
+        for name in order[:: -1 if number % 2 else 1]:
+            found[name].append(_run(contenders[name], settings.seconds))
+    return found
+
+
+def _run(contender: Contender, seconds: float) -> Round:
+    with contender() as lap:
+        lap()  # the first one fills caches; it does not count
+        laps: list[float] = []
+        units = 0
+        until = time.perf_counter() + seconds
+        while not laps or time.perf_counter() < until:
+            start = time.perf_counter()
+            units += lap()
+            laps.append(time.perf_counter() - start)
+    return Round(laps, units)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest value that at least this part of all values does not exceed."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median, and the 95 % bootstrap interval of it; of a figure with one value only, that value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def single(cls, value: float) -> Estimate:
+        return cls(value, value, value)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The median of what was measured once a round."""
+    dice = random.Random(1)  # the same interval for the same values
+    medians = [median(dice.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+    return Estimate(median(values), quantile(medians, 0.025), quantile(medians, 0.975))
+
+
+def speed(ours: Sequence[Round], peer: Sequence[Round]) -> Estimate:
+    """How fast ours is as a part of the peer's speed, round by round."""
+    return estimate([p.seconds_per_unit / o.seconds_per_unit for o, p in zip(ours, peer, strict=True)])
+
+
+def excess(ours: Sequence[Round], peer: Sequence[Round], scale: float) -> Estimate:
+    """What ours takes above the peer, a unit, round by round; `scale` is 1e6 for microseconds."""
+    return estimate([scale * (o.seconds_per_unit - p.seconds_per_unit) for o, p in zip(ours, peer, strict=True)])
+
+
+def per_unit(rounds: Sequence[Round], scale: float) -> Estimate:
+    return estimate([scale * r.seconds_per_unit for r in rounds])
+
+
+def lap_quantile(rounds: Sequence[Round], part: float, scale: float) -> Estimate:
+    """A quantile of a round's laps, over the rounds."""
+    return estimate([scale * quantile(r.laps, part) for r in rounds])
+
+
+# --- saying it -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound that a figure is to keep."""
+
+    bound: float
+    at_least: bool
+
+    def verdict(self, found: Estimate) -> str:
+        """Says "undecided" if the bound lies within the interval: the machine was too busy to tell."""
+        good, bad = (found.low, found.high) if self.at_least else (-found.high, -found.low)
+        bound = self.bound if self.at_least else -self.bound
+        return "reached" if good >= bound else "missed" if bad < bound else "undecided"
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.bound:g}"
+
+
+def at_least(bound: float) -> Target:
+    return Target(bound, True)
+
+
+def at_most(bound: float) -> Target:
+    return Target(bound, False)
+
+
+class Report:
+    """Prints figures as rows of a Markdown table, each as soon as it is known."""
+
+    def __init__(self, settings: Settings, title: str) -> None:
+        print(f"\n### {title}\n")
+        print(f"{settings.rounds} rounds of at least {settings.seconds:g} s; load {os.getloadavg()[0]:.1f}")
+        if settings.quick:
+            print("--quick: these figures mean nothing")
+        print("\n| figure | median | 95 % interval | target | |\n|---|---|---|---|---|")
+
+    def figure(self, name: str, found: Estimate, unit: str = "", target: Target | None = None) -> None:
+        unit = f" {unit}" if unit else ""
+        goal, verdict = ("", "") if target is None else (f"{target}{unit}", target.verdict(found))
+        interval = f"{_number(found.low)} to {_number(found.high)}" if found.low < found.high else "one value"
+        print(f"| {name} | {_number(found.median)}{unit} | {interval} | {goal} | {verdict} |", flush=True)
+
+
+def _number(value: float) -> str:
+    """Three digits that mean something."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def machine(folder: Path) -> str:
+    """The machine in one line, without its name."""
+    return ", ".join(
+        [
+            f"{os.cpu_count()} cores ({_processor()})",
+            f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB RAM",
+            _disk(folder),
+            f"{platform.system()} {platform.release().split('-')[0]}",
+            f"Python {platform.python_version()}",
+            f"SQLite {sqlite3.sqlite_version}",
+        ]
+    )
+
+
+def _processor() -> str:
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _disk(folder: Path) -> str:
+    """The file system and the kind of disk under it, as far as the system tells."""
+    device = os.stat(folder).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split(" - ")[1].split()[0] for line in _lines("/proc/self/mountinfo") if line.split()[2] == name]
+    block = Path("/sys/dev/block", name).resolve()
+    virtual = block.name.startswith(("vd", "xvd"))
+    spins = _lines(block / "queue" / "rotational") == ["1"]
+    kind = "virtual disk" if virtual else "spinning disk" if spins else "solid-state disk" if block.exists() else "disk"
+    return f"{mounts[0] if mounts else 'unknown file system'} on a {kind}"
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="see that it works, in a second or two; no figures")
+    parser.add_argument("--rounds", type=int, default=10, help="how often each contender runs (10)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long at least a round lasts (1.0)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where files are made")
+    return parser.parse_args(arguments)
+
+
+@contextmanager
+def opened(options: argparse.Namespace) -> Iterator[Settings]:
+    """The settings that the options ask for, with a folder of their own that is removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="txnbridge-benchmark-", dir=options.folder))
+    try:
+        if options.quick:
+            yield Settings(rounds=2, seconds=0.02, folder=folder, quick=True)
+        else:
+            yield Settings(options.rounds, options.seconds, folder, quick=False)
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(measure: Callable[[Settings], None]) -> None:
+    """One benchmark as a program."""
+    with opened(parse(description=sys.modules[measure.__module__].__doc__)) as settings:
+        print(machine(settings.folder))
+        measure(settings)
+
+
+@contextmanager
+def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """A fresh process that runs `target(pipe, *arguments)`; the block has the other end of the pipe.
+
+    It is told to end by the closing of the pipe, and is waited for.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        with ours:
+            yield ours
+    finally:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,124 @@
+"""Writing into a file that holds 10,000,000 messages, beside a file that holds none.
+
+The messages in it have 100 B and lie in 1,000 topics, written by turns as they would be over the years: each
+transaction brought 100 to every topic. What is measured are transactions of 1,000 messages of 1 KiB: all to one
+topic, which lies in the middle of the file; to one topic each, another one each time; and one to each topic. A round's
+empty file has the same topics; the large one keeps what the rounds add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import txnbridge
+from benchmarks._files import KIB, bodies, bytes_in, fresh, url
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
+
+TOPICS = 1000
+MESSAGES = 1000  # a transaction
+PER_TOPIC = 100  # of a loading transaction
+
+
+def name(number: int) -> str:
+    return f"topic-{number}"
+
+
+def make_topics(bridge: txnbridge.Bridge, topics: int) -> None:
+    for number in range(topics):
+        bridge.admin.create_topic(name(number))
+
+
+def load(folder: Path, topics: int, messages: int) -> None:
+    # The disk is not waited for here, and a transaction need not be spared from memory.
+    quick = {"durability": "survives-process-kill-only", "spill_bytes": 1 << 30}
+    with txnbridge.connect(url(folder), embedded=quick, timeout=600) as bridge:
+        make_topics(bridge, topics)
+        values = bodies(PER_TOPIC, 100)
+        for _ in range(messages // (PER_TOPIC * topics)):
+            with bridge.transaction() as txn:
+                for number in range(topics):
+                    txn.send_many(name(number), values)
+
+
+Write = Callable[[txnbridge.Transaction, list[bytes], int], None]
+
+
+def spread(topics: int) -> dict[str, Write]:
+    """How a transaction's messages are spread; the number is that of the transaction."""
+
+    def one_topic(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
+        txn.send_many(name(topics // 2), values)
+
+    def one_topic_each(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
+        txn.send_many(name(number * 7 % topics), values)
+
+    def every_topic(txn: txnbridge.Transaction, values: list[bytes], number: int) -> None:
+        for at, value in enumerate(values):
+            txn.send(name(at % topics), value)
+
+    return {
+        "to one topic": one_topic,
+        "to one topic each": one_topic_each,
+        "one message to every topic": every_topic,
+    }
+
+
+def writing(bridge: txnbridge.Bridge, write: Write) -> Lap:
+    values = bodies(MESSAGES, KIB)
+    number = 0
+
+    def lap() -> int:
+        nonlocal number
+        number += 1
+        with bridge.transaction() as txn:
+            write(txn, values, number)
+        return len(values)
+
+    return lap
+
+
+def into_large(folder: Path, write: Write) -> Contender:
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with txnbridge.connect(url(folder)) as bridge:
+            yield writing(bridge, write)
+
+    return contender
+
+
+def into_empty(settings: Settings, topics: int, write: Write) -> Contender:
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with fresh(settings.folder) as folder:
+            with txnbridge.connect(url(folder), embedded={"durability": "survives-process-kill-only"}) as bridge:
+                make_topics(bridge, topics)
+            with txnbridge.connect(url(folder)) as bridge:
+                yield writing(bridge, write)
+
+    return contender
+
+
+def measure(settings: Settings) -> None:
+    topics, messages = (10, 10_000) if settings.quick else (TOPICS, 10_000_000)
+    with fresh(settings.folder) as folder:
+        load(folder, topics, messages)
+        report = Report(settings, f"{messages:,} messages in {topics:,} topics ({bytes_in(folder) / 1e9:.1f} GB)")
+        contenders: dict[str, Contender] = {}
+        for how, write in spread(topics).items():
+            contenders[f"large, {how}"] = into_large(folder, write)
+            contenders[f"empty, {how}"] = into_empty(settings, topics, write)
+        found = alternate(settings, contenders)
+        one = found["empty, to one topic"]
+        for how, bound in (("to one topic", 0.9), ("to one topic each", 0.5), ("one message to every topic", 0.5)):
+            large = found[f"large, {how}"]
+            report.figure(f"{how}, large / empty", speed(large, found[f"empty, {how}"]), "", at_least(bound))
+            if how != "to one topic":
+                report.figure(f"{how}, large / to one topic, empty", speed(large, one), "", at_least(bound))
+        for what, rounds in found.items():
+            report.figure(f"{what}, a message", per_unit(rounds, 1e6), "us")
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,100 @@
+"""Whether memory stays flat while 1,000,000 messages of 1 KiB are written and read.
+
+Each program runs in a process of its own, which looks at its resident memory after every 10,000 messages. The growth
+is the highest value less the lowest, without the first tenth, in which buffers and caches fill.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import txnbridge
+from benchmarks._files import KIB, bodies, fresh, url
+from benchmarks._harness import Estimate, Report, Settings, at_most, child, run
+
+PIECE = 1000
+LOOK_EVERY = 10
+# SQLite and malloc keep what they once needed, in pieces of some megabytes. A list of the messages would be 1 GiB, one
+# of their positions alone 100 MiB.
+FLAT_MIB = 16
+
+Watch = Iterator[float]
+
+
+def resident() -> float:
+    """This process's resident memory in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def small_transactions(bridge: txnbridge.Bridge, messages: int) -> Watch:
+    for _ in range(messages // PIECE):
+        with bridge.transaction() as txn:
+            txn.send_many("topic", bodies(PIECE, KIB))
+        yield resident()
+
+
+def one_transaction(bridge: txnbridge.Bridge, messages: int) -> Watch:
+    with bridge.transaction() as txn:
+        for _ in range(messages // PIECE):
+            for value in bodies(PIECE, KIB):
+                txn.send("topic", value)
+            yield resident()
+
+
+def read_alone(bridge: txnbridge.Bridge, messages: int) -> Watch:
+    with bridge.consumer("topic") as consumer:
+        for _ in pieces(consumer, messages):
+            yield resident()
+
+
+def read_in_a_group(bridge: txnbridge.Bridge, messages: int) -> Watch:
+    with bridge.consumer("topic", group="group") as consumer:
+        for batch in pieces(consumer, messages):
+            with bridge.transaction() as txn:
+                txn.ack(batch)
+            yield resident()
+
+
+def pieces(consumer: txnbridge.Consumer, messages: int) -> Iterator[txnbridge.Batch]:
+    while messages > 0:
+        batch = consumer.poll(PIECE)
+        messages -= len(batch)
+        yield batch
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[txnbridge.Bridge, int], Watch]]] = {
+    "written, 1,000 a transaction": ("small", small_transactions),
+    "read without a group": ("small", read_alone),
+    "read in a group, each 1,000 acknowledged": ("small", read_in_a_group),
+    "written in one transaction": ("one", one_transaction),
+}
+
+
+def watch(pipe: Connection, name: str, folder: Path, messages: int) -> None:
+    with txnbridge.connect(url(folder), timeout=600) as bridge:
+        seen = list(PROGRAMS[name][1](bridge, messages))
+    pipe.send(seen[::LOOK_EVERY])
+
+
+def growth(seen: Sequence[float]) -> float:
+    steady = seen[len(seen) // 10 :]
+    return max(steady) - min(steady)
+
+
+def measure(settings: Settings) -> None:
+    messages = 20 * PIECE if settings.quick else 1_000_000
+    report = Report(settings, f"Memory over {messages:,} messages of 1 KiB (one run each)")
+    with fresh(settings.folder) as small, fresh(settings.folder) as one:
+        for name, (file, _) in PROGRAMS.items():
+            with child(watch, name, small if file == "small" else one, messages) as pipe:
+                seen = pipe.recv()
+            report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
+            report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")
+
+
+if __name__ == "__main__":
+    run(measure)

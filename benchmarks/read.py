@@ -1,0 +1,154 @@
+"""Reading from the embedded broker beside a bare SELECT of the same columns from a plain SQLite file.
+
+Both read a file of messages from its beginning, in pieces of 1,000. "Acknowledged" is a group that acknowledges each
+piece in a transaction; its peer stores a position in a transaction of the same durability.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import txnbridge
+from benchmarks._files import KIB, bodies, fresh, insert, plain, rows, url
+from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
+
+PIECE = 1000
+SIZES = {"1 KiB": KIB, "100 B": 100}
+_names = itertools.count()
+
+
+def fill(folder: Path, messages: int, size: int) -> None:
+    """The same messages into a file of the embedded broker and into a plain one."""
+    values = bodies(PIECE, size)
+    ready = rows(values)
+    with txnbridge.connect(url(folder)) as bridge, plain(folder) as connection:
+        for _ in range(messages // PIECE):
+            with bridge.transaction() as txn:
+                txn.send_many("topic", values)
+            insert(connection, ready)
+
+
+def consume(consumer: txnbridge.Consumer, messages: int) -> None:
+    while messages:
+        for _ in (batch := consumer.poll(PIECE)):
+            pass
+        messages -= len(batch)
+
+
+def reading(folder: Path, messages: int, in_group: bool) -> Contender:
+    """Each lap is a new consumer, in a new group if in one, that reads everything."""
+
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with txnbridge.connect(url(folder)) as bridge:
+
+            def lap() -> int:
+                group = f"group-{next(_names)}" if in_group else None
+                with bridge.consumer("topic", group=group) as consumer:
+                    consume(consumer, messages)
+                return messages
+
+            yield lap
+
+    return contender
+
+
+def acknowledging(folder: Path, messages: int) -> Contender:
+    """Each lap is one piece, read and acknowledged; when all is read, a new group begins."""
+
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with txnbridge.connect(url(folder)) as bridge:
+            consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
+            left = messages
+
+            def lap() -> int:
+                nonlocal consumer, left
+                if not left:
+                    consumer.close()
+                    consumer = bridge.consumer("topic", group=f"group-{next(_names)}")
+                    left = messages
+                with bridge.transaction() as txn:
+                    batch = consumer.poll(PIECE)
+                    txn.ack(batch)
+                left -= len(batch)
+                return len(batch)
+
+            yield lap
+
+    return contender
+
+
+def select(connection: sqlite3.Connection, first: int, last: int) -> int:
+    count = 0
+    found = connection.execute(
+        "SELECT id, timestamp, key, headers, value FROM messages WHERE id BETWEEN ? AND ? ORDER BY id", (first, last)
+    )
+    while piece := found.fetchmany(PIECE):
+        for _ in piece:
+            pass
+        count += len(piece)
+    return count
+
+
+def selecting(folder: Path, messages: int) -> Contender:
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with plain(folder) as connection:
+            yield lambda: select(connection, 1, messages)
+
+    return contender
+
+
+def storing_a_position(folder: Path, messages: int) -> Contender:
+    @contextmanager
+    def contender() -> Iterator[Lap]:
+        with plain(folder) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS positions(id INTEGER PRIMARY KEY, next INTEGER)")
+            at = 1
+
+            def lap() -> int:
+                nonlocal at
+                connection.execute("BEGIN IMMEDIATE")
+                count = select(connection, at, at + PIECE - 1)
+                at = at + count if at + count <= messages else 1
+                connection.execute("INSERT OR REPLACE INTO positions VALUES (1, ?)", (at,))
+                connection.execute("COMMIT")
+                return count
+
+            yield lap
+
+    return contender
+
+
+def measure(settings: Settings) -> None:
+    messages = PIECE if settings.quick else 200 * PIECE
+    for name, size in SIZES.items():
+        with fresh(settings.folder) as folder:
+            fill(folder, messages, size)
+            report = Report(settings, f"Reading, {name}")
+            found = alternate(
+                settings,
+                {
+                    "alone": reading(folder, messages, in_group=False),
+                    "select": selecting(folder, messages),
+                    "in a group": reading(folder, messages, in_group=True),
+                    "acknowledged": acknowledging(folder, messages),
+                    "select, position": storing_a_position(folder, messages),
+                },
+            )
+            target = at_least(0.7) if size == KIB else None
+            report.figure("without a group / SELECT", speed(found["alone"], found["select"]), "", target)
+            report.figure("in a group / SELECT", speed(found["in a group"], found["select"]), "", target)
+            acknowledged = speed(found["acknowledged"], found["select, position"])
+            report.figure("in a group, acknowledged / SELECT and a stored position", acknowledged)
+            for what, rounds in found.items():
+                report.figure(f"{what}, a message", per_unit(rounds, 1e6), "us")
+
+
+if __name__ == "__main__":
+    run(measure)

@@ -1,0 +1,40 @@
+"""Each benchmark still runs. Its figures are not judged here: a machine that runs tests is no quiet one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.__main__ import NAMES
+from tests.house.rooms import ROOT
+
+# The figures that have a target: a benchmark that no longer measures its own is rotten, too.
+TARGETS = {
+    "send": 2,
+    "imports": 1,
+    "write": 6,
+    "read": 2,
+    "commit": 0,
+    "writers": 6,
+    "wakeup": 4,
+    "memory": 4,
+    "large_file": 5,
+}
+
+
+def test_every_benchmark_is_in_the_list():
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    assert scripts == set(NAMES) == set(TARGETS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path):
+    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", "--quick", "--folder", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    rows = [line.split("|") for line in run.stdout.splitlines() if line.startswith("| ") and "median" not in line]
+    assert sum(bool(row[4].strip()) for row in rows) == TARGETS[name]
+    assert list(tmp_path.iterdir()) == []
