@@ -71,6 +71,18 @@ def test_a_message_cannot_steer_the_terminal(invoke, url):
     assert shown.endswith(" | key=\\x1b]0;title\\x07 | \\x1b[31mred\\nnext\n")
 
 
+def test_what_the_terminal_has_no_character_for_is_escaped(url, bridge):
+    with bridge.transaction() as txn:
+        txn.send("orders", "für 5 €".encode())
+    run = subprocess.run(
+        [sys.executable, "-m", "txnbridge.cli", "read", "orders"],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=True,
+    )
+    assert run.stdout.endswith(b" | f\xfcr 5 \\u20ac\n")
+
+
 def test_each_line_of_standard_input_is_a_message(invoke, url):
     sent = invoke("send", "orders", "--json", input="one\n\nthree \r\nlast without an end")
     answer = json.loads(sent.stdout)

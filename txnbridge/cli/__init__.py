@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 
 import click
 
@@ -62,3 +64,6 @@ def main() -> None:
 
     New here? `txnbridge demo` needs nothing and takes seconds.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What this terminal's encoding has no character for is shown as an escape.
+        sys.stdout.reconfigure(errors="backslashreplace")

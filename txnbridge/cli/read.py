@@ -11,9 +11,10 @@ import click
 import txnbridge
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode, printable
+from txnbridge.spi import Deadline
 
-# In a group the broker first hands out partitions, and what others still hold does not count as the end.
-_GROUP_WAIT = 2.0
+# In a group nobody says where the end is for this member: a second without a message, once it has partitions, is it.
+_GROUP_WAIT = 1.0
 # Without a group the broker itself says what lies ahead, so this is only how long it may sleep between two questions.
 _WAIT = 0.05
 _BATCH = 500
@@ -45,7 +46,7 @@ def command(
         raise click.UsageError("--ack needs --group: without a group nothing is acknowledged")
     # A mistyped name must not become a new topic.
     with cli.connect(create_topics=0) as bridge, bridge.consumer(topic, group, start=start) as consumer:
-        for batch in _batches(consumer, limit, follow, in_group=group is not None):
+        for batch in _batches(consumer, limit, follow, None if group is None else Deadline(cli.timeout)):
             for message in batch:
                 if cli.json:
                     cli.document(as_json(message))
@@ -58,16 +59,23 @@ def command(
 
 
 def _batches(
-    consumer: txnbridge.Consumer, limit: int | None, follow: bool, in_group: bool
+    consumer: txnbridge.Consumer, limit: int | None, follow: bool, joined: Deadline | None
 ) -> Iterator[txnbridge.Batch]:
+    """Up to `limit` messages; unless they are followed only those that are there. In a group: `joined` by then."""
     left = limit
     while left is None or left > 0:
-        batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_GROUP_WAIT if in_group else _WAIT)
+        batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_WAIT if joined is None else _GROUP_WAIT)
         if batch:
             yield batch
             left = None if left is None else left - len(batch)
-        elif not follow and (in_group or not any(consumer.lag().values())):
+        elif not follow and _is_at_end(consumer, joined):
             return
+
+
+def _is_at_end(consumer: txnbridge.Consumer, joined: Deadline | None) -> bool:
+    if joined is None:
+        return not any(consumer.lag().values())
+    return bool(consumer.assignment) or joined.expired
 
 
 def as_json(message: txnbridge.Message) -> dict[str, Any]:

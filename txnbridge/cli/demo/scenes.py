@@ -60,7 +60,7 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     stage.step("reader", f"sees {len(shipments)} shipments and {len(audit)} audit entries")
     stage.check(
         "before the commit nobody sees any of it",
-        "read both topics while the transaction was open",
+        "read both topics while it was open",
         seen=[shipments, audit],
         expected=[[], []],
     )
@@ -70,14 +70,14 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     shipments, audit = values(bridge, shop.shipments, shop.audit)
     stage.step("reader", f"sees {len(shipments)} shipment and {len(audit)} audit entry")
     stage.check(
-        "after it shipment and audit entry are there, each once",
+        "after it both are there, each exactly once",
         "read both topics from the start",
         seen=[shipments, audit],
         expected=[[b"order 1"], [b"shipped order 1"]],
     )
     stage.check(
         "order 1 is done and does not come again",
-        "asked the group of workers: order 2 is next",
+        "the next order of the group is order 2",
         seen=next_order(stage, bridge),
         expected=b"order 2",
     )
@@ -102,13 +102,13 @@ def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
     stage.step("reader", "reads up to the marker")
     stage.check(
         "nothing of order 2 was shipped or noted",
-        "a marker sent later is read, and nothing new before it",
+        "read up to a marker sent later",
         seen=[shipments, audit],
         expected=[[b"order 1", MARKER], [b"shipped order 1", MARKER]],
     )
     stage.check(
         "order 2 is not lost: it comes again",
-        "asked the group of workers: order 2 is next",
+        "the next order of the group is order 2",
         seen=next_order(stage, bridge),
         expected=b"order 2",
     )
@@ -125,18 +125,18 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     cashier = stage.actor(on_bridge, pay_and_wait, stage.url, shop)
     token = cashier.told(PATIENCE)
     name = f"cashier {cashier.pid}"
-    stage.step(name, f"prepared; the token is {token[:20]}… ({len(token)} characters)")
+    stage.step(name, f"prepared; the token is {token[:20]}... ({len(token)} characters)")
     cashier.kill()
     stage.step(name, "kill -9")
     stage.check(
         "the process that began it is dead",
-        "the system knows its process id no more",
+        "its process id is gone",
         seen=is_alive(cashier.pid),
         expected=False,
     )
     stage.check(
-        "the transaction outlived it, and nobody sees it yet",
-        "asked for the token's status, read both topics",
+        "the transaction outlived it, still unseen",
+        "its status; read both topics",
         seen=[bridge.status(token).state, *values(bridge, shop.payments, shop.ledger)],
         expected=[TokenState.PREPARED, [], []],
     )
@@ -145,7 +145,7 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     stage.step(f"rescuer {rescuer.pid}", f"bridge.commit(token): {outcome.value}")
     once = [[b"30 EUR for order 1"], [b"+30 EUR"]]
     stage.check(
-        "another process has committed it, nothing is lost",
+        "another process commits it: nothing lost",
         "read both topics from the start",
         seen=[outcome, *values(bridge, shop.payments, shop.ledger)],
         expected=[Outcome.COMMITTED, *once],
@@ -154,7 +154,7 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     stage.step("shop", f"bridge.commit(token) once more: {again.value}")
     stage.check(
         "to commit it twice changes nothing",
-        "committed once more, read both topics",
+        "committed again, read both topics",
         seen=[again, *values(bridge, shop.payments, shop.ledger)],
         expected=[Outcome.COMMITTED, *once],
     )
@@ -181,16 +181,16 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     except Fenced as error:
         refusal = error
     stage.step(f"old till {old.pid}", "wakes up and goes on to commit")
-    stage.step("shop", f"{type(refusal).__name__}: {refusal}" if refusal else "commits it")
+    stage.step(f"old till {old.pid}", f"Fenced: {refusal}" if refusal else "has committed it")
     stage.check(
         "the commit of the old till is refused",
-        "its process was told Fenced",
+        "it was told Fenced",
         seen=type(refusal),
         expected=Fenced,
     )
     stage.check(
         "it is told who took over",
-        "the error names host and process of the new till",
+        "the error names its host and process id",
         seen=refusal and refusal.newer,
         expected=f"{socket.gethostname()} pid {new.pid}",
     )
@@ -199,7 +199,7 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     stage.step("reader", "reads up to a marker")
     stage.check(
         "only the sale of the new till counts",
-        "a marker sent later is read, and one sale before it",
+        "read up to a marker sent later",
         seen=sales,
         expected=[b"sold by the new till", MARKER],
     )

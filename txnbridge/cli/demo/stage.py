@@ -23,8 +23,8 @@ from txnbridge.cli.demo.actors import Shop
 # A step of an actor takes a second at most; ten times that is a machine in trouble.
 PATIENCE = 10.0
 # So that the eye can follow on a terminal, where all of it would otherwise be there at once.
-_READING = 0.4
-_LOOKING = 0.08
+_READING = 0.25
+_LOOKING = 0.06
 _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
@@ -74,9 +74,9 @@ class Stage:
 
     def step(self, who: str, text: str) -> None:
         """One thing that has just happened."""
-        line = Table.grid(padding=(0, 0, 0, 2))
-        line.add_row("", Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
-        self._show(line, _LOOKING)
+        line = Table.grid(padding=(0, 2, 0, 0))
+        line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
+        self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
     def check(self, claim: str, how: str, *, seen: object, expected: object) -> None:
         """The only way to a check mark: what a reader or a process really saw is what the claim says."""
@@ -94,7 +94,7 @@ class Stage:
         self._console.print(Text(f"\n  {self._bad} {text}\n", "bold red"))
 
     def summary(self, seconds: float) -> None:
-        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 2))
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         table.add_column("claim")
         table.add_column("how it was checked", style="dim")
         for claim in self.claims:
@@ -121,12 +121,12 @@ class Stage:
                 f"txnbridge read {self.shop.orders} --group {self.shop.workers}": "what the workers still have to do",
                 "txnbridge doctor": "how the broker is",
             }
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 2))
-        for command, text in commands.items():
-            table.add_row(Text(command, "cyan"), Text(text, "dim"))
         self._console.print()
         self._console.print(Rule(Text("What to try next", "bold"), align="left", style="blue"))
-        self._console.print(table)
+        width = min(44, max(map(len, commands)))
+        for command, text in commands.items():
+            # Not wrapped, so that it can be copied whole.
+            self._console.print(Text(f"{command:<{width}}  ", "cyan").append(text, "dim"), soft_wrap=True)
 
     # --- acting ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,255 @@
+"""The demo passes on a broker that keeps its promises, and fails on each that breaks one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import txnbridge
+from txnbridge.cli.demo.scenes import is_alive
+
+DEMO = [sys.executable, "-m", "txnbridge.cli", "demo"]
+CLAIMS = 12
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """The demo's temporary folder goes below ours."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "TMPDIR": str(tmp_path / "tmp"), **more}
+
+
+def play(tmp_path: Path, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*DEMO, *args], env=environment(tmp_path, **more), capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """One performance for those who only look at it, and the folder that was its temporary one."""
+    folder = tmp_path_factory.mktemp("demo")
+    return play(folder), folder / "tmp"
+
+
+def test_every_claim_is_checked_and_held(played):
+    run, _ = played
+    assert (run.returncode, run.stderr) == (0, "")
+    story, summary = run.stdout.split(f"{CLAIMS} claims checked in ")
+    assert len(re.findall(r"^  ✓ ", story, re.MULTILINE)) == CLAIMS
+    assert len(re.findall(r"^✓ ", summary, re.MULTILINE)) == CLAIMS
+    assert "✗" not in run.stdout
+
+
+def test_without_a_terminal_there_is_no_colour(played):
+    assert "\x1b" not in played[0].stdout
+
+
+def test_it_takes_less_than_fifteen_seconds(played):
+    [seconds] = re.findall(r"claims checked in ([0-9.]+) s", played[0].stdout)
+    assert float(seconds) < 15
+
+
+def test_nothing_is_left_behind(played):
+    _, temporary = played
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_plain_encoding_is_enough(tmp_path):
+    run = play(tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert run.returncode == 0
+    assert run.stdout.isascii()
+
+
+def test_with_keep_the_shop_stays_and_can_be_read(tmp_path):
+    run = play(tmp_path, "--keep", "--json")
+    url = json.loads(run.stdout)["url"]
+    with txnbridge.connect(f"{url}?create=false") as bridge:
+        [shipments] = [topic.name for topic in bridge.admin.topics() if topic.name.startswith("shipments-")]
+        assert [message.value for message in bridge.read(shipments, 10)] == [b"order 1", b"marker"]
+    assert f"export TXNBRIDGE_URL={url}" in run.stderr
+
+
+def test_as_json_the_story_goes_elsewhere(tmp_path):
+    run = play(tmp_path, "--json")
+    assert run.returncode == 0
+    found = json.loads(run.stdout)
+    assert set(found) == {"held", "broken", "seconds", "url"}
+    assert len(found["held"]) == CLAIMS
+    assert all(claim["claim"] and claim["how"] for claim in found["held"])
+    assert (found["broken"], found["url"]) == (None, None)
+    assert "2. What is aborted, nobody sees" in run.stderr
+
+
+def on_terminal(command: list[str], env: dict[str, str]) -> tuple[int, str]:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 65536):
+                shown += part
+        except OSError:  # what Linux says when the other end is closed
+            pass
+        finally:
+            os.close(ours)
+    return process.returncode, shown.decode()
+
+
+def test_on_a_terminal_it_is_in_colour(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    code, shown = on_terminal(DEMO, environment(tmp_path, TERM="xterm-256color"))
+    assert (code, shown.count("\x1b[1;32m  ✓ ")) == (0, CLAIMS)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_no_color_is_respected(tmp_path, monkeypatch, wanted):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    env = environment(tmp_path, TERM="xterm-256color", **({} if wanted else {"NO_COLOR": "1"}))
+    code, shown = on_terminal([*DEMO[:-1], "capabilities"], env)
+    assert (code, "native" in shown) == (0, True)
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)) is wanted
+
+
+def test_an_interrupt_ends_all_its_processes(tmp_path):
+    with subprocess.Popen(
+        DEMO,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that the interrupt reaches all of them and nobody else, as from a terminal
+    ) as process:
+        assert process.stdout is not None
+        pids = []
+        for line in process.stdout:
+            pids += [int(pid) for pid in re.findall(r"^  (?:worker|cashier|rescuer|old till|new till) (\d+)", line)]
+            if "and freezes" in line:
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        _, err = process.communicate()
+    assert (process.returncode, err) == (130, "\n")
+    assert len(set(pids)) >= 4
+    assert [pid for pid in set(pids) if is_alive(pid)] == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# --- on brokers that break a promise -------------------------------------------------------------------------------
+
+# A plug-in that stands in front of the embedded broker, under its name, and breaks one promise.
+BROKEN_BROKER = """
+import os
+from dataclasses import replace
+
+import txnbridge_embedded
+from txnbridge.spi import Backend, Outcome, hookimpl
+
+FAULT = os.environ["FAULT"]
+
+
+class Around:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Writer(Around):
+    def __init__(self, inner, broker):
+        super().__init__(inner)
+        self.broker = broker
+
+    def send(self, topic, value, *rest):
+        if FAULT == "shows what is open":
+            deadline = self.broker.deadline
+            publisher = self.broker.publisher(None, deadline)
+            publisher.send(topic, value, *rest, None, deadline)
+            publisher.close(deadline)
+        elif FAULT == "loses a message" and value == b"order 1" and topic.startswith("shipments"):
+            pass
+        else:
+            self.inner.send(topic, value, *rest)
+
+    def ack(self, context, positions):
+        if FAULT != "forgets acks":
+            self.inner.ack(context, positions)
+
+    def abort(self, deadline):
+        if FAULT == "commits what is aborted":
+            self.inner.commit(deadline)
+        else:
+            self.inner.abort(deadline)
+
+
+class Broker(Around):
+    def open_writers(self, identity, count, ledger, deadline):
+        self.deadline = deadline
+        if FAULT == "lets zombies write":
+            identity = replace(identity, name=identity.name + os.urandom(4).hex())
+        return [Writer(writer, self) for writer in self.inner.open_writers(identity, count, ledger, deadline)]
+
+    def commit(self, token, deadline):
+        if FAULT == "says committed and does nothing":
+            return Outcome.COMMITTED
+        return self.inner.commit(token, deadline)
+
+
+class BrokenBackend(Around):
+    def open(self, url, options, context, deadline):
+        if FAULT == "cannot be opened":
+            raise PermissionError(13, "Permission denied", "demo.db")
+        return Broker(self.inner.open(url, options, context, deadline))
+
+
+@hookimpl
+def txnbridge_backends():
+    return [BrokenBackend(backend) for backend in txnbridge_embedded.txnbridge_backends()]
+"""
+
+
+@pytest.fixture
+def broken_broker(tmp_path):
+    """A folder for PYTHONPATH with an installed plug-in that takes the embedded broker's place."""
+    folder = tmp_path / "site"
+    info = folder / "broken_broker-1.dist-info"
+    info.mkdir(parents=True)
+    (folder / "broken_broker.py").write_text(BROKEN_BROKER)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-broker\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[txnbridge]\nembedded = broken_broker\n")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("shows what is open", "before the commit nobody sees any of it"),
+        ("loses a message", "after it both are there, each exactly once"),
+        ("forgets acks", "order 1 is done and does not come again"),
+        ("commits what is aborted", "nothing of order 2 was shipped or noted"),
+        ("says committed and does nothing", "another process commits it: nothing lost"),
+        ("lets zombies write", "the commit of the old till is refused"),
+        ("cannot be opened", "PermissionError"),
+    ],
+)
+def test_a_broker_that_breaks_a_promise_breaks_the_story(tmp_path, broken_broker, fault, said):
+    run = play(tmp_path, "--json", FAULT=fault, PYTHONPATH=broken_broker)
+    assert run.returncode == 1, run.stderr
+    assert f"✗ {said}" in run.stderr
+    assert said not in re.sub(r"✗ .*", "", run.stderr)
+    assert "claims checked" not in run.stderr
+    found = json.loads(run.stdout)
+    assert found["broken"].startswith(said)
+    assert said not in [claim["claim"] for claim in found["held"]]
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_in_front_of_the_embedded_broker_a_plug_in_that_breaks_nothing_changes_nothing(tmp_path, broken_broker):
+    assert play(tmp_path, FAULT="none", PYTHONPATH=broken_broker).returncode == 0
