@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from txnbridge_embedded.broker import EmbeddedBroker
 
 from tests.embedded.kit import open_broker
 from txnbridge.spi import Deadline
-from txnbridge_embedded.broker import EmbeddedBroker
 
 
 @pytest.fixture

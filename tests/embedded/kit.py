@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from txnbridge_embedded.backend import EmbeddedBackend
+from txnbridge_embedded.broker import EmbeddedBroker
+
 from txnbridge.spi import (
     Begin,
     Broker,
@@ -23,8 +26,6 @@ from txnbridge.spi import (
     Url,
     Writer,
 )
-from txnbridge_embedded.backend import EmbeddedBackend
-from txnbridge_embedded.broker import EmbeddedBroker
 
 NO_LEDGER: Any = None  # this broker keeps its evidence itself
 

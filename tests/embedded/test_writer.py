@@ -6,6 +6,9 @@ import time
 from collections import Counter
 
 import pytest
+from txnbridge_embedded import outgoing
+from txnbridge_embedded.murmur import murmur2, partition_of
+from txnbridge_embedded.store import CommitUnclear
 
 from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
 from txnbridge.errors import (
@@ -18,10 +21,6 @@ from txnbridge.errors import (
     TransactionTimedOut,
 )
 from txnbridge.spi import Deadline, Decision, TokenState
-from txnbridge_embedded import outgoing
-from txnbridge_embedded.murmur import murmur2, partition_of
-from txnbridge_embedded.store import CommitUnclear
-
 
 
 def status(broker, token):

@@ -1,0 +1,326 @@
+"""Prepared transactions: durable, invisible, ended by whoever has the token."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from txnbridge_embedded import endings
+
+from tests.embedded.kit import (
+    begin,
+    commit,
+    open_preparing,
+    open_writer,
+    prepare,
+    rows,
+    send,
+    token_of,
+    values,
+)
+from tests.embedded.test_writer import LARGE, failing, status
+from txnbridge.errors import (
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidState,
+    OutcomeUnknown,
+    StorageFailed,
+    TransactionTimedOut,
+)
+from txnbridge.spi import Deadline, Decision, Outcome, TokenState
+
+
+def expire(broker, token):
+    """Let a prepared transaction's deadline pass."""
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "expiring"):
+        connection.execute("UPDATE transactions SET deadline_at = 1 WHERE id = ?", (token.transaction,))
+
+
+def test_a_prepared_transaction_is_invisible_and_outlives_its_broker(opened):
+    first = opened()
+    token = prepare(first, "orders", b"1", b"2")
+    first.close(Deadline(5))
+    second = opened()
+    assert values(second, "orders") == []
+    assert status(second, token).state is TokenState.PREPARED
+    assert second.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert values(second, "orders") == [b"1", b"2"]
+    assert status(second, token).state is TokenState.COMMITTED
+
+
+def test_a_prepared_transaction_that_is_aborted_is_never_seen(broker):
+    token = prepare(broker, "orders", b"1")
+    commit(open_writer(broker), "orders", b"behind")
+    assert values(broker, "orders") == []
+    assert broker.abort(token, Deadline(5)) is Outcome.ABORTED
+    assert values(broker, "orders") == [b"behind"]
+    assert status(broker, token).state is TokenState.ABORTED
+    assert rows(broker, "SELECT * FROM undecided") == []
+
+
+def test_a_large_prepared_transaction_comes_whole(opened):
+    broker = opened(spill_bytes=1000)
+    token = prepare(broker, "orders", *LARGE)
+    assert values(broker, "orders") == []
+    broker.commit(token, Deadline(5))
+    assert values(broker, "orders") == LARGE
+
+
+def test_an_empty_transaction_can_be_prepared(broker):
+    token = prepare(broker, "orders")
+    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+
+
+@pytest.mark.parametrize("first", list(Outcome)[:2])
+def test_the_first_decision_stands_and_is_told_to_whoever_asks_for_another(opened, first):
+    broker, other = opened(), opened()
+    token = prepare(broker, "orders", b"1")
+    end = broker.commit if first is Outcome.COMMITTED else broker.abort
+    assert end(token, Deadline(5)) is first
+    for somebody in (broker, other):
+        assert somebody.commit(token, Deadline(5)) is first
+        assert somebody.abort(token, Deadline(5)) is first
+    assert values(other, "orders") == ([b"1"] if first is Outcome.COMMITTED else [])
+
+
+def test_a_prepared_transaction_survives_a_newer_owner_of_its_id(opened):
+    first = opened()
+    open_writer(first, "billing")
+    token = prepare(first, "orders", b"1", name="billing")
+    second = opened()
+    open_writer(second, "billing")
+    assert status(second, token).state is TokenState.PREPARED
+    assert second.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert values(second, "orders") == [b"1"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
+    first = opened()
+    open_writer(first, "billing")
+    writer = open_preparing(first, "billing")
+    transaction = begin(writer, prepare=True)
+    send(writer, "orders", b"old")
+    if stored:
+        writer.flush(Deadline(5))
+    second = opened()
+    open_writer(second, "billing")
+    with pytest.raises(Fenced):
+        writer.prepare(Deadline(5))
+    assert rows(second, "SELECT * FROM transactions") == rows(second, "SELECT * FROM messages") == []
+    with pytest.raises(EvidenceLost):
+        second.commit(token_of(first, writer, transaction, prepared=True), Deadline(5))
+
+
+def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened):
+    broker = opened()
+    token = prepare(broker, "orders", b"1")
+    expire(broker, token)
+    assert status(broker, token).state is TokenState.ABORTED
+    assert rows(broker, "SELECT state FROM transactions") == [("prepared",)]  # asking changed nothing
+    assert opened().commit(token, Deadline(5)) is Outcome.ABORTED
+    assert status(broker, token).state is TokenState.ABORTED
+    assert values(broker, "orders") == []
+
+
+def test_a_reader_that_is_held_back_by_an_expired_transaction_ends_it(opened):
+    broker = opened()
+    token = prepare(broker, "orders", b"1")
+    commit(open_writer(broker), "orders", b"behind")
+    assert values(broker, "orders") == []
+    expire(broker, token)
+    assert values(broker, "orders") == [b"behind"]
+    assert status(broker, token).state is TokenState.ABORTED
+
+
+@pytest.mark.parametrize(("hold", "expected"), [(None, 500.0), (2.0, 2.0), (0.0, 0.0)])
+def test_hold_counts_from_the_deadline_of_the_transaction(opened, hold, expected):
+    broker = opened(hold_seconds=500.0)
+    before = time.time()
+    token = prepare(broker, "orders", b"1", hold=hold)
+    assert token.expires_at / 1000 == pytest.approx(before + 10 + expected, abs=2)
+    assert status(broker, token).expires_at == token.expires_at
+
+
+def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened):
+    broker = opened(keep_seconds=0.001)
+    token = prepare(broker, "orders", b"1")
+    broker.commit(token, Deadline(5))
+    time.sleep(0.01)
+    open_writer(broker)
+    found = status(broker, token)
+    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+    with pytest.raises(EvidenceLost):
+        broker.commit(token, Deadline(5))
+    with pytest.raises(EvidenceLost):
+        broker.abort(token, Deadline(5))
+
+
+def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(broker):
+    writer = open_preparing(broker)
+    transaction = begin(writer, prepare=True)
+    send(writer, "orders", b"1")
+    writer.flush(Deadline(5))
+    token = token_of(broker, writer, transaction, prepared=True)
+    assert status(broker, token).state is TokenState.UNKNOWN
+    with pytest.raises(InvalidState):
+        broker.commit(token, Deadline(5))
+    writer.prepare(Deadline(5))
+    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+
+
+def test_prepare_after_the_deadline_is_refused(broker):
+    writer = open_preparing(broker)
+    begin(writer, timeout=0.01, prepare=True)
+    send(writer, "orders", b"1")
+    time.sleep(0.02)
+    with pytest.raises(TransactionTimedOut):
+        writer.prepare(Deadline(5))
+    assert rows(broker, "SELECT * FROM transactions") == []
+
+
+def test_the_writer_itself_can_abort_before_and_after_it_prepared(broker):
+    for prepared in (False, True):
+        writer = open_preparing(broker)
+        begin(writer, prepare=True)
+        send(writer, "orders", b"1")
+        if prepared:
+            writer.prepare(Deadline(5))
+        writer.abort(Deadline(5))
+        writer.close()
+    assert rows(broker, "SELECT * FROM messages") == rows(broker, "SELECT * FROM undecided") == []
+
+
+def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere(broker):
+    writer = open_preparing(broker)
+    transaction = begin(writer, prepare=True)
+    writer.prepare(Deadline(5))
+    broker.commit(token_of(broker, writer, transaction, prepared=True), Deadline(5))
+    with pytest.raises(InvalidState, match="committed"):
+        writer.abort(Deadline(5))
+
+
+def test_closing_a_writer_leaves_what_it_prepared(broker):
+    token = prepare(broker, "orders", b"1")
+    assert status(broker, token).state is TokenState.PREPARED
+
+
+# --- when a step fails -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
+    writer = open_preparing(broker)
+    transaction = begin(writer, prepare=True)
+    send(writer, "orders", b"1")
+    failing(broker.store, happens=happens)
+    if happens:
+        writer.prepare(Deadline(5))
+        assert broker.commit(token_of(broker, writer, transaction, prepared=True), Deadline(5)) is Outcome.COMMITTED
+    else:
+        with pytest.raises(DeliveryFailed):
+            writer.prepare(Deadline(5))
+        assert rows(broker, "SELECT * FROM transactions") == []
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_after_a_prepare_of_unknown_outcome_an_abort_is_certain(broker, monkeypatch, happens):
+    writer = open_preparing(broker)
+    begin(writer, prepare=True)
+    send(writer, "orders", b"1")
+    failing(broker.store, happens=happens)
+    with monkeypatch.context() as patch:
+        patch.setattr(broker.store, "reading", unreadable)
+        with pytest.raises(OutcomeUnknown):
+            writer.prepare(Deadline(5))
+    writer.abort(Deadline(5))
+    assert rows(broker, "SELECT * FROM transactions WHERE state = 'prepared'") == []
+    commit(open_writer(broker), "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
+def unreadable(*_):
+    raise StorageFailed("the disk is gone")
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
+    token = prepare(broker, "orders", b"1")
+    failing(broker.store, happens=happens)
+    with pytest.raises(OutcomeUnknown):
+        broker.commit(token, Deadline(5))
+    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, monkeypatch):
+    monkeypatch.setattr(endings, "_PIECE_ROWS", 3)
+    broker = opened()
+    token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
+    commit(open_writer(broker), "orders", b"behind")
+    pieces = []
+    real = endings._remove_piece
+
+    def two_pieces_and_die(*arguments):
+        if len(pieces) == 2:
+            raise SystemExit
+        pieces.append(arguments)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(endings, "_remove_piece", two_pieces_and_die)
+        with pytest.raises(SystemExit):
+            broker.abort(token, Deadline(5))
+    assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
+    assert len(rows(broker, "SELECT * FROM messages")) == 5
+    assert status(broker, token).state is TokenState.ABORTED
+    other = opened()
+    assert values(other, "orders") == [b"behind"]
+    assert other.commit(token, Deadline(5)) is Outcome.ABORTED
+    assert rows(other, "SELECT state FROM transactions") == [("aborted",)]
+
+
+def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
+    monkeypatch.setattr(endings, "_PIECE_ROWS", 10)
+    broker = opened()
+    token = prepare(broker, "orders", *[b"%d" % n for n in range(100)])
+    other = opened()
+    writer = open_writer(other)
+    real = endings.remove_messages
+    between = []
+
+    def remove(*arguments):
+        done = real(*arguments)
+        between.append(done)
+        return done
+
+    real_piece = endings._remove_piece
+
+    def piece(*arguments):
+        commit(writer, "audit", b"%d" % len(between))  # needs the lock that a single long removal would hold
+        return real_piece(*arguments)
+
+    monkeypatch.setattr(endings, "remove_messages", remove)
+    monkeypatch.setattr(endings, "_remove_piece", piece)
+    broker.abort(token, Deadline(5))
+    assert len(between) == 10
+    assert len(values(other, "audit")) == 11
+
+
+def test_an_administrator_sees_and_ends_what_is_open_or_prepared(broker):
+    token = prepare(broker, "orders", b"1", b"2")
+    writer = open_preparing(broker)
+    transaction = begin(writer, prepare=True)
+    send(writer, "audit", b"3")
+    writer.flush(Deadline(5))
+    listed = {found.transaction: found for found in broker.admin.transactions(Deadline(5))}
+    prepared, still_open = listed[token.transaction], listed[transaction]
+    assert (prepared.state, prepared.messages, prepared.partitions) == ("prepared", 2, (("orders", 0),))
+    assert prepared.expires_at == token.expires_at
+    assert (still_open.state, still_open.messages, still_open.token) == ("open", 1, None)
+    with pytest.raises(InvalidState):
+        broker.admin.end(transaction, Decision.COMMIT, Deadline(5))
+    assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
+    assert broker.commit(prepared.token, Deadline(5)) is Outcome.COMMITTED
+    assert broker.admin.transactions(Deadline(5)) == []
