@@ -91,7 +91,7 @@ class GroupReader(PollingReader):
         taken = groups.taken(connection, self._group_id, bounds.id)
         return count_between(connection, bounds, bounds.position or 0, taken)
 
-    def close(self, deadline: Deadline) -> None:
+    def _leave(self, deadline: Deadline) -> None:
         self._heartbeat.stop()
         try:
             now = now_ms()
@@ -99,6 +99,4 @@ class GroupReader(PollingReader):
                 members.remove_members(connection, self._group_id, [self._member])
                 self._share_out(connection, now)
         finally:
-            self._cursors.clear()
-            self._connection.close()
             self._heartbeat.join(deadline)

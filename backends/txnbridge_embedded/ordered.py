@@ -27,6 +27,12 @@ class View:
     taken: dict[Partition, list[Range]] = field(default_factory=dict)  # where a cursor has to know it anew
     returned: dict[Partition, list[Range]] = field(default_factory=dict)
 
+    def is_with(self, cursor: Cursor) -> bool:
+        """Whether a partition is still with the reader, and in the same stay."""
+        held = self.mine.get(cursor.partition)
+        # Its id may have changed: a topic can be deleted and made anew.
+        return held is not None and (self.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
+
 
 class OrderedReader(GroupReader):
     """A member of a group with `sharing="partition"`."""
@@ -86,7 +92,7 @@ class OrderedReader(GroupReader):
         """Read what was acknowledged, where the partition is new here or something of it was given back."""
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
-        if cursor is None or cursor.epoch != view.mine[partition].epoch:
+        if cursor is None or not view.is_with(cursor):
             view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
         elif cursor.bounds.rewinds != bounds.rewinds:
             view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
@@ -95,12 +101,8 @@ class OrderedReader(GroupReader):
             )
 
     def _follow(self, view: View, deadline: Deadline) -> None:
-        def is_with(cursor: Cursor) -> bool:
-            held = view.mine.get(cursor.partition)
-            return held is not None and (view.bounds[cursor.partition].id, held.epoch) == (cursor.id, cursor.epoch)
-
-        self._lose([partition for partition, cursor in self._cursors.items() if not is_with(cursor)])
-        self._leaving = {p: cursor for p, cursor in self._leaving.items() if is_with(cursor)}
+        self._lose([partition for partition, cursor in self._cursors.items() if not view.is_with(cursor)])
+        self._leaving = {p: cursor for p, cursor in self._leaving.items() if view.is_with(cursor)}
         for partition, cursor in self._cursors.items():
             self._refresh(cursor, view.bounds[partition], view)
         came = [self._arrive(p, view) for p in view.mine if p not in self._cursors and p not in self._leaving]

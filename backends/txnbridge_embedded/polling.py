@@ -47,6 +47,7 @@ class PollingReader(Reader):
         self._cursors: dict[Partition, Cursor] = {}
         self._look_at = 0.0
         self._turn = 0
+        self._closed = False
         self._connection = store.connect()
         try:
             for topic in subscription.topics:
@@ -67,6 +68,10 @@ class PollingReader(Reader):
     @abstractmethod
     def _observe(self, deadline: Deadline) -> Mapping[Partition, Bounds]:
         """Look at the file and follow what has changed; the bounds of all partitions of the topics."""
+
+    @abstractmethod
+    def _leave(self, deadline: Deadline) -> None:
+        """Tell others that this reader goes."""
 
     @abstractmethod
     def _owner(self) -> str:
@@ -139,6 +144,15 @@ class PollingReader(Reader):
             self._turn = (self._turn + 1) % len(cursors)
             cursors = cursors[self._turn :] + cursors[: self._turn]
         return cursors
+
+    def close(self, deadline: Deadline) -> None:
+        if not self._closed:
+            self._closed = True
+            try:
+                self._leave(deadline)
+            finally:
+                self._cursors.clear()
+                self._connection.close()
 
     # --- partitions come and go --------------------------------------------------------------------------------------
 

@@ -187,9 +187,9 @@ class SharedReader(GroupReader):
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         raise _no_seek()
 
-    def close(self, deadline: Deadline) -> None:
+    def _leave(self, deadline: Deadline) -> None:
         self._lender.close()
-        super().close(deadline)
+        super()._leave(deadline)
 
 
 def _no_seek() -> NotSupported:

@@ -1,0 +1,476 @@
+"""Groups in which each partition is with one member at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.embedded import kit
+from tests.embedded.members import GROUP, Member, settle
+from tests.embedded.test_reader import trim
+from txnbridge.errors import Conflict, InvalidOption, InvalidState, PositionLost
+from txnbridge.spi import Deadline
+
+ORDERS = ("orders", 0)
+
+
+@pytest.fixture
+def join(broker):
+    """Let members join, which leave at the end."""
+    members = []
+
+    def join_one(*topics, **options):
+        members.append(Member(options.pop("broker", broker), *topics, **options))
+        return members[-1]
+
+    yield join_one
+    for member in members:
+        member.close()
+
+
+def fill(broker, count, partitions=1, topic="orders"):
+    """Messages "0", "1", … spread over the partitions in turn, in one transaction."""
+    writer = kit.open_writer(broker)
+    broker.admin.create_topic(topic, partitions, Deadline(10))
+    kit.begin(writer)
+    for number in range(count):
+        kit.send(writer, topic, b"%d" % number, partition=number % partitions)
+    writer.commit(Deadline(10))
+    writer.close()
+
+
+def numbers(messages):
+    return [int(message.value) for message in messages]
+
+
+def position(broker, group=GROUP):
+    return kit.rows(broker, "SELECT next FROM positions JOIN groups ON groups.id = group_id WHERE name = ?", group)[0][
+        0
+    ]
+
+
+# --- acknowledging ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_goes_on_behind_what_it_acknowledged(broker, join):
+    fill(broker, 10)
+    first = join()
+    messages = first.take(6)
+    first.ack(*messages[:4])
+    first.close()
+    assert numbers(join().take(6)) == [4, 5, 6, 7, 8, 9]
+
+
+def test_an_acknowledgement_takes_effect_with_its_transaction_or_not_at_all(broker, join):
+    fill(broker, 10)
+    member = join()
+    messages = member.take(10)
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    kit.send(writer, "shipped", b"aborted")
+    member.tell(writer, *messages)
+    writer.abort(Deadline(10))
+    assert position(broker) == 0
+    kit.begin(writer)
+    kit.send(writer, "shipped", b"committed")
+    member.tell(writer, *messages)
+    writer.commit(Deadline(10))
+    assert position(broker) == 10
+    assert kit.values(broker, "shipped") == [b"committed"]
+
+
+def test_what_was_acknowledged_out_of_order_does_not_come_again(broker, join):
+    fill(broker, 10)
+    first = join()
+    messages = first.take(10)
+    first.ack(messages[3], messages[7], messages[8])
+    first.close()
+    assert numbers(join().take(7)) == [0, 1, 2, 4, 5, 6, 9]
+
+
+def test_the_same_message_is_acknowledged_once(broker, join):
+    fill(broker, 2)
+    member = join()
+    messages = member.take(2)
+    member.ack(messages[0])
+    with pytest.raises(Conflict, match="acknowledged already"):
+        member.ack(*messages)
+    member.ack(messages[1])
+
+
+def test_every_group_gets_every_message(broker, join):
+    fill(broker, 5)
+    one, two = join(group="one"), join(group="two")
+    one.ack(*one.take(5))
+    assert numbers(two.take(5)) == [0, 1, 2, 3, 4]
+
+
+def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
+    writer = kit.open_writer(broker)
+    kit.commit(writer, "orders", b"0")
+    token = kit.prepare(broker, "orders", b"aborted", b"aborted")
+    kit.commit(writer, "orders", b"1")
+    broker.abort(token, Deadline(10))
+    member = join()
+    member.ack(*member.take(2))
+    assert position(broker) == 4
+    assert member.reader.lag(Deadline(10)) == {ORDERS: 0}
+
+
+# --- delivering again ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_given_back_comes_again_at_once_and_counts_its_deliveries(broker, join):
+    fill(broker, 6)
+    member = join()
+    messages = member.take(4)
+    member.reader.nack({ORDERS: [messages[2].position, messages[0].position]})
+    assert member.reader.positions() == {ORDERS: (0,)}
+    again = member.take(4)
+    assert [(int(m.value), m.deliveries) for m in again] == [(0, 2), (2, 2), (4, 1), (5, 1)]
+    member.reader.nack({ORDERS: [messages[2].position]})
+    assert [(int(m.value), m.deliveries) for m in member.take(1)] == [(2, 3)]
+
+
+def test_seeking_back_delivers_again_what_is_not_acknowledged(broker, join):
+    fill(broker, 10)
+    member = join()
+    messages = member.take(8)
+    member.ack(messages[0], messages[1], messages[4])
+    member.reader.seek({ORDERS: (0,)})
+    assert member.reader.positions() == {ORDERS: (2,)}
+    again = member.take(7)
+    assert [(int(m.value), m.deliveries) for m in again] == [(2, 2), (3, 2), (5, 2), (6, 2), (7, 2), (8, 1), (9, 1)]
+
+
+def test_what_is_given_back_and_then_sought_comes_once(broker, join):
+    fill(broker, 4)
+    member = join()
+    messages = member.take(3)
+    member.reader.nack({ORDERS: [messages[1].position]})
+    member.reader.seek({ORDERS: (1,)})
+    member.reader.nack({ORDERS: [messages[2].position]})
+    assert numbers(member.take(3)) == [1, 2, 3]
+
+
+def test_what_was_skipped_by_seeking_ahead_comes_to_the_next_member(broker, join):
+    fill(broker, 6)
+    member = join()
+    member.reader.seek({ORDERS: (4,)})
+    member.ack(*member.take(2))
+    member.close()
+    assert numbers(join().take(4)) == [0, 1, 2, 3]
+
+
+def test_seeking_to_a_time_leaves_out_what_is_acknowledged(broker, join):
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    for number in range(6):
+        writer.send("orders", b"%d" % number, None, None, None, 100 + number)
+    writer.commit(Deadline(10))
+    member = join()
+    member.ack(member.take(6)[4])
+    member.reader.seek_to_time(103, Deadline(10))
+    assert numbers(member.take(2)) == [3, 5]
+
+
+# --- prepared transactions that acknowledge ---------------------------------------------------------------------------
+
+
+def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_and_never_after_its_commit(broker, join):
+    fill(broker, 8)
+    member = join()
+    messages = member.take(6)
+    aborted, committed = member.reserve(messages[1], messages[2]), member.reserve(messages[4])
+    broker.abort(aborted, Deadline(10))
+    again = member.take(4)  # 6 and 7 come for the first time
+    assert sorted((int(m.value), m.deliveries) for m in again) == [(1, 2), (2, 2), (6, 1), (7, 1)]
+    broker.commit(committed, Deadline(10))
+    member.ack(*again, messages[0], messages[3], messages[5])
+    assert position(broker) == 8
+
+
+def test_what_a_prepared_transaction_acknowledged_is_taken_until_it_is_decided(broker, join):
+    fill(broker, 6)
+    first = join()
+    token = first.reserve(*first.take(3))
+    first.close()
+    second = join()
+    assert numbers(second.take(3)) == [3, 4, 5]
+    assert second.reader.lag(Deadline(10)) == {ORDERS: 3}
+    broker.abort(token, Deadline(10))
+    assert [(int(m.value), m.partition) for m in second.take(3)] == [(0, 0), (1, 0), (2, 0)]
+    second.close()
+    third = join()
+    committed = third.reserve(*third.take(3))
+    broker.commit(committed, Deadline(10))
+    third.close()
+    fourth = join()
+    assert numbers(fourth.take(3)) == [3, 4, 5]
+    assert position(broker) == 3
+
+
+def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_each(broker, join):
+    fill(broker, 6)
+    member = join()
+    messages = member.take(6)
+    for token in [member.reserve(messages[0]), member.reserve(messages[3], messages[4])]:
+        broker.abort(token, Deadline(10))
+    assert numbers(member.take(3)) == [0, 3, 4]
+    member.ack(*messages[1:3], messages[5], messages[0], *messages[3:5])
+    fill(broker, 1)
+    assert numbers(member.take(1)) == [0]  # the new one, and nothing before it
+
+
+def test_a_prepared_acknowledgement_conflicts_with_any_other(broker, join):
+    fill(broker, 3)
+    member = join()
+    messages = member.take(3)
+    token = member.reserve(messages[1])
+    with pytest.raises(Conflict, match="reserved by a prepared transaction"):
+        member.ack(messages[1])
+    broker.abort(token, Deadline(10))
+    member.ack(messages[1])
+
+
+def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join):
+    fill(broker, 3)
+    member = join()
+    messages = member.take(3)
+    writer = kit.open_preparing(broker)
+    kit.begin(writer, timeout=0.3, hold=0.001, prepare=True)
+    kit.send(writer, "orders", b"3")
+    member.tell(writer, *messages)
+    writer.prepare(Deadline(10))
+    assert numbers(member.take(3)) == [0, 1, 2]
+
+
+# --- starting --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_starts_at_the_latest_misses_nothing_from_its_first_member_on(broker, join):
+    fill(broker, 3)
+    join(start="latest").close()
+    fill(broker, 1)
+    assert numbers(join(start="latest").take(1)) == [0]
+
+
+def test_a_group_starts_where_its_first_member_said_whatever_later_ones_say(broker, join):
+    fill(broker, 3)
+    join(start="earliest").close()
+    assert numbers(join(start="latest").take(3)) == [0, 1, 2]
+
+
+def test_a_group_that_starts_at_a_time_begins_there(broker, join):
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    for number in range(6):
+        writer.send("orders", b"%d" % number, None, None, None, 100 + number)
+    writer.commit(Deadline(10))
+    assert numbers(join(start=103).take(3)) == [3, 4, 5]
+
+
+def test_a_group_reads_what_its_topic_grows_by_from_the_beginning(broker, join):
+    fill(broker, 2)
+    member = join(start="latest")
+    broker.admin.grow_topic("orders", 2, Deadline(10))
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    kit.send(writer, "orders", b"new", partition=1)
+    writer.commit(Deadline(10))
+    assert member.take_values(1) == [b"new"]
+
+
+def test_a_topic_made_anew_is_read_from_its_beginning(broker, join):
+    fill(broker, 2)
+    member = join()
+    messages = member.take(2)
+    broker.admin.delete_topic("orders", Deadline(10))
+    fill(broker, 3)
+    assert numbers(member.take(3)) == [0, 1, 2]
+    with pytest.raises(Conflict, match="taken from this reader"):
+        member.ack(messages[0])
+    assert member.told == [("assigned", ORDERS), ("lost", ORDERS), ("assigned", ORDERS)]
+
+
+def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(broker, join):
+    fill(broker, 10)
+    first = join()
+    first.ack(*first.take(2))
+    first.close()
+    trim(broker, 5)
+    for _ in range(2):
+        member = join()
+        with pytest.raises(PositionLost, match=r"'shipping' is 2 in orders\[0\].*before 5"):
+            member.poll()
+        member.close()
+    member = join()
+    with pytest.raises(PositionLost):
+        member.poll()
+    with pytest.raises(PositionLost, match="before 5"):
+        member.reader.seek({ORDERS: (4,)})
+    member.reader.seek({ORDERS: (6,)})
+    assert numbers(member.take(4)) == [6, 7, 8, 9]
+    member.close()
+    assert numbers(join().take(5)) == [5, 6, 7, 8, 9]
+
+
+def test_what_is_given_back_and_gone_is_told(broker, join):
+    fill(broker, 10)
+    member = join()
+    member.take(6)
+    trim(broker, 5)
+    member.reader.nack({ORDERS: [(3,)]})
+    with pytest.raises(PositionLost, match="is 3"):
+        member.poll()
+
+
+# --- sharing partitions ----------------------------------------------------------------------------------------------
+
+
+def test_partitions_are_shared_evenly_and_stay_where_they_are(broker, join):
+    fill(broker, 0, partitions=6)
+    first = join()
+    assert first.partitions == [0, 1, 2, 3, 4, 5]
+    second = join()
+    settle(first, second, until=lambda: len(first.partitions) == len(second.partitions) == 3)
+    had = {first: set(first.partitions), second: set(second.partitions)}
+    third = join()
+    settle(first, second, third, until=lambda: len(third.partitions) == 2)
+    assert len(first.partitions) == len(second.partitions) == 2
+    assert all(set(member.partitions) < had[member] for member in (first, second))
+    had = {first: set(first.partitions), third: set(third.partitions)}
+    second.close()
+    settle(first, third, until=lambda: len(first.partitions) == len(third.partitions) == 3)
+    assert all(set(member.partitions) > had[member] for member in (first, third))
+
+
+def test_a_partition_leaves_only_after_its_owner_was_asked(broker, join):
+    fill(broker, 8, partitions=2)
+    elsewhere: list[int] = []
+
+    def check(partitions):
+        """The other one has nothing yet, and what is acknowledged now still counts."""
+        second.reader.poll(0, Deadline(0.01))
+        elsewhere.extend(second.partitions)
+        first.ack(*messages)
+
+    first = join(on_revoking=check)
+    messages = first.take(8)
+    second = join()
+    settle(first, second, until=lambda: len(second.partitions) == 1)
+    assert elsewhere == []
+    assert [told for told, _ in first.told] == ["assigned", "assigned", "revoking"]
+    fill(broker, 2, partitions=2)
+    assert numbers(first.take(1) + second.take(1)) in ([0, 1], [1, 0])
+
+
+def test_an_acknowledgement_after_the_partition_left_is_refused_also_when_it_has_come_back(broker, join):
+    fill(broker, 4, partitions=2)
+    first = join()
+    messages = {message.partition: message for message in first.take(4)}
+    second = join()
+    settle(first, second, until=lambda: len(second.partitions) == 1)
+    (left,) = second.partitions
+    with pytest.raises(Conflict, match=r"taken from this reader"):
+        first.ack(messages[left])
+    second.close()
+    settle(first, until=lambda: len(first.partitions) == 2)
+    with pytest.raises(Conflict, match=r"taken from this reader"):
+        first.ack(messages[left])
+    again = first.take(2)
+    assert {message.partition for message in again} == {left}
+    first.ack(*again, messages[1 - left])
+
+
+def test_an_owner_that_does_not_poll_is_overruled_after_the_time_of_a_lease(opened, join):
+    broker = opened(lease_seconds=0.3)
+    fill(broker, 4, partitions=2)
+    first = join(broker=broker)
+    messages = {message.partition: message for message in first.take(4)}
+    second = join(broker=broker)
+    settle(second, until=lambda: len(second.partitions) == 1)
+    (left,) = second.partitions
+    second.ack(*second.take(2))
+    with pytest.raises(Conflict):
+        first.ack(messages[left])
+    first.ack(messages[1 - left])
+    settle(first, until=lambda: ("lost", ("orders", left)) in first.told)
+    assert ("revoking", ("orders", left)) not in first.told
+
+
+def test_members_of_different_topics_share_what_they_have_in_common(broker, join):
+    fill(broker, 0, partitions=2, topic="orders")
+    fill(broker, 0, partitions=2, topic="payments")
+    both = join("orders", "payments")
+    one = join("payments")
+    settle(both, one, until=lambda: len(one.reader.positions()) == 2)
+    assert sorted(both.reader.positions()) == [("orders", 0), ("orders", 1)]
+    assert sorted(one.reader.positions()) == [("payments", 0), ("payments", 1)]
+
+
+def test_more_members_than_partitions_wait_for_one_to_leave(broker, join):
+    fill(broker, 2)
+    first, second = join(), join()
+    assert (first.partitions, second.partitions) == ([0], [])
+    assert second.poll() == []
+    first.close()
+    assert numbers(second.take(2)) == [0, 1]
+
+
+def test_leaving_hands_over_at_once(broker, join):
+    fill(broker, 0, partitions=2)
+    first, second = join(), join()
+    settle(first, second, until=lambda: len(first.partitions) == len(second.partitions) == 1)
+    first.close()
+    second.reader.poll(0, Deadline(0.001))
+    assert second.partitions == [0, 1]  # with one look: no lease had to run out
+
+
+def test_a_reader_that_was_taken_for_dead_joins_again_as_another_member(broker, join):
+    fill(broker, 3)
+    member = join()
+    messages = member.take(3)
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "expelling"):
+        connection.execute("UPDATE members SET expires_at = 0")
+    other = join()
+    assert other.partitions == [0]
+    settle(member, until=lambda: ("lost", ORDERS) in member.told)
+    with pytest.raises(Conflict):
+        member.ack(messages[0])
+    other.close()
+    assert numbers(member.take(3)) == [0, 1, 2]
+
+
+def test_a_group_keeps_the_sharing_it_was_made_with(broker, join):
+    join()
+    with pytest.raises(InvalidOption, match="made with sharing='partition'"):
+        join(sharing="message")
+
+
+def test_a_partition_that_is_elsewhere_cannot_be_sought_or_paused(broker, join):
+    fill(broker, 1)
+    join()
+    other = join()
+    for call in (lambda: other.reader.seek({ORDERS: (0,)}), lambda: other.reader.pause([ORDERS])):
+        with pytest.raises(InvalidState, match="not with this reader"):
+            call()
+    other.reader.nack({ORDERS: [(0,)]})  # it comes again where the partition is
+
+
+def test_lag_counts_what_is_neither_acknowledged_nor_reserved(broker, join):
+    fill(broker, 10)
+    member = join()
+    messages = member.take(5)
+    assert member.reader.lag(Deadline(10)) == {ORDERS: 10}
+    member.ack(messages[0], messages[3])
+    member.reserve(messages[4])
+    assert member.reader.lag(Deadline(10)) == {ORDERS: 7}
+
+
+def test_a_member_follows_its_group_although_another_process_keeps_the_file_locked(broker, opened, join):
+    fill(broker, 4, partitions=2)
+    first, second = join(), join()
+    settle(first, second, until=lambda: len(second.partitions) == 1)
+    other = opened()
+    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
+        assert len(first.take(2) + second.take(2)) == 4

@@ -1,0 +1,356 @@
+"""Reading without a group: exactly the committed messages, each partition in order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from txnbridge_embedded.schema import OFFSET_BITS
+
+from tests.embedded import kit
+from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.spi import Deadline, Decision, Subscription
+
+ORDERS = ("orders", 0)
+
+
+class Seen:
+    """A listener that notes what it is told and marks the messages with it."""
+
+    def __init__(self):
+        self.told = []
+
+    def assigned(self, partition):
+        self.told.append(("assigned", partition))
+        return f"source of {partition[0]}[{partition[1]}]"
+
+    def revoking(self, partitions):
+        self.told.append(("revoking", *partitions))
+
+    def lost(self, partitions):
+        self.told.append(("lost", *partitions))
+
+
+@pytest.fixture
+def reading(broker):
+    """Open readers without a group, closed at the end."""
+    readers = []
+
+    def open_one(*topics, start="earliest", listener=None):
+        subscription = Subscription(topics or ("orders",), None, start)
+        readers.append(broker.reader(subscription, listener or Seen(), Deadline(10)))
+        return readers[-1]
+
+    yield open_one
+    for reader in readers:
+        reader.close(Deadline(10))
+
+
+def take(reader, count):
+    """Exactly so many messages, in however many polls."""
+    deadline, messages = Deadline(20), []
+    while len(messages) < count:
+        messages += reader.poll(count - len(messages), deadline)
+        deadline.check(f"reading {count} messages, of which {len(messages)} came")
+    return messages
+
+
+def take_values(reader, count):
+    return [message.value for message in take(reader, count)]
+
+
+def trim(broker, offset, partition_id=1):
+    """What retention does to the start of a partition."""
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "trimming"):
+        base = partition_id << OFFSET_BITS
+        connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
+        connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, partition_id))
+
+
+def test_a_message_comes_as_it_was_sent(broker, reading):
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    writer.send("orders", b"value", b"key", [("a", b"\xff"), ("b", b"2"), ("a", b"")], None, 1234)
+    writer.send("orders", None, None, None, None, None)
+    writer.send("orders", b"", b"", None, None, None)
+    before = time.time() * 1000
+    writer.commit(Deadline(10))
+    full, tombstone, empty = take(reading(), 3)
+    assert (full.topic, full.partition, full.position) == ("orders", 0, (0,))
+    assert (full.key, full.value, full.timestamp, full.deliveries) == (b"key", b"value", 1234, 1)
+    assert full.headers.raw == (("a", b"\xff"), ("b", b"2"), ("a", b""))
+    assert (tombstone.value, tombstone.key, tombstone.headers.raw) == (None, None, ())
+    assert (empty.value, empty.key, empty.position) == (b"", b"", (2,))
+    assert before - 60_000 < empty.timestamp < before + 60_000
+    assert full.source == "source of orders[0]"
+
+
+def test_partitions_are_read_each_in_order(opened, reading, broker):
+    broker.admin.create_topic("orders", 3, Deadline(10))
+    writer = kit.open_writer(broker)
+    for number in range(30):
+        kit.begin(writer)
+        kit.send(writer, "orders", b"%d" % number, partition=number % 3)
+        writer.commit(Deadline(10))
+    messages = take(reading(), 30)
+    for partition in range(3):
+        found = [message.value for message in messages if message.partition == partition]
+        assert found == [b"%d" % number for number in range(partition, 30, 3)]
+
+
+def test_what_is_prepared_is_invisible_and_holds_back_what_came_after_it(broker, reading):
+    reader = reading()
+    token = kit.prepare(broker, "orders", b"prepared")
+    kit.commit(kit.open_writer(broker), "orders", b"after")
+    kit.commit(kit.open_writer(broker), "marker", b"marker")
+    marked = reading("orders", "marker")
+    assert take_values(marked, 1) == [b"marker"]
+    assert reader.lag(Deadline(10)) == {ORDERS: 0}
+    broker.commit(token, Deadline(10))
+    assert take_values(reader, 2) == take_values(marked, 2) == [b"prepared", b"after"]
+
+
+def test_what_is_aborted_is_never_seen_and_leaves_no_lag(broker, reading):
+    reader = reading()
+    token = kit.prepare(broker, "orders", b"aborted", b"aborted")
+    kit.commit(kit.open_writer(broker), "orders", b"after")
+    broker.abort(token, Deadline(10))
+    assert take_values(reader, 1) == [b"after"]
+    broker.abort(kit.prepare(broker, "orders", b"aborted at the end"), Deadline(10))
+    assert reader.lag(Deadline(10)) == {ORDERS: 0}
+    kit.commit(kit.open_writer(broker), "orders", b"last")
+    assert take_values(reader, 1) == [b"last"]
+
+
+def test_a_transaction_past_its_deadline_is_ended_by_the_reader_that_it_holds_back(broker, reading):
+    reader = reading()
+    writer = kit.open_preparing(broker)
+    kit.begin(writer, timeout=0.3, hold=0.001, prepare=True)
+    kit.send(writer, "orders", b"expired")
+    writer.prepare(Deadline(10))
+    kit.commit(kit.open_writer(broker), "orders", b"after")
+    assert take_values(reader, 1) == [b"after"]
+    assert kit.rows(broker, "SELECT state FROM transactions") == [("aborted",)]
+
+
+def test_a_half_finished_abort_is_finished_by_the_reader_that_it_holds_back(broker, reading):
+    kit.prepare(broker, "orders", b"aborted")
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "dying"):
+        connection.execute("UPDATE transactions SET state = 'aborting'")
+    kit.commit(kit.open_writer(broker), "orders", b"after")
+    assert take_values(reading(), 1) == [b"after"]
+
+
+def test_a_reader_that_starts_at_the_latest_sees_all_that_becomes_visible_from_then_on(broker, reading):
+    writer = kit.open_writer(broker)
+    kit.commit(writer, "orders", b"old")
+    token = kit.prepare(broker, "orders", b"prepared before, committed after")
+    reader = reading(start="latest")
+    kit.commit(writer, "orders", b"new")
+    broker.commit(token, Deadline(10))
+    assert take_values(reader, 2) == [b"prepared before, committed after", b"new"]
+
+
+def send_stamped(broker, *timestamps, topic="orders"):
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    for timestamp in timestamps:
+        writer.send(topic, b"%d" % timestamp, None, None, None, timestamp)
+    writer.commit(Deadline(10))
+
+
+def test_a_reader_that_starts_at_a_time_begins_with_the_first_message_stamped_then_or_later(broker, reading):
+    send_stamped(broker, 10, 30, 20, 40)
+    assert take_values(reading(start=20), 3) == [b"30", b"20", b"40"]
+    late = reading(start=50)
+    send_stamped(broker, 1)
+    assert take_values(late, 1) == [b"1"]
+
+
+def test_seeking_to_a_time_goes_to_the_first_message_stamped_then_or_later(broker, reading):
+    send_stamped(broker, *range(100, 100_000, 2))
+    reader = reading()
+    reader.seek_to_time(90_001, Deadline(10))
+    assert take_values(reader, 1) == [b"90002"]
+    reader.seek_to_time(0, Deadline(10))
+    assert take_values(reader, 1) == [b"100"]
+
+
+def test_seeking_back_delivers_the_same_messages_again(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
+    reader = reading()
+    messages = take(reader, 10)
+    assert reader.positions() == {ORDERS: (10,)}
+    reader.seek({ORDERS: (4,)})
+    assert reader.positions() == {ORDERS: (4,)}
+    assert take(reader, 6) == messages[4:]
+
+
+def test_seeking_ahead_waits_for_the_message_that_comes_there(broker, reading):
+    writer = kit.open_writer(broker)
+    reader = reading("orders")
+    reader.seek({ORDERS: (2,)})
+    kit.commit(writer, "orders", b"0", b"1", b"2")
+    assert take_values(reader, 1) == [b"2"]
+
+
+@pytest.mark.parametrize("position", [(), (1, 2), (-1,), ("1",), None])
+def test_seeking_to_what_is_no_position_is_refused(reading, position):
+    with pytest.raises(InvalidOption, match="not a position"):
+        reading().seek({ORDERS: position})
+
+
+def test_seeking_in_a_partition_that_is_not_there_is_refused(reading):
+    with pytest.raises(InvalidState, match=r"orders\[7\]"):
+        reading().seek({("orders", 7): (0,)})
+
+
+def test_a_reader_that_retention_overtakes_is_told_and_nothing_is_skipped(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
+    reader = reading()
+    assert take_values(reader, 2) == [b"0", b"1"]
+    trim(broker, 5)
+    for _ in range(2):
+        with pytest.raises(PositionLost, match=r"2 in orders\[0\].*before 5"):
+            reader.poll(10, Deadline(10))
+    with pytest.raises(PositionLost, match="before 5"):
+        reader.seek({ORDERS: (4,)})
+    reader.seek({ORDERS: (5,)})
+    assert take_values(reader, 5) == [b"%d" % n for n in range(5, 10)]
+
+
+def test_a_reader_that_starts_at_the_earliest_starts_behind_what_retention_removed(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
+    trim(broker, 5)
+    assert take_values(reading(), 5) == [b"%d" % n for n in range(5, 10)]
+
+
+def test_what_was_read_is_handed_out_before_another_partition_is_found_lost(broker, reading):
+    broker.admin.create_topic("orders", 2, Deadline(10))
+    writer = kit.open_writer(broker)
+    for partition in range(2):
+        kit.begin(writer)
+        kit.send(writer, "orders", *(b"%d" % partition for _ in range(5)), partition=partition)
+        writer.commit(Deadline(10))
+    reader = reading()
+    trim(broker, 2, partition_id=2)
+    found = []
+    with pytest.raises(PositionLost):
+        while True:
+            found += [message.value for message in reader.poll(10, Deadline(10))]
+    reader.seek({("orders", 1): (2,)})
+    while len(found) < 8:
+        found += take_values(reader, 1)
+    assert sorted(found) == [b"0"] * 5 + [b"1"] * 3
+
+
+def test_partitions_that_a_topic_grows_by_are_read_from_their_beginning(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", b"old")
+    listener = Seen()
+    reader = reading(start="latest", listener=listener)
+    broker.admin.grow_topic("orders", 2, Deadline(10))
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    kit.send(writer, "orders", b"new", partition=1)
+    writer.commit(Deadline(10))
+    assert take_values(reader, 1) == [b"new"]
+    assert listener.told == [("assigned", ORDERS), ("assigned", ("orders", 1))]
+
+
+def test_a_deleted_topic_is_missed_and_a_new_one_of_its_name_is_read_from_its_beginning(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", b"old")
+    listener = Seen()
+    reader = reading(listener=listener)
+    assert take_values(reader, 1) == [b"old"]
+    broker.admin.delete_topic("orders", Deadline(10))
+    with pytest.raises(NotFound, match="'orders'"):
+        reader.poll(10, Deadline(10))
+    kit.commit(kit.open_writer(broker), "orders", b"new")
+    assert take_values(reader, 1) == [b"new"]
+    assert listener.told == [("assigned", ORDERS), ("lost", ORDERS), ("assigned", ORDERS)]
+
+
+def test_a_paused_partition_delivers_nothing_until_it_is_resumed(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", b"order")
+    kit.commit(kit.open_writer(broker), "marker", b"marker")
+    reader = reading("orders", "marker")
+    reader.pause([ORDERS])
+    assert take_values(reader, 1) == [b"marker"]
+    assert reader.poll(10, Deadline(0)) == []
+    reader.resume([ORDERS])
+    assert take_values(reader, 1) == [b"order"]
+
+
+def test_large_messages_come_in_portions(broker, reading):
+    size = 4 << 20
+    writer = kit.open_writer(broker)
+    for number in range(20):
+        kit.commit(writer, "orders", bytes([number]) * size)
+    reader, portions = reading(), []
+    while sum(portions) < 20:
+        messages = reader.poll(500, Deadline(10))
+        assert all(set(message.value) == {message.position[0]} for message in messages[:1])
+        portions.append(len(messages))
+    assert max(portions) * size <= 80 << 20
+
+
+def test_a_long_partition_does_not_keep_a_short_one_waiting(broker, reading):
+    broker.admin.create_topic("orders", 2, Deadline(10))
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    kit.send(writer, "orders", *[b"long"] * 100, partition=0)
+    kit.send(writer, "orders", b"short", partition=1)
+    writer.commit(Deadline(10))
+    assert b"short" in take_values(reading(), 20)
+
+
+def test_a_poll_that_does_not_wait_finds_what_is_there(broker, reading):
+    reader = reading()
+    assert reader.poll(10, Deadline(0)) == []
+    kit.commit(kit.open_writer(broker), "orders", b"order")
+    assert [message.value for message in reader.poll(10, Deadline(0))] == [b"order"]
+
+
+def test_a_poll_ends_by_its_deadline(reading):
+    started = time.monotonic()
+    assert reading().poll(10, Deadline(0.2)) == []
+    assert 0.2 <= time.monotonic() - started < 5
+
+
+def test_reading_goes_on_while_another_process_keeps_the_file_locked(broker, opened, reading):
+    kit.commit(kit.open_writer(broker), "orders", b"order")
+    reader = reading()
+    other = opened()
+    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
+        assert take_values(reader, 1) == [b"order"]
+
+
+def test_a_reader_without_a_group_has_nothing_to_give_back(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", b"order")
+    reader = reading()
+    take(reader, 1)
+    with pytest.raises(InvalidState, match="without a group"):
+        reader.nack({ORDERS: [(0,)]})
+
+
+def test_lag_counts_what_can_be_read_and_was_not(broker, reading):
+    kit.commit(kit.open_writer(broker), "orders", *(b"%d" % n for n in range(10)))
+    reader = reading()
+    take(reader, 3)
+    assert reader.lag(Deadline(10)) == {ORDERS: 7}
+    kit.prepare(broker, "orders", b"not visible")
+    assert reader.lag(Deadline(10)) == {ORDERS: 7}
+
+
+def test_a_missing_topic_that_may_not_be_created_is_not_found(opened):
+    broker = opened(create_topics=0)
+    with pytest.raises(NotFound, match="txnbridge topics create"):
+        broker.reader(Subscription(("missing",)), Seen(), Deadline(10))
+
+
+def test_ending_a_transaction_by_an_administrator_frees_the_reader(broker, reading):
+    token = kit.prepare(broker, "orders", b"stuck")
+    kit.commit(kit.open_writer(broker), "orders", b"after")
+    reader = reading()
+    broker.admin.end(token.transaction, Decision.ABORT, Deadline(10))
+    assert take_values(reader, 1) == [b"after"]
