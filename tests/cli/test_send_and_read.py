@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -90,6 +91,19 @@ def test_each_line_of_standard_input_is_a_message(invoke, url):
     assert answer["transaction"]
     values = [message["value"] for message in lines(invoke("read", "orders", "--json"))]
     assert values == ["one", "", "three \r", "last without an end"]
+
+
+def test_lines_may_be_typed(url, bridge):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "txnbridge.cli", "send", "orders"]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        os.write(ours, b"one\ntwo\n\x04")  # Ctrl-D
+        out, err = process.communicate(timeout=LONG_WAIT)
+    os.close(ours)
+    os.close(theirs)
+    assert (process.returncode, out) == (0, b"committed: 2 messages to orders\n")
+    assert err == b"One message a line; Ctrl-D sends them all, Ctrl-C none.\n"
+    assert [message.value for message in bridge.read("orders", 10)] == [b"one", b"two"]
 
 
 def test_a_file_is_one_message(invoke, url, tmp_path):

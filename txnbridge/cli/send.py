@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -42,22 +42,36 @@ def command(
     """
     if value is not None and file is not None:
         raise click.UsageError("give a value or --file, not both")
+    bodies = _bodies(cli, value, file)
     count = 0
     with cli.connect() as bridge:
-        with bridge.transaction() as txn, cli.progress("sending") as advance:
-            for body in _bodies(value, file):
+        with bridge.transaction() as txn:
+            for body in bodies:
                 txn.send(topic, body, key=key, headers=headers or None, partition=partition)
                 count += 1
-                advance(1)
     if cli.json:
         cli.document({"outcome": "committed", "transaction": txn.id, "topic": topic, "messages": count})
     cli.say(f"committed: {count} {'message' if count == 1 else 'messages'} to {topic}")
 
 
-def _bodies(value: str | None, file: Path | None) -> Iterable[bytes]:
+def _bodies(cli: Cli, value: str | None, file: Path | None) -> Iterable[bytes]:
     if value is not None:
         # As the shell gave it: bytes that are not UTF-8 come as surrogate escapes.
         return [value.encode("utf-8", "surrogateescape")]
     if file is not None:
         return [file.read_bytes()]
+    if sys.stdin.isatty():
+        click.echo("One message a line; Ctrl-D sends them all, Ctrl-C none.", err=True)
+        return list(_lines())  # before the transaction begins, whose deadline does not wait for people
+    return _piped(cli)
+
+
+def _piped(cli: Cli) -> Iterator[bytes]:
+    with cli.progress("sending") as advance:
+        for line in _lines():
+            yield line
+            advance(1)
+
+
+def _lines() -> Iterator[bytes]:
     return (line.removesuffix(b"\n") for line in sys.stdin.buffer)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from txnbridge.cli.demo.stage import Stage
 
 _WIDTH = 100  # of the story where there is no terminal, and on wide ones: longer lines are harder to read
-# For one call. The whole story takes seconds, so a call that takes this long has failed.
-_TIMEOUT = 10.0
 
 _log = logging.getLogger("txnbridge")
 
@@ -79,7 +77,7 @@ def _play(stage: Stage) -> str | None:
 
     stage.begin()
     try:
-        with txnbridge.connect(stage.url, timeout=_TIMEOUT) as bridge:
+        with txnbridge.connect(stage.url) as bridge:
             for topic in stage.shop.topics:
                 bridge.admin.create_topic(topic)
             for scene in STORY:

@@ -20,8 +20,8 @@ from rich.text import Text
 from txnbridge._children import Child
 from txnbridge.cli.demo.actors import Shop
 
-# A step of an actor takes a second at most; ten times that is a machine in trouble.
-PATIENCE = 10.0
+# A step of an actor takes less than a second; on a machine that is very busy it is better to wait than to fail.
+PATIENCE = 30.0
 # So that the eye can follow on a terminal, where all of it would otherwise be there at once.
 _READING = 0.25
 _LOOKING = 0.06
@@ -125,8 +125,8 @@ class Stage:
         self._console.print(Rule(Text("What to try next", "bold"), align="left", style="blue"))
         width = min(44, max(map(len, commands)))
         for command, text in commands.items():
-            # Not wrapped, so that it can be copied whole.
-            self._console.print(Text(f"{command:<{width}}  ", "cyan").append(text, "dim"), soft_wrap=True)
+            line = Text.assemble((f"{command:<{width}}  ", "cyan"), (text, "dim"))
+            self._console.print(line, soft_wrap=True)  # so that it can be copied whole
 
     # --- acting ---------------------------------------------------------------------------------------------------
 
