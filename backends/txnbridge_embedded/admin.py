@@ -183,7 +183,11 @@ class EmbeddedAdmin(Admin):
     def check(self, deadline: Deadline) -> list[Advice]:
         connection = self._store.connect()  # its own: looking through a large file lasts
         try:
-            return [*self._clean_up(connection, deadline), *self._look(connection, deadline)]
+            damage = list(self._damage(connection, deadline))
+            if damage:
+                return damage  # what else a damaged file says may be wrong, and it is better not written
+            sound = Advice("ok", "file", f"{self._store.path} is sound")
+            return [sound, *self._clean_up(connection, deadline), *self._look(connection, deadline)]
         finally:
             connection.close()
 
@@ -205,8 +209,9 @@ class EmbeddedAdmin(Admin):
             yield Advice("warning", "transactions", f"{ended} past their deadline were aborted just now")
 
     def _look(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
-        yield from self._integrity(connection, deadline)
         yield from self._room()
+        if not self._store.durable:
+            yield Advice("warning", "durability", "a power cut may take the last commits", "open with durability=full")
         with self._store.reading(connection, deadline):
             held = connection.execute(
                 "SELECT id, state, deadline_at FROM transactions WHERE ended_at IS NULL ORDER BY deadline_at"
@@ -225,19 +230,15 @@ class EmbeddedAdmin(Admin):
         for group, count in parked:
             yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")
 
-    def _integrity(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+    def _damage(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
         try:
             with self._store.reading(connection, deadline):
                 found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
         except StorageFailed as error:
             found = [str(error)]
-        if found == ["ok"]:
-            yield Advice("ok", "file", f"{self._store.path} is sound")
-        else:
+        if found != ["ok"]:
             remedy = "stop all its users and restore a copy; `sqlite3 FILE .recover` saves what can be read"
             yield Advice("problem", "file", "; ".join(found), remedy)
-        if not self._store.durable:
-            yield Advice("warning", "durability", "a power cut may take the last commits", "open with durability=full")
 
     def _room(self) -> Iterator[Advice]:
         free = shutil.disk_usage(self._store.path.parent).free

@@ -39,7 +39,7 @@ from txnbridge_embedded.publisher import EmbeddedPublisher
 from txnbridge_embedded.reader import open_reader
 from txnbridge_embedded.settings import Settings
 from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
-from txnbridge_embedded.writer import PlainWriter, PreparingWriter
+from txnbridge_embedded.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
 
 class EmbeddedBroker(Broker):
@@ -57,7 +57,8 @@ class EmbeddedBroker(Broker):
         self._lock = threading.Lock()
         self._connection = store.connect()
         self._owners: dict[str, Owner] = {}
-        self._left: list[Instance] = []  # of closed writers
+        self._writers: set[EmbeddedWriter] = set()  # open ones
+        self._left: list[Instance] = []  # of closed writers and publishers
         self._publishers: list[EmbeddedPublisher] = []
         self._closed = False
         self._admin = EmbeddedAdmin(self)
@@ -97,7 +98,14 @@ class EmbeddedBroker(Broker):
         return [self._plain_writer(owner, instance) for instance in instances]
 
     def _plain_writer(self, owner: Owner, instance: Instance) -> Writer:
-        return PlainWriter(self.store, self.settings, self.events, owner, instance, self._left.append)
+        writer = PlainWriter(self.store, self.settings, self.events, owner, self._forget, instance)
+        self._writers.add(writer)
+        return writer
+
+    def _forget(self, writer: EmbeddedWriter, instance: Instance | None) -> None:
+        self._writers.discard(writer)
+        if instance is not None:
+            self._left.append(instance)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         if identity.owned and identity.name not in self._owners:
@@ -105,7 +113,9 @@ class EmbeddedBroker(Broker):
         owner = self._owners.get(identity.name) or Owner(identity.name, identity.host, None)
         with self.session(deadline) as connection, self.store.reading(connection, deadline):
             owner.check(connection)
-        return PreparingWriter(self.store, self.settings, self.events, owner)
+        writer = PreparingWriter(self.store, self.settings, self.events, owner, self._forget)
+        self._writers.add(writer)
+        return writer
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
         publisher = EmbeddedPublisher(self.store, self.settings, self.events, name, deadline, self._left.append)
@@ -157,6 +167,8 @@ class EmbeddedBroker(Broker):
         if self._closed:
             return
         self._closed = True
+        for writer in list(self._writers):
+            writer.close()
         for publisher in self._publishers:
             with suppress(TxnBridgeError):  # its own flush has raised it, or will
                 publisher.close(deadline)

@@ -29,6 +29,17 @@ def check_sqlite(version: tuple[int, ...] = sqlite3.sqlite_version_info) -> None
 
 def check_path(path: Path, create: bool) -> None:
     """Raise the error that says best why there can be no broker's file at this path."""
+    try:
+        _check_kind(path, create)
+    except PermissionError as error:
+        raise AccessDenied(f"{path} cannot be reached: this user may not look into its folder") from error
+    for place, mode in ((path, os.R_OK | os.W_OK), (path.parent, os.R_OK | os.W_OK | os.X_OK)):
+        if place.exists() and not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
+            raise AccessDenied(f"{place} may not be written by this user; readers write too (their positions, locks)")
+    check_mount(path)
+
+
+def _check_kind(path: Path, create: bool) -> None:
     if path.is_dir():
         raise InvalidOption(f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
@@ -38,10 +49,6 @@ def check_path(path: Path, create: bool) -> None:
         raise NotFound(f"there is no broker's file at {path}; without create=false it would be made")
     if exists and not path.is_file():
         raise InvalidOption(f"{path} is not a plain file")
-    for place, mode in ((path, os.R_OK | os.W_OK), (path.parent, os.R_OK | os.W_OK | os.X_OK)):
-        if place.exists() and not os.access(place, mode):
-            raise AccessDenied(f"{place} may not be written by this user; readers write too (their positions, locks)")
-    check_mount(path)
 
 
 def check_mount(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> None:
@@ -75,9 +82,11 @@ def _unescape(point: str) -> str:
 
 def check_header(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file is ours; False for an empty one. Raises for another program's, a newer or a damaged one."""
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    # In one statement, because another process may be making the file right now.
+    application, version, tables = connection.execute(
+        "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)"
+        " FROM pragma_application_id, pragma_user_version"
+    ).fetchone()
     if application == 0 and version == 0 and tables == 0:
         return False
     if application != APPLICATION_ID:

@@ -50,8 +50,18 @@ Acks = tuple[groups.AckContext, Mapping[Partition, Sequence[Position]]]
 class EmbeddedWriter(Writer):
     """What plain and preparing writers share: taking messages, and storing those that the memory cannot hold."""
 
-    def __init__(self, store: Store, settings: Settings, events: Emitter, owner: Owner) -> None:
+    instance: Instance | None = None  # the evidence of what a plain one committed
+
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        events: Emitter,
+        owner: Owner,
+        closed: Callable[[EmbeddedWriter, Instance | None], None],
+    ) -> None:
         self._store = store
+        self._closed = closed
         self._settings = settings
         self._events = events
         self._owner = owner
@@ -201,6 +211,7 @@ class EmbeddedWriter(Writer):
     def close(self) -> None:
         self._let_go(Deadline(_CLOSING_SECONDS))
         self._connection.close()
+        self._closed(self, self.instance)
 
 
 class PlainWriter(EmbeddedWriter):
@@ -212,14 +223,13 @@ class PlainWriter(EmbeddedWriter):
         settings: Settings,
         events: Emitter,
         owner: Owner,
+        closed: Callable[[EmbeddedWriter, Instance | None], None],
         instance: Instance,
-        closed: Callable[[Instance], None],
     ) -> None:
-        super().__init__(store, settings, events, owner)
-        self.instance = instance
+        super().__init__(store, settings, events, owner, closed)
+        self.instance: Instance = instance
         self._stale = False  # the instance is retired or in doubt
         self._how: dict[str, Any] = {}
-        self._closed = closed
 
     def begin(self, begin: Begin) -> None:
         # A number that a token names is not given to another transaction.
@@ -300,17 +310,11 @@ class PlainWriter(EmbeddedWriter):
         self.instance = fresh
         self._stale = False
 
-    def close(self) -> None:
-        super().close()
-        self._closed(self.instance)
-
 
 class PreparingWriter(EmbeddedWriter):
     """Prepares one transaction, which then needs no writer any more."""
 
-    def __init__(self, store: Store, settings: Settings, events: Emitter, owner: Owner) -> None:
-        super().__init__(store, settings, events, owner)
-        self._prepared = False  # or it may be
+    _prepared = False  # or it may be
 
     def begin(self, begin: Begin) -> None:
         super().begin(begin)

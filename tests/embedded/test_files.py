@@ -1,0 +1,325 @@
+"""Files and places that are wrong: each is told apart, and none is harmed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from txnbridge_embedded import files
+from txnbridge_embedded.store import translate
+
+from tests.embedded.kit import begin, commit, open_broker, open_writer, send, values
+from txnbridge.errors import (
+    AccessDenied,
+    BackendMissing,
+    DeadlineExceeded,
+    InvalidOption,
+    NotFound,
+    StorageFailed,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+
+def test_a_file_is_made_and_found_again(opened):
+    first = opened()
+    cluster = first.cluster
+    commit(open_writer(first), "orders", b"1")
+    first.close(Deadline(5))
+    second = opened(create=False)
+    assert second.cluster == cluster
+    assert values(second, "orders") == [b"1"]
+
+
+def test_two_files_are_two_clusters(opened, tmp_path):
+    assert opened().cluster != opened(tmp_path / "other.db").cluster
+
+
+def make_and_tell(path):
+    tell("ready")
+    broker = open_broker(path)
+    broker.close(Deadline(10))
+    return broker.cluster
+
+
+def test_processes_that_make_a_file_at_the_same_time_make_one(path):
+    children = [Child(make_and_tell, path) for _ in range(6)]
+    try:
+        assert len({child.result() for child in children}) == 1
+    finally:
+        for child in children:
+            child.kill()
+
+
+def test_a_file_that_must_not_be_made_is_not(opened, path):
+    with pytest.raises(NotFound, match="no broker's file"):
+        opened(create=False)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_folder_is_no_file(opened, tmp_path):
+    with pytest.raises(InvalidOption, match="is a folder"):
+        opened(tmp_path)
+
+
+def test_a_missing_folder_is_named(opened, tmp_path):
+    with pytest.raises(InvalidOption, match=f"no folder {tmp_path}/missing"):
+        opened(tmp_path / "missing" / "broker.db")
+
+
+def test_a_device_is_no_file(opened):
+    with pytest.raises(InvalidOption, match="not a plain file"):
+        opened(Path("/dev/null"))
+
+
+def test_a_file_of_something_else_is_refused_and_not_touched(opened, path):
+    path.write_bytes(content := b"Dear diary, today nothing was committed. " * 100)
+    with pytest.raises(StorageFailed, match="not an SQLite database"):
+        opened()
+    assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+def another_programs(path: Path, *pragmas: str) -> bytes:
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE diary(day, text)")
+    for pragma in pragmas:
+        connection.execute(pragma)
+    connection.commit()
+    connection.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("pragmas", [(), ("PRAGMA application_id = 4711",), ("PRAGMA user_version = 1",)])
+def test_another_programs_database_is_refused_and_not_touched(opened, path, pragmas):
+    content = another_programs(path, *pragmas)
+    with pytest.raises(InvalidOption, match="another program"):
+        opened()
+    assert path.read_bytes() == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("version", "said"), [(2, "newer txnbridge"), (0, "no released txnbridge")])
+def test_a_file_of_another_version_is_refused_and_not_touched(opened, path, version, said):
+    opened().close(Deadline(5))
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    content = path.read_bytes()
+    with pytest.raises(InvalidOption, match=said):
+        opened()
+    assert path.read_bytes() == content
+
+
+def test_an_empty_file_becomes_a_brokers(opened, path):
+    path.touch()
+    broker = opened()
+    commit(open_writer(broker), "orders", b"1")
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_a_file_that_was_begun_and_left_empty_becomes_a_brokers(opened, path):
+    # What remains of a process that dies after it set the journal mode and before it made the tables.
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    assert opened().cluster
+
+
+def test_a_file_whose_journal_mode_was_changed_is_set_right(opened, path):
+    commit(open_writer(first := opened()), "orders", b"1")
+    first.close(Deadline(5))
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.close()
+    second = opened()
+    commit(open_writer(second), "orders", b"2")
+    assert values(second, "orders") == [b"1", b"2"]
+    assert Path(f"{path}-wal").exists()
+
+
+def damage(path: Path, first: int, length: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(first)
+        file.write(os.urandom(length))
+
+
+def test_a_damaged_header_is_told(opened, path):
+    opened().close(Deadline(5))
+    damage(path, 0, 64)
+    with pytest.raises(StorageFailed, match="not an SQLite database, or its header is damaged"):
+        opened()
+
+
+def test_a_damaged_page_is_told_when_it_is_met_and_by_the_doctor(opened, path):
+    first = opened()
+    commit(open_writer(first), "orders", *[b"x" * 1000] * 200)
+    first.close(Deadline(5))
+    damage(path, path.stat().st_size - 8 * 16384, 8 * 16384)
+    second = opened()
+    [problem] = [advice for advice in second.admin.check(Deadline(5)) if advice.level == "problem"]
+    assert problem.subject == "file"
+    assert "restore a copy" in problem.remedy
+    with pytest.raises(StorageFailed, match="damaged"):
+        values(second, "orders")
+
+
+def test_a_file_that_was_cut_short_is_told(opened, path):
+    first = opened()
+    commit(open_writer(first), "orders", *[b"x" * 1000] * 200)
+    first.close(Deadline(5))
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(StorageFailed, match="damaged"):
+        values(opened(), "orders")
+
+
+@pytest.mark.parametrize("what", ["removed", "moved", "replaced"])
+def test_nothing_is_committed_into_a_file_that_is_no_longer_there(opened, path, what):
+    broker = opened()
+    writer = open_writer(broker)
+    commit(writer, "orders", b"1")
+    begin(writer)
+    send(writer, "orders", b"2")
+    if what == "removed":
+        path.unlink()
+    else:
+        path.rename(path.with_name("elsewhere.db"))
+    if what == "replaced":
+        shutil.copy(path.with_name("elsewhere.db"), path)
+    with pytest.raises(TransactionAborted, match="removed, moved or replaced"):
+        writer.commit(Deadline(5))
+
+
+# --- rights ----------------------------------------------------------------------------------------------------------
+
+
+def open_as_nobody(path):
+    """Open and commit as a user who owns nothing here (a superuser is refused nothing)."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setegid(65534)
+        os.seteuid(65534)
+    try:
+        broker = open_broker(path)
+    except TxnBridgeError as error:
+        return error
+    broker.close(Deadline(5))
+    return None
+
+
+@pytest.fixture
+def reachable(tmp_path_factory):
+    """A folder that another user can reach, unlike pytest's own."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="txnbridge-") as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
+        os.chmod(folder, 0o777)
+
+
+@pytest.mark.parametrize(("of_file", "of_folder"), [(0o444, 0o777), (0o000, 0o777), (0o666, 0o555), (0o666, 0o000)])
+def test_a_file_that_may_not_be_written_is_refused(reachable, of_file, of_folder):
+    path = reachable / "broker.db"
+    open_broker(path).close(Deadline(5))
+    path.chmod(of_file)
+    reachable.chmod(of_folder)
+    with Child(open_as_nobody, path) as child:
+        refused = child.result()
+    assert isinstance(refused, AccessDenied), refused
+    assert str(path) in str(refused) or str(reachable) in str(refused)
+
+
+def test_a_shared_file_can_be_used_by_another_user(reachable):
+    path = reachable / "broker.db"
+    open_broker(path).close(Deadline(5))
+    path.chmod(0o666)
+    with Child(open_as_nobody, path) as child:
+        assert child.result() is None
+
+
+# --- mounts ----------------------------------------------------------------------------------------------------------
+
+MOUNTS = r"""
+22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+30 22 0:40 / /mnt/share rw,relatime shared:2 master:3 - nfs4 server:/export rw,vers=4.2
+31 22 0:41 / /mnt/share/local rw,relatime - xfs /dev/vdb rw
+32 22 0:42 / /mnt/with\040space rw - cifs //server/share rw
+33 22 0:43 / /mnt/hidden rw - nfs server:/old rw
+34 22 0:44 / /mnt/hidden rw - ext4 /dev/vdc rw
+35 22 0:45 / /mnt/sshfs rw - fuse.sshfs host:/ rw
+""".strip()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/home/x.db", "ext4"),
+        ("/mnt/share/x.db", "nfs4"),
+        ("/mnt/share", "nfs4"),
+        ("/mnt/shared/x.db", "ext4"),
+        ("/mnt/share/local/deep/x.db", "xfs"),
+        ("/mnt/with space/x.db", "cifs"),
+        ("/mnt/hidden/x.db", "ext4"),
+        ("/mnt/sshfs/x.db", "fuse.sshfs"),
+    ],
+)
+def test_the_mount_of_a_path_is_the_innermost_and_the_newest(path, kind):
+    assert files.mount_of(Path(path), MOUNTS)[0] == kind
+
+
+def test_a_network_mount_is_refused_with_the_reason(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text(MOUNTS)
+    with pytest.raises(InvalidOption, match=r"network mount \(nfs4 at /mnt/share\)"):
+        files.check_mount(Path("/mnt/share/x.db"), table)
+    files.check_mount(Path("/mnt/share/local/x.db"), table)
+    files.check_mount(Path("/mnt/share/x.db"), tmp_path / "not there")  # a system without such a table
+
+
+def test_the_check_of_mounts_is_part_of_opening(opened, path, monkeypatch):
+    monkeypatch.setattr(files, "mount_of", lambda *_: ("nfs", "/mnt"))
+    with pytest.raises(InvalidOption, match="network mount"):
+        opened()
+    assert not path.exists()
+
+
+def test_an_sqlite_that_is_too_old_is_refused():
+    with pytest.raises(BackendMissing, match=r"needs SQLite 3\.35.*has 3\.31\.1"):
+        files.check_sqlite((3, 31, 1))
+
+
+# --- SQLite's errors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("database is locked", DeadlineExceeded),
+        ("locking protocol", DeadlineExceeded),
+        ("attempt to write a readonly database", AccessDenied),
+        ("unable to open database file", AccessDenied),
+        ("disk I/O error", StorageFailed),
+        ("database or disk is full", StorageFailed),
+        ("database disk image is malformed", StorageFailed),
+        ("file is not a database", StorageFailed),
+        ("something new", TxnBridgeError),
+    ],
+)
+def test_an_error_of_sqlite_without_a_code_is_known_by_its_text(text, kind):
+    error = translate(sqlite3.OperationalError(text), "reading")
+    assert isinstance(error, kind)
+    assert type(pickle.loads(pickle.dumps(error))) is type(error)
+
+
+def test_a_real_error_of_sqlite_stays_inside_ours(opened, path):
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StorageFailed) as caught:
+        opened()
+    assert isinstance(caught.value.__cause__, sqlite3.DatabaseError)
