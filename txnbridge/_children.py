@@ -12,6 +12,7 @@ import importlib.util
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -19,10 +20,10 @@ import time
 import traceback
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -42,53 +43,61 @@ _parent: _Line | None = None  # in a child: the line to the process that started
 
 
 class Point(NamedTuple):
-    """Where a child was killed or paused: the `nth` event of that name and phase, and the `number`th of all."""
+    """One event of a process: the `nth` of that name and phase. As text: "commit/before/1"."""
 
     event: str
     nth: int
-    number: int
 
     def __str__(self) -> str:
-        return f"{self.event}/{self.nth} (event {self.number})"
+        return f"{self.event}/{self.nth}"
+
+
+@dataclass(frozen=True)
+class Unvisited:
+    """The first event that is none of these, or the one after `skip` more that are none of these."""
+
+    visited: Set[Point]
+    skip: int = 0
 
 
 class StopAt:
     """A plug-in that kills or pauses its own process at one event, as if from outside.
 
-    `point` is the number of the event, counted from 1 over all bridges, or "commit/before", or "commit/before/3" for
-    the third of that kind.
+    `where` is "commit/before" for the first such event, "commit/before/3" for the third, or `Unvisited`.
     """
 
-    def __init__(self, point: int | str, how: How = "kill") -> None:
-        self._wanted = _parse_point(point)
+    def __init__(self, where: str | Unvisited, how: How = "kill") -> None:
+        self._wanted = _parse_point(where) if isinstance(where, str) else None
+        self._visited, self._skip = (where.visited, where.skip) if isinstance(where, Unvisited) else (frozenset(), 0)
         self._signal = _SIGNALS[how]
-        self._seen: Counter[str | None] = Counter()
+        self._seen: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     @hookimpl
     def txnbridge_event(self, event: Event) -> None:
         with self._lock:  # so that no other thread's event gets past this one
             name = f"{event.name}/{event.phase}"
-            self._seen.update((None, name))
-            kind, number = self._wanted
-            if kind in (None, name) and self._seen[kind] == number:
-                self._stop(Point(name, self._seen[name], self._seen[None]))
+            self._seen[name] += 1
+            point = Point(name, self._seen[name])
+            if self._is_here(point):
+                self._stop(point)
+
+    def _is_here(self, point: Point) -> bool:
+        if self._wanted is not None:
+            return point == self._wanted
+        if point not in self._visited:
+            self._skip -= 1
+        return self._skip == -1 and point not in self._visited
 
     def _stop(self, point: Point) -> None:
         os.kill(os.getpid(), self._signal)
 
 
-def _parse_point(point: int | str) -> tuple[str | None, int]:
-    if isinstance(point, int):
-        kind, number = None, point
-    else:
-        name, phase, *nth = point.split("/") if point.count("/") in (1, 2) else ("", "")
-        kind, number = f"{name}/{phase}", int(nth[0]) if nth and nth[0].isdecimal() else (0 if nth else 1)
-        if phase not in ("before", "after", "failed"):
-            number = 0
-    if number < 1:
-        raise InvalidOption(f"a point is the number of an event, 'commit/before' or 'commit/before/3', not {point!r}")
-    return kind, number
+def _parse_point(text: str) -> Point:
+    match = re.fullmatch(r"([a-z_.:]+/(?:before|after|failed))(?:/([1-9][0-9]*))?", text)
+    if match is None:
+        raise InvalidOption(f"an event to stop at is written 'commit/before' or 'commit/before/3', not {text!r}")
+    return Point(match[1], int(match[2] or 1))
 
 
 def tell(value: object) -> None:
@@ -100,29 +109,30 @@ def tell(value: object) -> None:
 class Child:
     """A function that runs in a process of its own; as a block it is killed at the end if it still runs.
 
-    With `kill=` or `pause=` the process gets SIGKILL or SIGSTOP at that point (see `StopAt`). The function must be
-    importable, its arguments must pickle. Plug-ins that are modules are registered in the child as they are here.
+    With `kill=` or `pause=` the process gets SIGKILL or SIGSTOP at that event, named as for `StopAt`. The function must
+    be importable, its arguments must pickle. Plug-ins that are modules are registered in the child as they are here.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
         *args: object,
-        kill: int | str | None = None,
-        pause: int | str | None = None,
+        kill: str | Unvisited | None = None,
+        pause: str | Unvisited | None = None,
     ) -> None:
         if kill is not None and pause is not None:
             raise InvalidOption("a child is killed or paused, not both")
-        point, how = (kill, _KILL) if pause is None else (pause, _PAUSE)
-        if point is not None:
-            _parse_point(point)
+        where, how = (kill, _KILL) if pause is None else (pause, _PAUSE)
+        if isinstance(where, str):
+            _parse_point(where)
         self._how = how
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._told: deque[Any] = deque()
         self._line, theirs = multiprocessing.Pipe()
-        task = _Task(_reference(function), pickle.dumps(args), point, how, dict(os.environ), _module_plugins())
+        task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), _module_plugins())
         self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
-        self._process.start()
+        with _processes:
+            self._process.start()
         theirs.close()
         _running.add(self)
 
@@ -153,7 +163,7 @@ class Child:
             return None
         if self._how == "kill":
             self._join(timeout)
-            if self._process.exitcode != -signal.SIGKILL:
+            if self._exit_code() != -signal.SIGKILL:
                 raise AssertionError(f"{self._name} was to be killed at {point}; it ended with {self._exit()}")
         return point
 
@@ -181,7 +191,8 @@ class Child:
     def kill(self) -> None:
         """Kill the child with SIGKILL, and return when it is gone."""
         self._signal(signal.SIGKILL)
-        self._process.join()
+        wait([self._process.sentinel])
+        self._exit_code()
 
     def __enter__(self) -> Child:
         return self
@@ -194,7 +205,7 @@ class Child:
         return f"<Child {self._process.pid} running {self._name}>"
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.exitcode is None:
+        if self._exit_code() is None:
             with suppress(ProcessLookupError):  # it may end at this moment
                 os.kill(self.pid, number)
 
@@ -222,14 +233,21 @@ class Child:
         raise AssertionError(f"{self._name} has not {said} within {timeout:g} s")
 
     def _join(self, timeout: float) -> None:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait([self._process.sentinel], timeout)
+        if self._exit_code() is None:
             raise AssertionError(f"{self._name} (pid {self.pid}) did not end within {timeout:g} s")
 
+    def _exit_code(self) -> int | None:
+        with _processes:
+            return self._process.exitcode
+
     def _exit(self) -> str:
-        code = self._process.exitcode
+        code = self._exit_code()
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
+
+# multiprocessing asks after every child when it starts one, and two threads must not ask for the same one at once.
+_processes = threading.Lock()
 
 _running: weakref.WeakSet[Child] = weakref.WeakSet()
 
@@ -278,7 +296,7 @@ def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
 class _Task:
     function: tuple[str, str, str]
     args: bytes
-    point: int | str | None
+    where: str | Unvisited | None
     how: How
     environment: dict[str, str]
     plugins: Sequence[str]
@@ -313,16 +331,16 @@ def _call(task: _Task, line: _Line) -> Any:
         module = importlib.import_module(name)
         if not plugins.manager.is_registered(module):
             plugins.register(module)
-    if task.point is not None:
-        plugins.register(_Stopping(task.point, task.how, line))
+    if task.where is not None:
+        plugins.register(_Stopping(task.where, task.how, line))
     return function(*pickle.loads(task.args))
 
 
 class _Stopping(StopAt):
     """Says so before it stops, and after a pause that it goes on."""
 
-    def __init__(self, point: int | str, how: How, line: _Line) -> None:
-        super().__init__(point, how)
+    def __init__(self, where: str | Unvisited, how: How, line: _Line) -> None:
+        super().__init__(where, how)
         self._line = line
 
     def _stop(self, point: Point) -> None:

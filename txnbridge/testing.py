@@ -21,20 +21,31 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge._children import Child, Point, StopAt, tell
+from txnbridge._children import Child, Point, StopAt, Unvisited, tell
 from txnbridge._events import Event
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._token import Outcome
 from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Writer
 
-__all__ = ["Child", "Point", "StopAt", "crash_everywhere", "listening", "next_commit", "recorded", "tell"]
+__all__ = [
+    "Child",
+    "Point",
+    "StopAt",
+    "Unvisited",
+    "crash_everywhere",
+    "listening",
+    "next_commit",
+    "recorded",
+    "tell",
+]
 
 try:
     import pytest
@@ -142,27 +153,36 @@ def crash_everywhere(
     *,
     fresh: Callable[[], Any] | None = None,
     timeout: float = 60,
+    at_once: int = 1,
 ) -> list[Point]:
     """Kill a program at each of its events in turn, run it again each time, and check what came of it.
 
     `function(start)` runs in a child process that is killed with SIGKILL at its first event; then it runs again to its
-    end, and `check(start)` asserts here. Then the same from a fresh start with a kill at the second event, and so on,
-    until a run ends without having been killed. `fresh()` makes each start; by default it is the URL of a new embedded
-    broker. The function must be importable (a test module is), and must find what it left behind by itself.
+    end, and `check(start)` asserts here. Then the same from a fresh start with a kill at the first event where none was
+    killed before, and so on, until a run has no such event. The function must be importable (a test module is), and
+    must find what it left behind by itself. `fresh()` makes each start; by default it is the URL of a new embedded
+    broker. Each run has `timeout` seconds; so many starts as `at_once` go side by side, which helps programs that wait.
 
     Returns where it was killed. Raises `AssertionError`, with the event after which the promise was
     broken, and if there was no event to kill at: then nothing was checked.
     """
     killed_at: list[Point] = []
     with ExitStack() as stack:
-        fresh = fresh or _embedded_urls(stack)
-        for number in count(1):
-            start = fresh()
-            point = _run_and_kill(function, start, number, timeout)
+        make_start = fresh or _embedded_urls(stack)
+        side_by_side = stack.enter_context(ThreadPoolExecutor(at_once)).map if at_once > 1 else map
+
+        def kill_at(event: Unvisited) -> Point | None:
+            start = make_start()
+            point = _run_and_kill(function, start, event, timeout)
             _recover_and_check(function, check, start, point, timeout)
-            if point is None:
-                break
-            killed_at.append(point)
+            return point
+
+        going_on = True
+        while going_on:
+            visited = frozenset(killed_at)
+            points = list(side_by_side(kill_at, [Unvisited(visited, skip) for skip in range(at_once)]))
+            killed_at += [point for point in points if point is not None and point not in killed_at]
+            going_on = points[0] is not None
     if not killed_at:
         raise AssertionError(f"{function.__qualname__} caused no event, so it was killed nowhere and nothing is proven")
     return killed_at
@@ -174,9 +194,9 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
     return lambda: f"embedded:{folder}/{next(numbers)}.db"
 
 
-def _run_and_kill(function: Callable[[Any], object], start: Any, number: int, timeout: float) -> Point | None:
-    """Run until the `number`th event; None if the function ended before."""
-    with Child(function, start, kill=number) as child:
+def _run_and_kill(function: Callable[[Any], object], start: Any, event: Unvisited, timeout: float) -> Point | None:
+    """Run until that event; None if the function ended before."""
+    with Child(function, start, kill=event) as child:
         return child._stopped_or_returned(timeout)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import txnbridge
 from txnbridge import Bridge, Capabilities, Capability, TxnBridgeError
-from txnbridge.testing import Child
+from txnbridge.testing import Child, Unvisited
 
 pytest.register_assert_rewrite("txnbridge_conformance.suite", "txnbridge_conformance.looking")
 
@@ -38,7 +38,11 @@ class RunChild(Protocol):
     """The fixture `run`: starts a `Child`, which is killed after the test."""
 
     def __call__(
-        self, function: Callable[..., Any], *args: object, kill: int | str | None = None, pause: int | str | None = None
+        self,
+        function: Callable[..., Any],
+        *args: object,
+        kill: str | Unvisited | None = None,
+        pause: str | Unvisited | None = None,
     ) -> Child: ...
 
 
@@ -168,8 +172,8 @@ def run() -> Iterator[RunChild]:
         def start(
             function: Callable[..., Any],
             *args: object,
-            kill: int | str | None = None,
-            pause: int | str | None = None,
+            kill: str | Unvisited | None = None,
+            pause: str | Unvisited | None = None,
         ) -> Child:
             return stack.enter_context(Child(function, *args, kill=kill, pause=pause))
 

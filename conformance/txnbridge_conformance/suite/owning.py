@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
+from txnbridge.testing import Point, Unvisited
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
@@ -95,13 +96,13 @@ def test_an_owner_that_slept_through_a_takeover_commits_nothing(
 def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
-    # From its first event as the owner on; before that it would be the newer one.
-    point = run(programs.own_and_commit, txnbridge_url, topic, owner, b"", pause="bridge.open/after").stopped()
-    while point.event != "bridge.close/after":
-        number = point.number + 1
-        value = b"sleeper %d" % number
-        sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=number)
-        point = sleeper.stopped()
+    visited: set[Point] = set()
+    while Point("bridge.close/after", 1) not in visited:
+        value = b"sleeper %d" % len(visited)
+        sleeper = run(programs.own_and_commit, txnbridge_url, topic, owner, value, pause=Unvisited(frozenset(visited)))
+        visited.add(point := sleeper.stopped())
+        if Point("bridge.open/after", 1) not in visited:
+            continue  # it would open the id when it wakes up, and be the newer one
         newer = connect(transactional_id=owner)
         before = values(seen(newer, topic)).count(value)
         sleeper.resume()
