@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -97,6 +100,24 @@ def test_a_plug_in_that_fails_is_a_problem_by_its_name(invoke):
     assert f"plug-in {__name__}" in result.stdout
     assert "could not be loaded: ImportError: its client library is missing" in result.stdout
     assert "is fine" in result.stdout
+
+
+def test_an_installed_plug_in_that_cannot_be_imported_is_named_and_the_rest_works(url, tmp_path):
+    info = tmp_path / "site" / "brittle-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brittle\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[txnbridge]\nbrittle = no_such_module\n")
+    run = subprocess.run(
+        [sys.executable, "-m", "txnbridge.cli", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": str(info.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    findings = {finding["subject"]: finding["level"] for finding in json.loads(run.stdout)}
+    assert (run.returncode, run.stderr) == (1, "")
+    assert findings.pop("plug-in brittle") == "problem"
+    assert set(findings.values()) == {"ok"}
 
 
 def test_a_healthy_broker_is_healthy(invoke, url):
