@@ -463,8 +463,8 @@ class Processor:
                 return True
             raise
         self._failures = 0
-        self._look_at_lag(self._consumer, now=until_idle and not items)
-        return until_idle and not items and self._lag == 0 and bool(self._consumer.assignment)
+        self._look_at_lag(self._consumer, now=until_idle)
+        return until_idle and self._lag == 0 and bool(self._consumer.assignment)
 
     def _poll(self, consumer: Consumer) -> list[_Item]:
         """A batch by size and time, in the order of each partition."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from txnbridge._consumer import Consumer
 from txnbridge._deadletters import PREFIX, without_ours
@@ -53,8 +53,7 @@ class DeadLetter:
             return None
 
 
-@dataclass(frozen=True)
-class Redriven:
+class Redriven(NamedTuple):
     """What a redrive did: how many it sent back, left because of their reason, and could not place."""
 
     sent: int = 0
@@ -149,13 +148,11 @@ class Redrive:
         """The dead letters that are there now and that no redrive has sent back, up to today's end."""
         ends = self._ends()
         with self._bridge.consumer(self._topic, f"txnbridge-redrive-{self._topic}") as consumer:
-            while True:
+            while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
                 # Behind the ends lies what came since: new dead letters, among them perhaps those just sent back.
                 if before_end := [m for m in batch if m.position < ends.get((m.topic, m.partition), ())]:
                     yield before_end
-                elif _is_through(consumer, ends):
-                    return
 
     def _ends(self) -> dict[Partition, Position]:
         with self._bridge.consumer(self._topic, start="latest") as tail:

@@ -10,6 +10,7 @@ import txnbridge
 from txnbridge._redrive import DeadLetter, Redrive
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, when
+from txnbridge.cli.read import printable
 
 
 @_common.command("redrive")
@@ -32,7 +33,7 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run
         with cli.progress("sending back", limit) as advance:
             done = redrive.run(advance)
     if cli.json:
-        cli.document(vars(done))
+        cli.document(done._asdict())
     cli.say(f"sent back: {done.sent}")
     if done.left:
         cli.say(f"left, for another reason: {done.left}")
@@ -58,12 +59,12 @@ def _as_row(message: txnbridge.Message, letter: DeadLetter) -> tuple[str, ...]:
     return (
         _place(message.topic, message.partition, message.position),
         _place(letter.topic, letter.partition, letter.position),
-        letter.group,
+        printable(letter.group),
         str(letter.attempts),
         when(message.timestamp),
-        letter.reason,
+        printable(letter.reason),  # it may quote the message
     )
 
 
 def _place(topic: str, partition: int, position: tuple[int, ...]) -> str:
-    return f"{topic}[{partition}] {':'.join(map(str, position))}"
+    return f"{printable(topic)}[{partition}] {':'.join(map(str, position))}"

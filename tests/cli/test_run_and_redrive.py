@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SHOP = """
+import os, signal, time
+import txnbridge
+
+def ship(message, txn):
+    if message.value == b"stop":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if message.value == b"hang":
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+    if message.value == b"bad":
+        raise txnbridge.Poison("no such customer")
+    if message.value == b"fail":
+        raise ValueError("secret")
+    txn.send("shipments", message.value)
+
+def shipping(bridge):
+    return bridge.processor("orders", group="shipping", each=ship, dead_letter="orders-dead")
+
+def strict(bridge):
+    return bridge.processor("orders", group="shipping", each=ship, retry_for=0)
+
+class nested:
+    shipping = staticmethod(shipping)
+
+def nothing(bridge):
+    return None
+
+number = 3
+"""
+READY = """
+import shop, txnbridge
+processor = shop.shipping(txnbridge.connect("{url}"))
+"""
+
+
+@pytest.fixture
+def shop(tmp_path, monkeypatch) -> Iterator[Path]:
+    """The current folder, with a program in it."""
+    folder = tmp_path / "program"
+    folder.mkdir()
+    (folder / "shop.py").write_text(SHOP)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield folder
+    for name in ("shop", "ready", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def orders(bridge):
+    def send(*values: bytes) -> None:
+        with bridge.transaction() as txn:
+            txn.send_many("orders", values)
+
+    return send
+
+
+def values(bridge, topic):
+    return [message.value for message in bridge.read(topic, limit=100)]
+
+
+def test_run_runs_a_processor_that_a_function_makes(invoke, bridge, shop, orders):
+    orders(b"1", b"bad", b"2")
+    result = invoke("run", "shop:shipping", "--until-idle")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "3 messages in 1 transactions, 1 dead letters, 0 retries\n"
+    assert values(bridge, "shipments") == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("target", ["shop:nested.shipping", "ready:processor"])
+def test_run_finds_it_inside_a_class_or_ready_made(invoke, bridge, url, shop, orders, target):
+    (shop / "ready.py").write_text(READY.format(url=url))
+    orders(b"1")
+    assert invoke("run", target, "--until-idle").exit_code == 0
+    assert values(bridge, "shipments") == [b"1"]
+
+
+def test_run_says_in_json_what_it_did(invoke, shop, orders):
+    orders(b"1")
+    result = invoke("run", "shop:shipping", "--until-idle", "--json")
+    assert json.loads(result.stdout) == {
+        "messages": 1,
+        "transactions": 1,
+        "dead_letters": 0,
+        "retries": 0,
+        "last_error": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("shop", "is not MODULE:NAME"),
+        ("shop:", "is not MODULE:NAME"),
+        ("shopp:shipping", "there is no module 'shopp'"),
+        ("shop.inner:shipping", "there is no module 'shop.inner'"),
+        ("shop:shiping", "module shop has no 'shiping'"),
+        ("shop:number", "shop:number is int, neither"),
+        ("shop:nothing", "shop:nothing returned NoneType"),
+    ],
+)
+def test_run_says_what_is_wrong_with_its_argument(invoke, url, shop, target, message):
+    result = invoke("run", target)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_an_error_in_the_module_is_told_by_its_place(invoke, url, shop):
+    (shop / "broken.py").write_text("import no_such_thing\n")
+    result = invoke("run", "broken:shipping")
+    assert result.exit_code == 1
+    assert "broken.py:1" in result.stderr
+
+
+def test_poison_without_a_dead_letter_topic_fails_with_its_reason(invoke, url, shop, orders):
+    orders(b"bad")
+    result = invoke("run", "shop:strict")
+    assert result.exit_code == 1
+    assert "no such customer" in result.stderr
+    assert "0 messages" in result.stdout
+
+
+def test_an_error_of_the_handler_is_told_without_its_text(invoke, url, shop, orders):
+    orders(b"fail")
+    result = invoke("run", "shop:strict")
+    assert result.exit_code == 1
+    assert "ValueError at" in result.stderr
+    assert "secret" not in result.output
+
+
+@pytest.mark.parametrize(("value", "code", "shipped"), [(b"stop", 0, [b"stop"]), (b"hang", 143, [])])
+def test_a_signal_stops_it_gently_and_a_second_one_at_once(url, bridge, shop, orders, value, code, shipped):
+    orders(value)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping"]
+    run = subprocess.run(command, cwd=shop, env=os.environ | {"TXNBRIDGE_URL": url}, timeout=60)
+    assert run.returncode == code
+    assert time.monotonic() - started < 25
+    assert values(bridge, "shipments") == shipped
+
+
+def test_a_killed_process_is_run_again_and_goes_on(url, bridge, shop, orders):
+    orders(b"1", b"2")
+    env = os.environ | {"TXNBRIDGE_URL": url + "?lease_seconds=0.5"}
+    command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping"]
+    with subprocess.Popen(command, cwd=shop, env=env) as process:
+        while len(values(bridge, "shipments")) < 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    orders(b"3")
+    assert subprocess.run([*command, "--until-idle"], cwd=shop, env=env, timeout=60).returncode == 0
+    assert values(bridge, "shipments") == [b"1", b"2", b"3"]
+
+
+# --- redrive ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead_letters(bridge, orders) -> None:
+    from txnbridge import Poison
+
+    def refuse(message, txn):
+        raise Poison("too old" if int(message.value) % 2 else "too new")
+
+    orders(*(b"%d" % number for number in range(4)))
+    bridge.processor("orders", group="shipping", each=refuse, dead_letter="orders-dead").run(until_idle=True)
+
+
+def test_redrive_sends_dead_letters_back(invoke, bridge, dead_letters):
+    result = invoke("redrive", "orders-dead")
+    assert (result.exit_code, result.stdout) == (0, "sent back: 4\n")
+    assert values(bridge, "orders") == [b"0", b"1", b"2", b"3"] * 2
+
+
+def test_redrive_chooses_by_reason_and_limit(invoke, bridge, dead_letters):
+    result = invoke("redrive", "orders-dead", "--reason", "too old", "--limit", "1", "--json")
+    assert json.loads(result.stdout) == {"sent": 1, "left": 1, "foreign": 0}
+    result = invoke("redrive", "orders-dead", "--reason", "too old")
+    assert result.stdout == "sent back: 1\nleft, for another reason: 2\n"
+    assert values(bridge, "orders")[4:] == [b"1", b"3"]
+
+
+def test_a_dry_run_shows_dead_letters_and_changes_nothing(invoke, bridge, dead_letters):
+    result = invoke("redrive", "orders-dead", "--dry-run")
+    assert result.exit_code == 0
+    rows = [line for line in result.stdout.splitlines() if "too old" in line]
+    assert [row.split()[:6] for row in rows] == [
+        ["orders-dead[0]", "1", "orders[0]", "1", "shipping", "1"],
+        ["orders-dead[0]", "3", "orders[0]", "3", "shipping", "1"],
+    ]
+    found = [json.loads(line) for line in invoke("redrive", "orders-dead", "--dry-run", "--json").stdout.splitlines()]
+    assert len(found) == 4
+    assert found[1]["dead_letter"] == {"partition": 0, "position": [1]}
+    assert (found[1]["topic"], found[1]["group"], found[1]["reason"]) == ("orders", "shipping", "too old")
+    assert values(bridge, "orders") == [b"0", b"1", b"2", b"3"]
+    assert invoke("redrive", "orders-dead").stdout == "sent back: 4\n"
+
+
+def test_a_reason_cannot_steer_the_terminal(invoke, bridge):
+    headers = {f"txnbridge-dead-{name}": "1" for name in ("partition", "timestamp", "attempts")}
+    headers |= {"txnbridge-dead-topic": "orders", "txnbridge-dead-position": "[1]", "txnbridge-dead-reason": "\x1b[2J"}
+    with bridge.transaction() as txn:
+        txn.send("orders-dead", b"", headers=headers)
+    shown = invoke("redrive", "orders-dead", "--dry-run").stdout
+    assert "[2J" in shown
+    assert "\x1b" not in shown
+
+
+def test_redrive_makes_no_topic_of_a_mistyped_name(invoke, bridge):
+    result = invoke("redrive", "orders-daed")
+    assert result.exit_code == 2
+    assert "orders-daed" in result.stderr
+    assert bridge.admin.topics() == []

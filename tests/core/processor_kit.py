@@ -1,0 +1,39 @@
+"""What the tests of processors on the embedded broker share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from txnbridge import Bridge
+
+# Short, so that the partitions of a killed member are free again soon.
+LEASE = "?lease_seconds=0.3"
+
+
+def url_of(folder: Path) -> str:
+    return f"embedded:{folder}/broker.db{LEASE}"
+
+
+def numbers(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+def values(bridge: Bridge, topic: str) -> list[Any]:
+    return [message.value for message in bridge.read(topic, limit=100_000)]
+
+
+class Fresh:
+    """Makes new brokers that hold some input."""
+
+    def __init__(self, folder: Path, feed: Callable[[str], object]) -> None:
+        self.folder = folder
+        self.feed = feed
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        url = f"embedded:{self.folder}/{self.count}.db{LEASE}"
+        self.feed(url)
+        return url

@@ -1,0 +1,193 @@
+"""Processors that die, freeze, come and go, on the embedded broker: what they did happened once."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import time
+from collections import Counter
+
+import pytest
+
+import txnbridge
+from tests.core.processor_kit import Fresh, numbers, url_of, values
+from txnbridge import Batch, DeadlineExceeded, Message, Outcome, Poison, Transaction
+from txnbridge._processor import ProcessorStats
+from txnbridge.testing import Child, crash_everywhere, next_commit, tell
+
+
+def feed(url: str, values: list[bytes], topic: str = "in", partitions: int = 1) -> None:
+    with txnbridge.connect(url) as bridge:
+        bridge.admin.create_topic(topic, partitions)
+        with bridge.transaction() as txn:
+            for number, value in enumerate(values):
+                txn.send(topic, value, partition=number % partitions)
+
+
+def is_poison(value: bytes) -> bool:
+    return int(value) % 7 == 1
+
+
+def ship(message: Message, txn: Transaction) -> None:
+    txn.send("out", message.value)
+    if is_poison(message.value):
+        raise Poison("a test says so")
+
+
+def ship_all(batch: Batch, txn: Transaction) -> None:
+    for message in batch:
+        ship(message, txn)
+
+
+def run_each(url: str) -> ProcessorStats:
+    with txnbridge.connect(url) as bridge:
+        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=3)
+        processor.run(until_idle=True)
+    return processor.stats
+
+
+def run_batch(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        bridge.processor("in", group="g", batch=ship_all, dead_letter="dead", max_messages=3).run(until_idle=True)
+
+
+def check(url: str, fed: list[bytes]) -> None:
+    """Each message has its one effect."""
+    with txnbridge.connect(url) as bridge:
+        assert Counter(values(bridge, "out")) == Counter(v for v in fed if not is_poison(v))
+        assert Counter(values(bridge, "dead")) == Counter(v for v in fed if is_poison(v))
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("program", [run_each, pytest.param(run_batch, marks=pytest.mark.full)])
+def test_killed_at_any_event_and_run_again_each_message_has_its_effect_once(program, tmp_path):
+    fed = numbers(4)
+    fresh = Fresh(tmp_path, lambda url: feed(url, fed))
+    killed_at = crash_everywhere(program, lambda url: check(url, fed), fresh=fresh)
+    assert {"reader.poll/after", "message.send/after", "ack/after", "commit/before", "commit/after"} <= {
+        point.event for point in killed_at
+    }
+
+
+def serve(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        bridge.processor(
+            "in", group="g", each=ship_slowly, dead_letter="dead", max_messages=8, max_dead_letters_in_a_row=None
+        ).run()
+
+
+def ship_slowly(message: Message, txn: Transaction) -> None:
+    time.sleep(0.002)  # so that most kills hit a transaction
+    ship(message, txn)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.full)])
+def test_killed_at_random_instants_while_others_take_over_each_message_has_its_effect_once(kills, tmp_path):
+    url, fed = url_of(tmp_path), numbers(kills * 100)
+    feed(url, fed, partitions=4)
+    running = [Child(serve, url), Child(serve, url)]
+    for _ in range(kills):
+        time.sleep(random.uniform(0.05, 0.4))
+        running.pop(0).kill()
+        running.append(Child(serve, url))
+    for child in running:
+        child.kill()
+    run_each(url)
+    check(url, fed)
+
+
+# --- frozen and replaced ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["reader.poll/after", "message.send/after", "ack/after", "commit/before"])
+def test_one_that_was_frozen_and_replaced_commits_nothing_twice(point, tmp_path):
+    url, fed = url_of(tmp_path), numbers(10)
+    feed(url, fed)
+    with Child(run_each, url, pause=point) as frozen:
+        frozen.stopped()
+        with Child(run_each, url) as successor:
+            assert successor.result().messages == len(fed)
+        frozen.resume()
+        stats = frozen.result()
+    assert stats.messages == 0
+    assert stats.retries == 1
+    assert "Conflict" in stats.last_error
+    check(url, fed)
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+
+def serve_until_stopped(url: str) -> ProcessorStats:
+    with txnbridge.connect(url) as bridge:
+        processor = bridge.processor("in", group="g", each=ship_slowly, dead_letter="dead", max_messages=8)
+        with processor:
+            tell("started")
+            while processor.lag != 0 or not processor.stats.messages:
+                time.sleep(0.01)
+    return processor.stats
+
+
+def test_members_that_come_and_go_share_the_work_and_double_nothing(tmp_path):
+    url, fed = url_of(tmp_path), numbers(1200)
+    feed(url, fed, partitions=4)
+    with Child(serve_until_stopped, url) as first, Child(serve_until_stopped, url) as second:
+        stats = [first.result(), second.result()]
+    assert all(found.messages > 0 for found in stats)
+    run_each(url)
+    check(url, fed)
+
+
+def test_order_holds_in_each_partition_also_around_poison(tmp_path):
+    url, fed = url_of(tmp_path), numbers(60)
+    feed(url, fed, partitions=2)
+    run_batch(url)
+    with txnbridge.connect(url) as bridge:
+        found = [int(value) for value in values(bridge, "out")]
+    for half in (0, 1):
+        mine = [number for number in found if number % 2 == half]
+        assert mine == sorted(mine)
+    check(url, fed)
+
+
+# --- an answer that is lost -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_after_a_lost_answer_it_finds_out_before_it_goes_on(happened, tmp_path):
+    url, fed = url_of(tmp_path), numbers(10)
+    feed(url, fed)
+    with txnbridge.connect(url) as bridge:
+        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=3)
+        with next_commit(bridge, Outcome.UNKNOWN, happened=happened):
+            processor.run(until_idle=True)
+    assert processor.stats.retries == 1
+    check(url, fed)
+
+
+# --- a broker that does not answer while it stops ---------------------------------------------------------------------
+
+
+def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path):
+    url = url_of(tmp_path)
+    feed(url, numbers(1))
+    blocker = sqlite3.connect(tmp_path / "broker.db", isolation_level=None)
+
+    def block(message: Message, txn: Transaction) -> None:
+        blocker.execute("BEGIN IMMEDIATE")
+        processor.stop()
+
+    with txnbridge.connect(url) as bridge:
+        processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            processor.run()
+        took = time.monotonic() - started
+        blocker.execute("ROLLBACK")
+        blocker.close()
+    assert 0.5 < took < 3
+    assert processor.stats.messages == 0

@@ -1,0 +1,147 @@
+"""Dead letters go back to where they came from, each once, on the embedded broker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import txnbridge
+from tests.core.processor_kit import Fresh, numbers, url_of, values
+from txnbridge import Bridge, Message, Transaction
+from txnbridge._redrive import Redrive
+from txnbridge.testing import crash_everywhere
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return url_of(tmp_path)
+
+
+@pytest.fixture
+def bridge(url: str) -> Iterator[Bridge]:
+    with txnbridge.connect(url) as opened:
+        yield opened
+
+
+def make_dead_letters(url: str, count: int, topics: int = 1) -> None:
+    """Messages in `in0` … that a group could not process, and nothing else."""
+    with txnbridge.connect(url) as bridge:
+        inputs = [f"in{number}" for number in range(topics)]
+        with bridge.transaction() as txn:
+            for number in range(count):
+                txn.send(inputs[number % topics], b"%d" % number, key=b"k%d" % number, headers={"n": str(number)})
+        bridge.processor(
+            inputs, group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
+        ).run(until_idle=True)
+
+
+def refuse(message: Message, txn: Transaction) -> None:
+    raise ValueError("odd" if int(message.value) % 2 else "even")
+
+
+def run_redrive(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        Redrive(bridge, "dead").run()
+
+
+def check_redriven(url: str) -> None:
+    with txnbridge.connect(url) as bridge:
+        assert values(bridge, "in0") == numbers(3) * 2
+
+
+@pytest.mark.timeout(240)
+def test_a_redrive_killed_at_any_event_and_run_again_sends_each_back_once(tmp_path):
+    killed_at = crash_everywhere(
+        run_redrive, check_redriven, fresh=Fresh(tmp_path, lambda url: make_dead_letters(url, 3))
+    )
+    assert "commit/after" in {point.event for point in killed_at}
+
+
+def test_what_comes_back_is_the_original(bridge, url):
+    make_dead_letters(url, 4, topics=2)
+    Redrive(bridge, "dead").run()
+    for topic in ("in0", "in1"):
+        first, second, *again = bridge.read(topic, limit=10)
+        assert [m[3:7] for m in again] == [m[3:7] for m in (first, second)]  # key, value, headers, timestamp
+        assert [m.headers.items_all() for m in again] == [[("n", m.headers["n"])] for m in (first, second)]
+
+
+def test_a_redrive_takes_no_more_than_its_limit_and_goes_on_there(bridge, url):
+    make_dead_letters(url, 5)
+    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (2, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (1, 0, 0)
+    assert Redrive(bridge, "dead", limit=2).run() == (0, 0, 0)
+    assert values(bridge, "in0") == numbers(5) * 2
+
+
+@pytest.mark.parametrize("like", ["", "&like=kafka"])
+def test_what_a_redrive_does_not_choose_is_there_for_another(like, url):
+    """On a broker that only knows positions as well, where it cannot stay as it is."""
+    make_dead_letters(url, 6)
+    with txnbridge.connect(url + like) as bridge:
+        assert Redrive(bridge, "dead", reason="odd").run() == (3, 3, 0)
+        assert values(bridge, "in0") == [*numbers(6), b"1", b"3", b"5"]
+        assert Redrive(bridge, "dead", reason="odd").run() == (0, 3, 0)
+        assert Redrive(bridge, "dead").run() == (3, 0, 0)
+        assert values(bridge, "in0") == [*numbers(6), b"1", b"3", b"5", b"0", b"2", b"4"]
+
+
+def test_a_preview_changes_nothing(bridge, url):
+    make_dead_letters(url, 5)
+    for _ in range(2):
+        found = list(Redrive(bridge, "dead", limit=2, reason="even").preview())
+        assert [message.value for message, _ in found] == [b"0", b"2"]
+        assert [(letter.topic, letter.partition, letter.position) for _, letter in found] == [
+            ("in0", 0, (0,)),
+            ("in0", 0, (2,)),
+        ]
+    assert Redrive(bridge, "dead").run() == (5, 0, 0)
+
+
+def test_a_message_without_our_headers_stays(bridge, url):
+    with bridge.transaction() as txn:
+        txn.send("dead", b"from elsewhere")
+        txn.send("dead", b"damaged", headers={"txnbridge-dead-topic": "in0", "txnbridge-dead-position": "["})
+    make_dead_letters(url, 1)
+    assert Redrive(bridge, "dead").run() == (1, 0, 2)
+    assert list(Redrive(bridge, "dead").preview()) == []
+    assert values(bridge, "dead") == [b"from elsewhere", b"damaged", b"0"]
+
+
+def test_what_is_poison_again_does_not_go_round_in_circles(bridge, url):
+    make_dead_letters(url, 3)
+    with bridge.processor(
+        "in0", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
+    ) as processor:
+        assert Redrive(bridge, "dead").run() == (3, 0, 0)
+        while processor.stats.dead_letters < 3:
+            time.sleep(0.01)
+    assert values(bridge, "dead") == numbers(3) * 2
+
+
+def test_a_message_without_a_key_comes_back_to_its_partition(bridge, url):
+    bridge.admin.create_topic("in", partitions=8)
+    with bridge.transaction() as txn:
+        for number in range(8):
+            txn.send("in", b"%d" % number, partition=number)
+    bridge.processor(
+        "in", group="g", each=refuse, dead_letter="dead", poison=ValueError, max_dead_letters_in_a_row=None
+    ).run(until_idle=True)
+    Redrive(bridge, "dead").run()
+    assert sorted((m.partition, m.value) for m in bridge.read("in", limit=100)) == sorted(
+        [(number, b"%d" % number) for number in range(8)] * 2
+    )
+
+
+def test_original_topics_that_are_gone_are_named(bridge, url):
+    make_dead_letters(url, 2)
+    bridge.admin.delete_topic("in0")
+    with txnbridge.connect(url, create_topics=0) as strict:
+        with pytest.raises(txnbridge.NotFound, match="in0"):
+            Redrive(strict, "dead").run()
+        strict.admin.create_topic("in0")
+        assert Redrive(strict, "dead").run() == (2, 0, 0)
