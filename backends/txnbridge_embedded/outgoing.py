@@ -106,6 +106,10 @@ class Outgoing:
         """What is in memory, left there."""
         return [rows for rows in self._rows.values() if rows.values]
 
+    def topics(self) -> list[Topic]:
+        """The topics of this transaction."""
+        return list(self._topics.values())
+
     # --- taking messages -------------------------------------------------------------------------------------------
 
     def add(

@@ -29,7 +29,12 @@ def _trim_piece(connection: sqlite3.Connection, topic: Topic, partition: int) ->
     first, end = found
     reached = remove_messages(connection, partition, first, end - 1) + 1
     connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (reached, partition))
-    connection.execute("DELETE FROM marks WHERE partition_id = ? AND offset < ?", (partition, reached))
+    # The last mark below stays: it tells how old, and how far in, the messages behind it are.
+    connection.execute(
+        "DELETE FROM marks WHERE partition_id = ? AND offset <"
+        " (SELECT max(offset) FROM marks WHERE partition_id = ? AND offset <= ?)",
+        (partition, partition, reached),
+    )
     return reached == end
 
 

@@ -6,6 +6,7 @@ One that outgrows the memory is stored in parts before, undecided: readers stop 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from txnbridge.spi import (
     RawHeaders,
     Writer,
 )
-from txnbridge_embedded import endings, groups
+from txnbridge_embedded import endings, groups, retention
 from txnbridge_embedded.instance import Instance, Owner
 from txnbridge_embedded.outgoing import Outgoing, Rows, store
 from txnbridge_embedded.settings import Settings
@@ -41,6 +42,8 @@ from txnbridge_embedded.store import CommitUnclear, Store, Topic, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 
+# How often a writer looks for messages past their retention: it costs a query a partition.
+TRIM_SECONDS = 10.0
 # What a closing writer may spend on removing what it stored of an open transaction; others do the rest.
 _CLOSING_SECONDS = 1.0
 
@@ -230,6 +233,7 @@ class PlainWriter(EmbeddedWriter):
         self.instance: Instance = instance
         self._stale = False  # the instance is retired or in doubt
         self._how: dict[str, Any] = {}
+        self._trimmed_at = time.monotonic()
 
     def begin(self, begin: Begin) -> None:
         # A number that a token names is not given to another transaction.
@@ -262,6 +266,19 @@ class PlainWriter(EmbeddedWriter):
         else:
             self.instance.last += 1
         self._begun = None
+        self._trim(deadline)
+
+    def _trim(self, deadline: Deadline) -> None:
+        """Now and then remove a piece of what is past its retention in the topics that were just written."""
+        now = time.monotonic()
+        if now - self._trimmed_at < TRIM_SECONDS:
+            return
+        self._trimmed_at = now
+        try:
+            for topic in self._outgoing.topics():
+                retention.trim(self._store, self._connection, topic, deadline)
+        except TxnBridgeError as error:  # the commit stands, and the next writer tries again
+            _log.debug("messages past their retention are left for others to remove: %s", error)
 
     def _write(self) -> None:
         connection = self._connection

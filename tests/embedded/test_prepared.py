@@ -139,6 +139,7 @@ def test_hold_counts_from_the_deadline_of_the_transaction(opened, hold, expected
     broker = opened(hold_seconds=500.0)
     before = time.time()
     token = prepare(broker, "orders", b"1", hold=hold)
+    assert token.expires_at is not None
     assert token.expires_at / 1000 == pytest.approx(before + 10 + expected, abs=2)
     assert status(broker, token).expires_at == token.expires_at
 
@@ -259,7 +260,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
     broker = opened()
     token = prepare(broker, "orders", *[b"%d" % n for n in range(10)])
     commit(open_writer(broker), "orders", b"behind")
-    pieces = []
+    pieces: list[object] = []
     real = endings._remove_piece
 
     def two_pieces_and_die(*arguments):

@@ -1,0 +1,262 @@
+"""Topics, retention, and the doctor."""
+
+from __future__ import annotations
+
+import pytest
+from txnbridge_embedded import endings, retention
+from txnbridge_embedded.admin import EmbeddedAdmin
+from txnbridge_embedded.store import now_ms
+
+from tests.embedded.kit import begin, commit, offsets, open_writer, prepare, rows, send, values
+from txnbridge.errors import InvalidOption, InvalidState, NotFound
+from txnbridge.spi import Deadline, TopicInfo
+
+
+def create(broker, name="orders", partitions=1, **kept):
+    return broker.admin.create_topic(name, partitions, Deadline(5), **kept)
+
+
+def test_a_topic_is_created_once(broker):
+    assert create(broker, partitions=3, retention_seconds=1.5, retention_bytes=100)
+    assert not create(broker, partitions=3, retention_seconds=1.5, retention_bytes=100)
+    assert broker.admin.topics(Deadline(5)) == [TopicInfo("orders", 3, False, 1.5, 100)]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"partitions": 2}, {"partitions": 3, "retention_seconds": 1}, {"partitions": 3, "retention_bytes": 1}]
+)
+def test_a_topic_that_is_there_already_and_differs_is_refused(broker, asked):
+    create(broker, partitions=3)
+    with pytest.raises(InvalidOption, match="there already, with 3 partitions"):
+        create(broker, **asked)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"partitions": 0}, {"partitions": 1 << 23}, {"retention_seconds": 0}, {"retention_bytes": -1}]
+)
+def test_a_topic_that_cannot_be_is_refused(broker, asked):
+    with pytest.raises(InvalidOption):
+        create(broker, **asked)
+    assert broker.admin.topics(Deadline(5)) == []
+
+
+def test_internal_topics_are_told_apart(broker):
+    create(broker, "_txnbridge-half")
+    create(broker)
+    assert [(t.name, t.internal) for t in broker.admin.topics(Deadline(5))] == [
+        ("_txnbridge-half", True),
+        ("orders", False),
+    ]
+
+
+def test_a_topic_grows_and_keeps_what_it_has(broker):
+    commit(open_writer(broker), "orders", b"1")
+    broker.admin.grow_topic("orders", 4, Deadline(5))
+    broker.admin.grow_topic("orders", 4, Deadline(5))
+    assert [t.partitions for t in broker.admin.topics(Deadline(5))] == [4]
+    assert values(broker, "orders") == [b"1"]
+    with pytest.raises(InvalidOption, match="cannot become fewer"):
+        broker.admin.grow_topic("orders", 3, Deadline(5))
+    with pytest.raises(NotFound):
+        broker.admin.grow_topic("nowhere", 3, Deadline(5))
+
+
+def test_a_deleted_topic_is_gone_with_its_messages_and_a_new_one_starts_empty(broker):
+    writer = open_writer(broker)
+    commit(writer, "orders", b"1", b"2")
+    commit(writer, "audit", b"3")
+    broker.admin.delete_topic("orders", Deadline(5))
+    assert [t.name for t in broker.admin.topics(Deadline(5))] == ["audit"]
+    assert rows(broker, "SELECT count(*) FROM messages") == [(1,)]
+    commit(writer, "orders", b"new")
+    assert (values(broker, "orders"), offsets(broker, "orders")) == ([b"new"], [0])
+    assert values(broker, "audit") == [b"3"]
+    with pytest.raises(NotFound):
+        broker.admin.delete_topic("nowhere", Deadline(5))
+
+
+def test_a_topic_that_a_prepared_transaction_needs_is_not_deleted(broker):
+    token = prepare(broker, "orders", b"1")
+    with pytest.raises(InvalidState, match=token.transaction):
+        broker.admin.delete_topic("orders", Deadline(5))
+    broker.commit(token, Deadline(5))
+    broker.admin.delete_topic("orders", Deadline(5))
+    assert broker.admin.topics(Deadline(5)) == []
+
+
+def test_the_messages_of_a_deleted_topic_that_were_left_are_removed_by_the_doctor(opened, monkeypatch):
+    broker = opened()
+    commit(open_writer(broker), "orders", b"1", b"2")
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedAdmin, "_remove_garbage", lambda *_: None)  # its process died here
+        broker.admin.delete_topic("orders", Deadline(5))
+    commit(open_writer(broker), "orders", b"new")
+    assert values(broker, "orders") == [b"new"]
+    assert rows(broker, "SELECT count(*) FROM messages") == [(3,)]
+    opened().admin.check(Deadline(5))
+    assert rows(broker, "SELECT count(*) FROM messages") == [(1,)]
+    assert rows(broker, "SELECT * FROM garbage") == []
+
+
+# --- retention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+
+    class Clock:
+        now = now_ms()
+
+        def __call__(self):
+            return self.now
+
+    clock = Clock()
+    for module in ("outgoing", "retention", "writer"):
+        monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", clock, raising=False)
+    return clock
+
+
+def trim(broker, name="orders"):
+    connection = broker.store.connect()
+    topic = broker.store.topic(connection, name)
+    while not retention.trim(broker.store, connection, topic, Deadline(5)):
+        pass
+    connection.close()
+
+
+def test_messages_older_than_the_retention_go_and_younger_ones_stay(broker, clock):
+    create(broker, retention_seconds=3600)
+    writer = open_writer(broker)
+    for number in range(10):
+        commit(writer, "orders", b"%d" % number)
+        clock.now += 600_000
+    trim(broker)
+    assert values(broker, "orders") == [b"4", b"5", b"6", b"7", b"8", b"9"]
+    assert offsets(broker, "orders")[0] == 4
+    clock.now += 3_600_000 + 60_000
+    trim(broker)
+    assert values(broker, "orders") == []
+    commit(writer, "orders", b"next")
+    assert offsets(broker, "orders") == [10]
+
+
+def test_messages_beyond_the_size_go_and_at_least_that_much_stays(broker):
+    create(broker, retention_bytes=10_000)
+    writer = open_writer(broker)
+    for number in range(100):
+        commit(writer, "orders", b"%03d" % number + bytes(497))
+    trim(broker)
+    found = values(broker, "orders")
+    assert [value[:3] for value in found] == [b"%03d" % number for number in range(100 - len(found), 100)]
+    assert 20 <= len(found) <= 24  # the size, and up to a sixteenth more for each of two marks
+
+
+def test_a_topic_without_retention_keeps_all_and_costs_no_marks(broker, clock):
+    writer = open_writer(broker)
+    commit(writer, "orders", b"1")
+    clock.now += 10**12
+    trim(broker)
+    assert values(broker, "orders") == [b"1"]
+    assert rows(broker, "SELECT * FROM marks") == []
+
+
+def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
+    create(broker, retention_seconds=1)
+    writer = open_writer(broker)
+    commit(writer, "orders", b"old")
+    token = prepare(broker, "orders", b"prepared")
+    commit(writer, "orders", b"behind")
+    clock.now += 10**9
+    trim(broker)
+    assert rows(broker, "SELECT count(*) FROM messages") == [(2,)]
+    broker.commit(token, Deadline(5))
+    assert values(broker, "orders") == [b"prepared", b"behind"]
+    trim(broker)
+    assert values(broker, "orders") == []
+
+
+def test_much_is_removed_in_pieces(broker, clock, monkeypatch):
+    monkeypatch.setattr(endings, "_PIECE_ROWS", 3)
+    create(broker, retention_seconds=1)
+    commit(open_writer(broker), "orders", *[b"x"] * 10)
+    clock.now += 10**9
+    connection = broker.store.connect()
+    topic = broker.store.topic(connection, "orders")
+    pieces = 1
+    while not retention.trim(broker.store, connection, topic, Deadline(5)):
+        pieces += 1
+    connection.close()
+    assert pieces == 4
+    assert rows(broker, "SELECT first, next FROM partitions") == [(10, 10)]
+    assert rows(broker, "SELECT * FROM messages") == []
+
+
+def test_writers_remove_what_is_too_old_while_they_write(broker, clock, monkeypatch):
+    monkeypatch.setattr("txnbridge_embedded.writer.TRIM_SECONDS", 0)
+    create(broker, retention_seconds=3600)
+    writer = open_writer(broker)
+    for number in range(5):
+        commit(writer, "orders", b"%d" % number)
+        clock.now += 3_000_000
+    assert len(values(broker, "orders")) <= 3
+
+
+def test_a_deleted_partition_is_not_trimmed(broker, clock):
+    create(broker, retention_seconds=1)
+    commit(open_writer(broker), "orders", b"1")
+    connection = broker.store.connect()
+    topic = broker.store.topic(connection, "orders")
+    broker.admin.delete_topic("orders", Deadline(5))
+    assert retention.trim(broker.store, connection, topic, Deadline(5))
+    connection.close()
+
+
+# --- the doctor ------------------------------------------------------------------------------------------------------
+
+
+def findings(broker, level):
+    return {(advice.subject, advice.text) for advice in broker.admin.check(Deadline(30)) if advice.level == level}
+
+
+def test_a_sound_file_has_no_problems(broker, path):
+    commit(open_writer(broker), "orders", b"1")
+    assert findings(broker, "ok") == {("file", f"{path} is sound")}
+    assert findings(broker, "problem") == findings(broker, "warning") == set()
+
+
+def test_the_doctor_lists_what_holds_readers_back_and_how_to_end_it(broker):
+    token = prepare(broker, "orders", b"1")
+    [advice] = [a for a in broker.admin.check(Deadline(5)) if a.level == "warning"]
+    assert token.transaction in advice.subject
+    assert f"txnbridge transactions commit {token.transaction}" in advice.remedy
+
+
+def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
+    writer = open_writer(broker)
+    begin(writer, timeout=0.001)
+    send(writer, "orders", b"1")
+    broker.admin.create_topic("audit", 1, Deadline(5))
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "leaving"):
+        connection.execute(
+            "INSERT INTO transactions(id, host, state, begun_at, deadline_at) VALUES ('dead', 'h', 'open', 1, 2)"
+        )
+    assert findings(broker, "warning") == {("transactions", "1 past their deadline were aborted just now")}
+    assert findings(broker, "warning") == set()
+
+
+def test_the_doctor_names_what_weakens_a_promise(opened, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})())
+    broker = opened(durability="survives-process-kill-only")
+    assert {subject for subject, _ in findings(broker, "warning")} == {"durability", "disk"}
+
+
+def test_the_doctor_tells_that_the_file_cannot_be_written(broker):
+    busy = broker.store.connect()
+    prepare(broker, "orders", b"1")
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "expiring"):
+        connection.execute("UPDATE transactions SET deadline_at = 1")
+    with broker.store.writing(busy, Deadline(5), "being busy"):
+        found = [a for a in broker.admin.check(Deadline(0.2)) if a.level == "problem"]
+    busy.close()
+    assert [advice.subject for advice in found] == ["writing"]

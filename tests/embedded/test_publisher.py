@@ -1,0 +1,242 @@
+"""Sends without a transaction."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.embedded.kit import open_broker, rows, values
+from tests.embedded.test_writer import failing
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+
+def publish(publisher, topic, value, sequence=None, timeout=10, partition=None):
+    publisher.send(topic, value, None, None, partition, None, sequence, Deadline(timeout))
+
+
+def test_what_was_flushed_is_there_in_order(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    sent = [b"%d" % number for number in range(1000)]
+    for value in sent:
+        publish(publisher, "orders", value)
+    publisher.flush(Deadline(5))
+    assert values(broker, "orders") == sent
+
+
+def test_a_message_becomes_visible_without_a_flush(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    deadline = Deadline(10)
+    while values(broker, "orders") != [b"1"]:
+        deadline.check("waiting for the message")
+        time.sleep(0.005)
+
+
+def test_closing_stores_what_is_left(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    publisher.close(Deadline(5))
+    publisher.close(Deadline(5))
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_closing_the_broker_stores_what_is_left(opened):
+    broker = opened()
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    broker.close(Deadline(5))
+    assert values(opened(), "orders") == [b"1"]
+
+
+def test_a_message_that_cannot_be_sent_is_refused_at_once_and_the_others_go_on(opened):
+    broker = opened(max_message_bytes=100, create_topics=0)
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    with pytest.raises(InvalidOption):
+        publish(publisher, "orders", bytes(101))
+    with pytest.raises(NotFound):
+        publish(publisher, "nowhere", b"")
+    with pytest.raises(NotFound):
+        publish(publisher, "orders", b"", partition=1)
+    with pytest.raises(InvalidOption, match="publisher with a name"):
+        publish(publisher, "orders", b"", sequence=1)
+    publish(publisher, "orders", b"2")
+    publisher.flush(Deadline(5))
+    assert values(broker, "orders") == [b"1", b"2"]
+
+
+def test_a_sequence_that_is_stored_already_is_skipped(opened):
+    broker = opened()
+    publisher = broker.publisher("import", Deadline(5))
+    assert publisher.last_sequence("orders", Deadline(5)) is None
+    for sequence in (0, 1, 1, 5, 4, 0):
+        publish(publisher, "orders", b"%d" % sequence, sequence)
+    publisher.flush(Deadline(5))
+    assert publisher.last_sequence("orders", Deadline(5)) == 5
+    broker.close(Deadline(5))
+    again = opened()
+    publisher = again.publisher("import", Deadline(5))
+    assert publisher.last_sequence("orders", Deadline(5)) == 5
+    for sequence in range(8):
+        publish(publisher, "orders", b"%d" % sequence, sequence)
+    publisher.flush(Deadline(5))
+    assert values(again, "orders") == [b"0", b"1", b"5", b"6", b"7"]
+
+
+def test_sequences_count_for_each_topic_and_name(broker):
+    one, other = broker.publisher("one", Deadline(5)), broker.publisher("other", Deadline(5))
+    publish(one, "orders", b"1", 7)
+    publish(one, "audit", b"2", 3)
+    publish(other, "orders", b"3", 1)
+    one.flush(Deadline(5))
+    other.flush(Deadline(5))
+    assert sorted(values(broker, "orders")) == [b"1", b"3"]
+    assert values(broker, "audit") == [b"2"]
+    assert [p.last_sequence("orders", Deadline(5)) for p in (one, other)] == [7, 1]
+
+
+def test_a_newer_publisher_of_the_same_name_shuts_out_the_older(opened):
+    broker = opened()
+    old = broker.publisher("import", Deadline(5))
+    publish(old, "orders", b"old", 0)
+    old.flush(Deadline(5))
+    new = opened().publisher("import", Deadline(5))
+    publish(old, "orders", b"zombie", 1)
+    with pytest.raises(Fenced):
+        old.flush(Deadline(5))
+    with pytest.raises(Fenced):
+        publish(old, "orders", b"zombie", 2)
+    publish(new, "orders", b"new", 1)
+    new.flush(Deadline(5))
+    assert values(broker, "orders") == [b"old", b"new"]
+    with pytest.raises(Fenced):
+        old.close(Deadline(5))
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_a_store_that_failed_in_the_middle_is_never_done_twice_and_never_taken_for_done(broker, happens):
+    publisher = broker.publisher("import", Deadline(5))
+    for number in range(3):  # the first batch has no row of its own yet, later ones have
+        if number:
+            publish(publisher, "orders", b"%d" % number, number)
+            publisher.flush(Deadline(5))
+    failing(broker.store, happens=happens)
+    publish(publisher, "orders", b"3", 3)
+    if happens:
+        publisher.flush(Deadline(5))
+        publish(publisher, "orders", b"4", 4)
+        publisher.flush(Deadline(5))
+        assert values(broker, "orders") == [b"1", b"2", b"3", b"4"]
+        return
+    for _ in range(2):
+        with pytest.raises(DeliveryFailed, match="the disk refuses"):
+            publisher.flush(Deadline(5))
+    with pytest.raises(DeliveryFailed):
+        publish(publisher, "orders", b"4", 4)
+    assert values(broker, "orders") == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("happens", [True, False])
+def test_the_first_store_that_failed_in_the_middle_is_looked_up_too(broker, happens):
+    publisher = broker.publisher(None, Deadline(5))
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    failing(broker.store, happens=happens)
+    publish(publisher, "orders", b"1")
+    if happens:
+        publisher.flush(Deadline(5))
+    else:
+        with pytest.raises(DeliveryFailed):
+            publisher.flush(Deadline(5))
+    assert values(broker, "orders") == ([b"1"] if happens else [])
+
+
+def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypatch):
+    publisher = broker.publisher(None, Deadline(5))
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    failing(broker.store, happens=True)
+    answers = iter((True, False))
+    monkeypatch.setattr("txnbridge_embedded.files.in_place", lambda *_: next(answers))
+    publish(publisher, "orders", b"1")
+    with pytest.raises(OutcomeUnknown):
+        publisher.flush(Deadline(5))
+
+
+def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(opened):
+    broker = opened(spill_bytes=1000)
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"first")
+    publisher.flush(Deadline(5))
+    busy = broker.store.connect()
+    taken = 0
+    with broker.store.writing(busy, Deadline(5), "being busy"):
+        with pytest.raises(DeadlineExceeded):
+            for _ in range(100):
+                publish(publisher, "orders", b"x" * 100, timeout=0.3 if taken > 10 else 10)
+                taken += 1
+    busy.close()
+    publisher.flush(Deadline(5))
+    assert len(values(broker, "orders")) == 1 + taken  # what was refused was not taken
+    assert taken < 30
+
+
+def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    busy = broker.store.connect()
+    with broker.store.writing(busy, Deadline(5), "being busy"):
+        publish(publisher, "orders", b"1", timeout=0.1)
+        with pytest.raises(DeliveryFailed):
+            publisher.flush(Deadline(10))
+    busy.close()
+    assert values(broker, "orders") == []
+
+
+def test_a_flush_ends_at_its_deadline(broker):
+    publisher = broker.publisher(None, Deadline(5))
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    busy = broker.store.connect()
+    with broker.store.writing(busy, Deadline(5), "being busy"):
+        publish(publisher, "orders", b"1")
+        with pytest.raises(DeadlineExceeded):
+            publisher.flush(Deadline(0.1))
+    busy.close()
+    publisher.flush(Deadline(10))
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_a_publisher_leaves_no_thread_behind(broker):
+    before = threading.active_count()
+    publisher = broker.publisher(None, Deadline(5))
+    publish(publisher, "orders", b"1")
+    publisher.close(Deadline(5))
+    assert threading.active_count() == before
+
+
+def publish_for_ever(path):
+    broker = open_broker(path)
+    publisher = broker.publisher("import", Deadline(10))
+    last = publisher.last_sequence("orders", Deadline(10))
+    for sequence in range(0 if last is None else last + 1, 1_000_000):
+        publish(publisher, "orders", b"%d" % sequence, sequence)
+        if sequence % 50 == 0:
+            publisher.flush(Deadline(10))
+            tell(sequence)
+
+
+def test_a_named_publisher_that_is_killed_goes_on_where_it_stopped(opened, path):
+    acknowledged = -1
+    for _ in range(5):
+        with Child(publish_for_ever, path) as child:
+            for _ in range(20):
+                acknowledged = child.told()
+            child.kill()
+    broker = opened()
+    found = [int(value) for value in values(broker, "orders")]
+    assert found == list(range(len(found)))  # nothing twice, nothing missing
+    assert len(found) > acknowledged
+    assert rows(broker, "SELECT last FROM sequences") == [(found[-1],)]

@@ -1,0 +1,258 @@
+"""One file and many who want to write it: turns, waiting, and the log that must not grow for ever."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from txnbridge_embedded.store import CHECKPOINT_BYTES
+
+from tests.embedded.kit import begin, commit, open_broker, open_writer, rows, send, values
+from txnbridge.errors import DeadlineExceeded, TransactionTimedOut
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+
+def hold(path, seconds):
+    """Sit on the file, as a program of somebody else's might."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    tell("holding")
+    time.sleep(seconds)
+    connection.execute("ROLLBACK")
+    connection.close()
+
+
+def test_a_file_that_another_process_sits_on_is_waited_for(broker, path):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    with Child(hold, path, 1.5) as child:
+        child.told()
+        before = time.monotonic()
+        writer.commit(Deadline(10))
+        assert time.monotonic() - before > 1
+        child.result()
+    assert values(broker, "orders") == [b"1"]
+
+
+def test_no_call_waits_beyond_its_deadline_for_a_file_that_another_process_sits_on(opened, broker, path):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    with Child(hold, path, 60) as child:
+        child.told()
+        before = time.monotonic()
+        with pytest.raises(TransactionTimedOut, match=f"fuser {path}"):
+            writer.commit(Deadline(0.2))
+        with pytest.raises(DeadlineExceeded):
+            broker.admin.create_topic("audit", 1, Deadline(0.2))
+        with pytest.raises(DeadlineExceeded):
+            open_writer(broker, timeout=0.2)
+        assert time.monotonic() - before < 5
+        assert values(broker, "orders") == []  # readers are not held up
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
+def lock_whole_file(path):
+    """Lock even readers out, as a backup in exclusive mode would."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.execute("BEGIN EXCLUSIVE")
+    tell("holding")
+    time.sleep(60)
+
+
+def test_opening_a_file_that_is_locked_against_readers_ends_at_its_deadline(opened, path):
+    opened().close(Deadline(5))
+    with Child(lock_whole_file, path) as child:
+        child.told()
+        with pytest.raises(DeadlineExceeded, match=str(path)):
+            opened(timeout=0.3)
+    assert opened().cluster
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+def wait_until_somebody_waits(path):
+    """Return when somebody holds the turn, which is the sign that it waits for the lock."""
+    descriptor = os.open(f"{path}-turn", os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            time.sleep(0.001)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_writer_that_goes_on_at_once_does_not_overtake_one_that_waits(broker, path):
+    store = broker.store
+    eager, patient = store.connect(), store.connect()
+    order = []
+
+    def wait_and_write():
+        with store.writing(patient, Deadline(10), "waiting"):
+            order.append("patient")
+
+    thread = threading.Thread(target=wait_and_write)
+    with store.writing(eager, Deadline(10), "writing"):
+        order.append("eager")
+        thread.start()
+        wait_until_somebody_waits(path)
+    with store.writing(eager, Deadline(10), "writing again"):
+        order.append("eager")
+    thread.join()
+    eager.close()
+    patient.close()
+    assert order == ["eager", "patient", "eager"]
+
+
+def test_whoever_has_the_turn_and_is_stopped_holds_nobody_up(broker, path):
+    descriptor = os.open(f"{path}-turn", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # as if by a process that was paused right here
+    before = time.monotonic()
+    commit(open_writer(broker), "orders", b"1")
+    assert time.monotonic() - before < 5
+    os.close(descriptor)
+    assert values(broker, "orders") == [b"1"]
+
+
+def commit_many(path, name, count):
+    broker = open_broker(path)
+    writer = open_writer(broker)
+    tell("ready")
+    for number in range(count):
+        commit(writer, "orders", *[b"%s %d" % (name, number)] * 5)
+    writer.close()
+    broker.close(Deadline(10))
+
+
+def test_many_processes_write_at_once_and_nothing_is_lost_or_mixed(broker, path):
+    children = [Child(commit_many, path, b"%d" % number, 50) for number in range(6)]
+    try:
+        for child in children:
+            child.result()
+    finally:
+        for child in children:
+            child.kill()
+    found = values(broker, "orders")
+    assert len(found) == 6 * 50 * 5
+    for number in range(6):
+        own = [value for value in found if value.startswith(b"%d " % number)]
+        assert own == [b"%d %d" % (number, n) for n in range(50) for _ in range(5)]
+    for at in range(0, len(found), 5):
+        assert len(set(found[at : at + 5])) == 1
+
+
+def test_many_threads_write_at_once_and_nothing_is_lost(broker):
+    writers = [open_writer(broker) for _ in range(6)]
+    failed = []
+
+    def work(writer, name):
+        try:
+            for number in range(30):
+                commit(writer, "orders", b"%d %d" % (name, number))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(writer, name)) for name, writer in enumerate(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(set(values(broker, "orders"))) == 180
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def log_bytes(path: Path) -> int:
+    return os.stat(f"{path}-wal").st_size
+
+
+def test_the_log_is_copied_and_begins_anew(broker, path):
+    writer = open_writer(broker)
+    message = bytes(1 << 20)
+    for _ in range(6 * (CHECKPOINT_BYTES >> 20)):
+        commit(writer, "orders", message)
+    assert log_bytes(path) < 2 * CHECKPOINT_BYTES
+    assert path.stat().st_size > 4 * CHECKPOINT_BYTES
+
+
+def test_a_reader_that_keeps_an_old_state_lets_the_log_grow_and_loses_nothing(broker, path):
+    writer = open_writer(broker)
+    commit(writer, "orders", b"first")
+    slow = broker.store.connect()
+    message = bytes(1 << 20)
+    with broker.store.reading(slow, Deadline(5)):
+        for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
+            commit(writer, "orders", message)
+        assert slow.execute("SELECT count(*) FROM messages").fetchone() == (1,)
+        grown = log_bytes(path)
+        assert grown > 2 * CHECKPOINT_BYTES
+    slow.close()
+    for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
+        commit(writer, "orders", message)
+    assert log_bytes(path) == grown  # it began anew in the same space
+    assert rows(broker, "SELECT count(*) FROM messages") == [(1 + 4 * (CHECKPOINT_BYTES >> 20),)]
+
+
+def test_the_log_is_copied_while_the_lock_is_held(broker, monkeypatch):
+    """A copy that others may write beside is what damages files with older versions of SQLite."""
+    other = broker.store.connect()
+    tried = []
+    real = broker.store._copy_log
+
+    def copy():
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")
+        tried.append(real())
+
+    monkeypatch.setattr(broker.store, "_copy_log", copy)
+    writer = open_writer(broker)
+    message = bytes(1 << 20)
+    for _ in range(2 * (CHECKPOINT_BYTES >> 20)):
+        commit(writer, "orders", message)
+    assert tried
+    assert other.execute("PRAGMA wal_autocheckpoint").fetchone() == (0,)
+    other.close()
+
+
+def test_a_log_that_cannot_be_copied_keeps_everything(broker):
+    interrupted = []
+
+    def refuse():
+        interrupted.append(True)
+        return 1
+
+    broker.store._keeper.set_progress_handler(refuse, 1)  # its copying fails, as it would on a full disk
+    writer = open_writer(broker)
+    for number in range(20):
+        commit(writer, "orders", b"%02d" % number + bytes(1 << 20))
+    broker.store._keeper.set_progress_handler(None, 1)
+    assert interrupted
+    assert [value[:2] for value in values(broker, "orders")] == [b"%02d" % number for number in range(20)]
+
+
+# --- durability ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("durability", "synchronous"), [("full", 2), ("survives-process-kill-only", 1)])
+def test_durability_decides_whether_the_disk_is_waited_for(opened, durability, synchronous):
+    broker = opened(durability=durability)
+    connection = broker.store.connect()
+    assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    connection.close()
