@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
@@ -62,6 +62,8 @@ class Follower:
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
         try:
+            if self._lost:
+                raise EvidenceLost(self._lost)
             yield self._state
         finally:
             self._lock.release()
@@ -75,8 +77,6 @@ class Follower:
         Raises `OutcomeUnknown` if the log answers with less than is known to be there, `EvidenceLost` if it is another.
         """
         with self.looking(deadline):
-            if self._lost:
-                raise EvidenceLost(self._lost)
             if up_to is None:
                 up_to = self._end(deadline, may_create)
             if up_to is not None:
@@ -96,15 +96,22 @@ class Follower:
         return end
 
     def _reach(self, up_to: Position, deadline: Deadline) -> None:
+        anew = self._state.cursor is None
         self._read_on(up_to, deadline)
-        if not self._state.founded and (end := self._log.end(deadline)) is not None:
-            # The snapshot that this log stands on may be behind the end that was known when reading began.
-            self._read_on(end, deadline)
+        if anew or not self._state.founded:
+            self._read_to_end(deadline)
+        if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
+            raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
         if self._state.founded and self._log_id not in (None, self._state.log):
             self._lose("the decision log was made anew since this process first read it")
         self._log_id = self._state.log or self._log_id
         if self._state.records_since_forgetting >= _FORGET_AFTER and self._state.cursor is not None:
             self._state.forget(self._state.oldest_living(self._now()) or self._state.cursor[0])
+
+    def _read_to_end(self, deadline: Deadline) -> None:
+        """After a log's first record was read: a trim that was over by then has its snapshot in front of this end."""
+        if (end := self._log.end(deadline)) is not None:
+            self._read_on(end, deadline)
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
         cursor = self._state.cursor
@@ -115,10 +122,8 @@ class Follower:
             found["records"] = self._take(cursor, up_to, deadline)
         if found["records"] is None:
             self._start_anew(deadline)
-        elif self._state.misled:
+        elif self._state.misled and self._state.trusts_birth:
             self._read_anew(deadline, trust_birth=False)
-        elif not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
-            raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
 
     def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
         """Take the records from the last known one on; how many, or None if that one or one behind it is gone."""
@@ -146,8 +151,8 @@ class Follower:
 
     def _read_anew(self, deadline: Deadline, trust_birth: bool = True) -> None:
         self._state = self._new_state(trust_birth)
-        if (end := self._log.end(deadline)) is not None:
-            self._read_on(end, deadline)
+        self._read_to_end(deadline)
+        self._read_to_end(deadline)
 
     def _lose(self, reason: str) -> None:
         self._lost = reason
@@ -155,9 +160,12 @@ class Follower:
 
     # --- appending --------------------------------------------------------------------------------------------------
 
-    def append(self, record: Record, deadline: Deadline, transaction: str | None = None) -> tuple[Position, bool]:
+    def append(
+        self, record: Record, deadline: Deadline, transaction: str | None = None
+    ) -> tuple[Position, bool | None]:
         """Append a record and read the log up to it; its position, and whether it (or an earlier copy) counts.
 
+        None: nobody can tell, because the log was trimmed before it was read back.
         Raises `OutcomeUnknown` if it may or may not be stored, or could not be read back.
         """
         seen: dict[Position, bool | None] = {}
@@ -167,18 +175,15 @@ class Follower:
             self._read_back(position, seen, deadline)
         finally:
             del self._awaited[record.nonce]
-        if any(seen.values()):
-            return position, True
-        if None in seen.values():
-            raise OutcomeUnknown(
-                "the decision log was trimmed before a record of this process was read back; ask again"
-            )
-        return position, False
+        return position, any(seen.values()) or (None if None in seen.values() else False)
 
-    def _read_back(self, position: Position, seen: Mapping[Position, bool | None], deadline: Deadline) -> None:
+    def _read_back(self, position: Position, seen: dict[Position, bool | None], deadline: Deadline) -> None:
         try:
             with self.following(deadline, position) as state:
                 if position in seen:
+                    return
+                if state.start is not None and position < state.start:
+                    seen[position] = None  # trimmed already
                     return
                 if state.blocked:
                     raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
@@ -197,6 +202,8 @@ class Follower:
         pause = _FIRST_PAUSE
         while True:
             try:
+                # A process that slept may find that what it wanted to append came too late for what it stands on.
+                deadline.check("appending to a decision log")
                 with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
                     position = self._log.append(raw, deadline)
                     found["position"] = list(position)

@@ -229,8 +229,9 @@ class State:
     ) -> None:
         self._tell = tell
         self._origin = origin
-        self._trust_birth = trust_birth
+        self.trusts_birth = trust_birth
         self.misled = False  # the birth record that was trusted was not the log's first record
+        self.start: Position | None = None
         self.cursor: tuple[Position, bytes] | None = None
         self.log: str | None = None
         self.born: Position | None = None  # where the birth record is, or was
@@ -295,9 +296,10 @@ class State:
             self._take_snapshot(record)
 
     def _take_first(self, position: Position, record: Record) -> None:
+        self.start = position
         if not isinstance(record, Birth):
             self.doubt = "its first record is not its birth record, and no snapshot covers what was dropped before it"
-        elif not self._trust_birth or self._origin not in (None, position):
+        elif not self.trusts_birth or self._origin not in (None, position):
             self.doubt = "its birth record was not its first one, and no snapshot covers what was dropped before it"
         else:
             self.founded = True

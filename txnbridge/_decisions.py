@@ -182,7 +182,7 @@ class Decisions:
             if self._append(Opened, fields, deadline)[1]:
                 with self._follower.looking(deadline) as state:
                     return self._own(id, state.ids.openings.get(path), under.name)
-            # Somebody else took this number first: this opening comes after theirs.
+            # Somebody else took this number first, or has followed already: this opening comes after theirs.
 
     def _own(self, id: Id, newest: Opener | None, name: str) -> Opening:
         if newest is None or newest.under.name != name:
@@ -377,9 +377,12 @@ class Decisions:
         if under is None:
             raise InvalidState(f"{id} was not opened by this process, which therefore cannot record anything for it")
         fields = {"under": under, "about": kind, "transaction": transaction, "data": dict(data)}
-        if not self._append(Entry, fields, deadline, transaction)[1]:
+        counts = self._append(Entry, fields, deadline, transaction)[1]
+        if counts is None:
+            raise OutcomeUnknown(f"{id} was opened by another process while a {kind!r} record of it was stored")
+        if not counts:
             with self._follower.looking(deadline) as state:
-                raise _fenced(state.tokens.openings.get(path))
+                raise _fenced(state.ids.openings.get(path))
         self._tidy_if_due(deadline)
 
     def _noted(self, id: str, transaction: str, begin: Begin | None, deadline: Deadline) -> list[LedgerEntry]:
@@ -414,7 +417,7 @@ class Decisions:
             renewal = min(max(seconds, _SHORTEST_RENEWAL), _LONGEST_RENEWAL)
             until = self._now() + needed + int(renewal * 1000)
             nonce = self._nonce()
-            position, _ = self._append(Presence, {"nonce": nonce, "until": until}, deadline)
+            position = self._append_support(Presence, {"nonce": nonce, "until": until}, deadline)
             self._presence = (Begin(position, nonce), until)
             return self._presence[0]
         finally:
@@ -426,7 +429,7 @@ class Decisions:
         if len(raw) <= _INLINE_BYTES:
             return {"body": body, "stored": None}
         pieces = (raw[at : at + PART_BYTES] for at in range(0, len(raw), PART_BYTES))
-        parts = tuple(self._append(Part, {"payload": piece}, deadline)[0] for piece in pieces)
+        parts = tuple(self._append_support(Part, {"payload": piece}, deadline) for piece in pieces)
         return {"body": None, "stored": Stored(parts, digest(raw))}
 
     def _append(
@@ -435,16 +438,26 @@ class Decisions:
         fields: Mapping[str, Any],
         deadline: Deadline,
         transaction: str | None = None,
-    ) -> tuple[Position, bool]:
-        """Append a record of this log and read up to it; its position, and whether it counts."""
-        record = kind(**{"log": self._log_id(deadline), "nonce": self._nonce(), **fields})
+    ) -> tuple[Position, bool | None]:
+        """Append a record of this log and read up to it; its position, and whether it counts (None: who knows)."""
+        record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
         return self._follower.append(record, deadline, transaction)
 
-    def _log_id(self, deadline: Deadline) -> str | None:
+    def _append_support(self, kind: Callable[..., Record], fields: Mapping[str, Any], deadline: Deadline) -> Position:
+        """Append a record that others will stand on."""
+        position, counts = self._append(kind, fields, deadline)
+        if not counts:
+            raise OutcomeUnknown(f"the record at {list(position)} was trimmed before anything stood on it; ask again")
+        return position
+
+    def _log_to_write(self, deadline: Deadline) -> str | None:
+        """The log's id as far as it is known. Refuses a log in which nobody could judge what is appended."""
         with self._follower.looking(deadline) as state:
             if state.cursor is not None:
+                _require_readable(state)
                 return state.log
         with self._follower.following(deadline) as state:
+            _require_readable(state)
             return state.log
 
     def _nonce(self) -> str:

@@ -137,6 +137,11 @@ class Oracle:
 # --- worlds ---------------------------------------------------------------------------------------------------------
 
 
+# What claims carry: with records made small, the last one takes three parts.
+BULKS = ("", "", "x" * 700)
+SMALL_RECORDS = {"_INLINE_BYTES": 400, "PART_BYTES": 300}
+
+
 class Killed(BaseException):
     """The process was killed at this very point."""
 
@@ -180,6 +185,7 @@ class World:
         self.tokens: list[Token] = []
         self.echoes: list[bytes] = []
         self.checks: list[Callable[[Oracle], str | None]] = []
+        self.data: dict[str, Any] = {}
         self.told: Counter[str] = Counter()
         self.findings: list[str] = []
 
@@ -350,7 +356,7 @@ class Actor:
 
     def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
         try:
-            claim = self.decisions.claim(id, decision, {"by": self.name}, **how)
+            claim = self.decisions.claim(id, decision, {"by": self.name, "bulk": self.random.choice(BULKS)}, **how)
         except Fenced:
             at = self._end()
             self._check(
@@ -387,6 +393,9 @@ class Actor:
 
     def _saw(self, id: Any, begin: dict[str, Any] | None, claim: Claim) -> None:
         self.world.told[claim.decision.name] += 1
+        data = self.world.data.setdefault(claim.nonce, claim.data)
+        if data != claim.data or claim.data.keys() != {"by", "bulk"}:
+            self.world.findings.append(f"the data of the claim on {id} is not the same for all")
 
         def check(oracle: Oracle) -> str | None:
             winner = oracle.winner(id, begin)
@@ -460,8 +469,10 @@ class _StepLog(DecisionLog):
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         self._step()
-        if self._actor.random.random() < 0.8:  # some brokers trim late, or less
-            self._log.trim(before)
+        # Some brokers drop less than they may, or nothing yet.
+        droppable = [position for position, _ in self._log.records if position <= before]
+        if droppable and self._actor.random.random() < 0.9:
+            self._log.trim(self._actor.random.choice([before, before, *droppable]))
 
 
 def explore(seeds: Iterable[int], chances: Chances, stop: bool = False, **how: Any) -> tuple[list[str], Counter[str]]:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.core.decisions_kit import Chances, MemoryLog, World, _StepLog, decoded, explore
+from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
 from txnbridge import _decision_follower as follower
 from txnbridge import _decision_state as state
+from txnbridge import _decisions
 from txnbridge._decision_records import Snapshot
 from txnbridge._decisions import Decisions
 
@@ -25,6 +26,8 @@ ORIGIN = (0,)
 @pytest.fixture(autouse=True)
 def _fast_and_quiet(monkeypatch, caplog):
     monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
+    for name, size in SMALL_RECORDS.items():
+        monkeypatch.setattr(_decisions, name, size)
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
 
 
@@ -41,7 +44,7 @@ def test_nobody_is_ever_told_what_does_not_count(chances, origin):
 
 def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
-    findings, told = explore(range(100), peace)
+    findings, told = explore(range(250), peace)
     assert findings == []
     assert told["COMMIT"] > 100
     assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
@@ -95,7 +98,7 @@ def begin_taken_from_the_end(monkeypatch):
 
 def any_first_record_is_a_beginning(monkeypatch):
     def take_first(self, position, record):
-        self.founded, self.log = True, record.log
+        self.founded, self.log, self.born, self.start = True, record.log, position, position
 
     monkeypatch.setattr(state.State, "_take_first", take_first)
 

@@ -1,0 +1,900 @@
+"""What a decision log promises, one promise a test, on a log in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from tests.core.decisions_kit import MemoryLog, decoded
+from txnbridge import _decisions
+from txnbridge._deadline import Deadline
+from txnbridge._decision_records import MAX_RECORD_BYTES, Birth, Claimed, Part, Snapshot, encode
+from txnbridge._decisions import Decisions
+from txnbridge._events import Emitter, Event
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.errors import (
+    BrokerUnavailable,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    InvalidToken,
+    OutcomeUnknown,
+    StorageFailed,
+    TxnBridgeError,
+)
+
+COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
+BATCH = ("query", "sink", 7, 0)
+
+
+class FaultyLog(MemoryLog):
+    """What its next operations do instead, one fault after the other; then it works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.appends: list[Callable[[bytes], Position]] = []
+        self.ends: list[Exception] = []
+
+    def append(self, record, deadline=None):
+        return self.appends.pop(0)(record) if self.appends else super().append(record)
+
+    def end(self, deadline=None):
+        if self.ends:
+            raise self.ends.pop(0)
+        return super().end()
+
+    def lose_answer(self, record: bytes) -> Position:
+        super().append(record)
+        raise OutcomeUnknown("no answer")
+
+    def lose_record(self, record: bytes) -> Position:
+        raise OutcomeUnknown("no answer")
+
+    def refuse(self, record: bytes) -> Position:
+        raise BrokerUnavailable("not now")
+
+    def fill_up(self, record: bytes) -> Position:
+        raise StorageFailed("disk full")
+
+
+@pytest.fixture
+def log():
+    return FaultyLog()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def join(log, clock):
+    """Another process on the same log."""
+    return lambda **settings: Decisions(log, **{"timeout": 30, "clock": clock, "lifetime": 900, **settings})
+
+
+def kinds(log: MemoryLog) -> list[str]:
+    return [record.kind for _, record in decoded(log.records)]
+
+
+def refused(call: Callable[[], object], log: MemoryLog, error: type[TxnBridgeError]) -> TxnBridgeError:
+    """The call raises, and leaves nothing in the log."""
+    before = list(log.records)
+    with pytest.raises(error) as raised:
+        call()
+    assert type(raised.value) is error
+    assert log.records == before
+    return raised.value
+
+
+# --- the first claim wins -------------------------------------------------------------------------------------------
+
+
+def test_the_first_claim_wins_whoever_asks(join):
+    one, other = join(), join()
+    won = one.claim(BATCH, COMMIT, {"tokens": ["a"]})
+    lost = other.claim(BATCH, ABORT, {"tokens": []})
+    assert (won.decision, won.data, won.mine) == (COMMIT, {"tokens": ["a"]}, True)
+    assert (lost.decision, lost.data, lost.mine) == (COMMIT, {"tokens": ["a"]}, False)
+    assert (lost.position, lost.nonce) == (won.position, won.nonce)
+    assert join().read(BATCH).claim == lost
+
+
+def test_a_claim_that_lost_the_race_to_the_log_learns_of_the_winner(join, log):
+    one, other = join(), join()
+    one.read(BATCH)
+    other.read(BATCH)  # neither has seen a claim
+    other.claim(BATCH, ABORT)
+    assert one.claim(BATCH, COMMIT).decision is ABORT
+    assert kinds(log).count("claim") == 2
+
+
+def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
+    decisions = join()
+    first = decisions.claim("id", COMMIT)
+    before = len(log.records)
+    assert decisions.claim("id", ABORT) == first
+    assert len(log.records) == before
+
+
+def test_ids_that_look_alike_are_different_ids(join):
+    decisions = join()
+    decisions.claim(("q", 1), COMMIT)
+    for other in ("q", ("q", "1"), ("q", 1, 0), "q/1"):
+        assert decisions.read(other).claim is None
+
+
+@pytest.mark.parametrize("id", ["", (), ("", 1), ("q", 1.5), ("q", True), ("q", None), b"q", "x" * 2_000])
+def test_an_id_that_is_none_is_refused(join, log, id):
+    decisions = join()
+    refused(lambda: decisions.claim(id, COMMIT), log, InvalidOption)
+
+
+def test_only_commit_and_abort_can_be_claimed(join, log):
+    refused(lambda: join().claim("id", Decision.UNDECIDED), log, InvalidOption)
+
+
+def test_data_that_is_not_json_is_refused(join):
+    with pytest.raises(InvalidOption, match="JSON"):
+        join().claim("id", COMMIT, {"when": object()})
+
+
+def test_a_closed_log_says_so(join, log):
+    decisions = join()
+    decisions.close()
+    decisions.close()
+    refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+
+
+# --- answers that do not come ---------------------------------------------------------------------------------------
+
+
+def test_a_claim_is_repeated_until_a_clean_answer_gives_its_position(join, log):
+    decisions = join()
+    decisions.begin()
+    log.appends = [log.lose_record, log.lose_answer, log.refuse, log.lose_answer]
+    claim = decisions.claim("id", COMMIT)
+    copies = [(position, record) for position, record in decoded(log.records) if isinstance(record, Claimed)]
+    assert len(copies) == 3
+    assert len({record.nonce for _, record in copies}) == 1
+    assert claim.position == copies[0][0]
+
+
+def test_without_any_answer_the_claim_is_unknown_and_known_as_ones_own_later(join, log):
+    decisions = join()
+    decisions.claim("other", COMMIT)
+    log.appends = [log.lose_answer] + [log.lose_record] * 1_000
+    with pytest.raises(OutcomeUnknown, match="ask again"):
+        decisions.claim("id", COMMIT, timeout=0.2)
+    log.appends = []
+    claim = decisions.claim("id", ABORT)
+    assert (claim.decision, claim.mine) == (COMMIT, True)
+
+
+def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
+    decisions = join()
+    decisions.begin()
+    log.appends = [log.refuse] * 1_000
+    refused(lambda: decisions.claim("id", COMMIT, timeout=0.2), log, BrokerUnavailable)
+    log.appends = [log.fill_up]
+    refused(lambda: decisions.claim("id", COMMIT), log, StorageFailed)
+
+
+def test_a_full_disk_after_a_lost_answer_leaves_the_claim_unknown(join, log):
+    decisions = join()
+    decisions.begin()
+    log.appends = [log.lose_record, log.fill_up]
+    refused(lambda: decisions.claim("id", COMMIT), log, OutcomeUnknown)
+
+
+def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch):
+    decisions = join()
+    decisions.begin()
+
+    def read(*_):
+        raise BrokerUnavailable("gone")
+
+    monkeypatch.setattr(log, "read", read)
+    with pytest.raises(OutcomeUnknown, match="read back"):
+        decisions.claim("id", COMMIT)
+
+
+def test_an_old_copy_of_the_log_decides_nothing(join, log, monkeypatch):
+    decisions = join()
+    begin = decisions.begin()
+    old = list(log.records)
+    decisions.claim("id", COMMIT, begin=begin)
+    with monkeypatch.context() as patched:
+        patched.setattr(log, "read", lambda first, last, deadline: iter(r for r in old if r[0] >= (first or (0,))))
+        with pytest.raises(OutcomeUnknown):
+            decisions.claim("other", COMMIT)
+        patched.setattr(log, "end", lambda deadline: old[-1][0])
+        with pytest.raises(OutcomeUnknown, match="old copy"):
+            decisions.read("id")
+    assert decisions.read("id", begin=begin).claim is not None
+
+
+# --- evidence -------------------------------------------------------------------------------------------------------
+
+
+def test_the_token_of_one_process_is_decided_by_another(join):
+    begin = join(name="log-billing").begin()
+    assert begin["log"] == "log-billing"
+    assert join().claim("t1", COMMIT, begin=begin).decision is COMMIT
+    assert join().claim("t1", ABORT, begin=begin).decision is COMMIT
+    assert join().read("t1", begin=begin).claim.decision is COMMIT
+
+
+def test_where_the_presence_record_was_trimmed_nobody_claims_or_answers(join, log):
+    owner = join()
+    begin = owner.begin()
+    owner.claim("t1", COMMIT, begin=begin)
+    join().begin()
+    log.trim(log.records[-1][0])
+    other = join()
+    other.begin()
+    refused(lambda: other.claim("t1", ABORT, begin=begin), log, EvidenceLost)
+    refused(lambda: other.read("t1", begin=begin), log, EvidenceLost)
+    refused(lambda: other.ledger("X", begin).find("t1", Deadline(5)), log, EvidenceLost)
+
+
+def test_another_record_at_the_presences_position_proves_nothing(join, log):
+    begin = join().begin()
+    refused(lambda: join().claim("t1", ABORT, begin={**begin, "id": "another"}), log, EvidenceLost)
+
+
+def test_a_log_that_ends_before_the_presence_proves_nothing(join, log):
+    join().claim("id", COMMIT)
+    begin = join().begin()
+    log.truncate(log.records[-2][0])
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, OutcomeUnknown)
+    refused(lambda: join().read("t1", begin=begin), log, OutcomeUnknown)
+
+
+def test_a_log_that_lost_its_end_and_grew_again_is_noticed_by_who_had_read_it(join, log):
+    owner, other = join(), join()
+    begin = owner.begin()
+    kept = log.records[-1][0]
+    other.claim("t1", COMMIT, begin=begin)
+    log.truncate(kept)
+    newcomer = join()
+    for number in range(5):
+        newcomer.claim(f"new-{number}", COMMIT)
+    with pytest.raises(EvidenceLost, match="truncated"):
+        other.claim("t2", ABORT, begin=begin)
+    refused(lambda: other.claim("t2", ABORT), log, EvidenceLost)
+
+
+def test_a_log_that_was_made_anew_proves_nothing_to_who_knew_the_old_one(join, log):
+    owner = join()
+    begin = owner.begin()
+    log.records, log.next = [], 0
+    refused(lambda: owner.read("id"), log, OutcomeUnknown)
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, EvidenceLost)
+    join().claim("id", COMMIT)
+    join().claim("another", COMMIT)
+    refused(lambda: join().claim("t1", ABORT, begin=begin), log, EvidenceLost)
+    with pytest.raises(EvidenceLost):
+        owner.read("id")
+
+
+def test_a_question_about_a_token_does_not_begin_a_log(join, log):
+    refused(lambda: join().read("t1", begin={"at": [3], "id": "gone"}), log, EvidenceLost)
+    assert log.records == []
+
+
+@pytest.mark.parametrize(
+    "begin", [{}, {"at": 3, "id": "x"}, {"at": [3]}, {"at": ["3"], "id": "x"}, {"at": [3], "id": 3}]
+)
+def test_a_begin_that_is_none_is_refused(join, log, begin):
+    refused(lambda: join().claim("t1", COMMIT, begin=begin), log, InvalidToken)
+
+
+def test_ids_without_a_token_need_the_log_from_its_birth_record_on(join, log):
+    join().claim(BATCH, COMMIT)
+    owner = join()
+    begin = owner.begin()
+    log.trim(log.records[-1][0])
+    newcomer = join()
+    refused(lambda: newcomer.claim(BATCH, ABORT), log, EvidenceLost)
+    refused(lambda: newcomer.read(BATCH), log, EvidenceLost)
+    refused(lambda: newcomer.claims("query"), log, EvidenceLost)
+    refused(lambda: newcomer.done(("query", "sink"), 7), log, EvidenceLost)
+    refused(lambda: newcomer.open("query"), log, EvidenceLost)
+    refused(lambda: newcomer.tidy(), log, EvidenceLost)
+    # What a token's evidence covers can still be decided.
+    assert newcomer.claim("t1", COMMIT, begin=begin).decision is COMMIT
+
+
+def test_a_log_that_lost_its_first_records_is_mended_by_who_has_read_them(join, log):
+    follower = join()
+    follower.claim(BATCH, COMMIT)
+    follower.begin()
+    log.trim(log.records[-1][0])
+    follower.tidy()
+    assert join().read(BATCH).claim.decision is COMMIT
+
+
+def test_creating_a_log_may_race_and_its_first_birth_record_counts(join, log):
+    one, other = join(), join()
+    end, log.end = log.end, lambda deadline=None: None
+    one_birth = one._follower._end(Deadline(5), True)
+    other_birth = other._follower._end(Deadline(5), True)
+    log.end = end
+    assert one_birth < other_birth
+    one.claim("id", COMMIT)
+    other.claim("id", ABORT)
+    assert {record.log for _, record in decoded(log.records) if not isinstance(record, Birth)} == {
+        decoded(log.records)[0][1].log
+    }
+    assert join().read("id").claim.decision is COMMIT
+
+
+def test_a_late_birth_record_is_not_taken_for_the_beginning(join, log):
+    """The log's first records are trimmed up to the birth record of a process that came second."""
+    one = join()
+    one.claim("id", COMMIT)
+    late = log.append(log.records[0][1])
+    one.tidy()
+    log.trim(late)
+    assert kinds(log)[0] == "birth"
+    assert join().read("id").claim.decision is COMMIT
+
+
+def test_where_first_records_have_one_position_a_birth_record_elsewhere_proves_nothing(join, log):
+    log.origin = (0,)
+    join().claim("id", COMMIT)
+    log.trim((log.next,))
+    assert log.records == []
+    with pytest.raises(EvidenceLost, match="birth record"):
+        join().claim("id", ABORT)
+    with pytest.raises(EvidenceLost, match="birth record"):
+        join().read("id")
+
+
+# --- openings -------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_older_owner_claims_behind_a_newer_opening_does_not_count(join):
+    older, newer = join(host="a"), join(host="b")
+    first = older.open("X")
+    begin = older.begin(opening=first)
+    newer.open("X")
+    with pytest.raises(Fenced) as fenced:
+        older.claim("t1", COMMIT, begin=begin, opening=first)
+    assert fenced.value.newer == "b"
+    assert newer.read("t1", begin=begin).claim is None
+    assert newer.claim("t1", ABORT, begin=begin).decision is ABORT
+
+
+def test_what_an_owner_claimed_before_a_newer_opening_stays(join):
+    older, newer = join(), join()
+    first = older.open("X")
+    begin = older.begin(opening=first)
+    older.claim("t1", COMMIT, begin=begin, opening=first)
+    newer.open("X")
+    assert newer.claim("t1", ABORT, begin=begin).decision is COMMIT
+    assert older.claim("t1", COMMIT, begin=begin, opening=first).mine
+
+
+def test_a_claim_on_what_is_prepared_counts_whoever_makes_it_and_whenever(join):
+    older, newer = join(), join()
+    first = older.open("X")
+    begin = older.begin(opening=first)
+    older.ledger("X").record("prepare", "t1", {}, Deadline(5))
+    newer.open("X")
+    assert older.claim("t1", COMMIT, begin=begin, opening=first).decision is COMMIT
+    assert newer.claim("t1", ABORT, begin=begin).decision is COMMIT
+
+
+def test_a_prepare_record_behind_a_newer_opening_does_not_count(join):
+    older, newer = join(), join()
+    first = older.open("X")
+    begin = older.begin(opening=first)
+    older.read("X")
+    newer.open("X")
+    with pytest.raises(Fenced):
+        older.ledger("X").record("prepare", "t1", {}, Deadline(5))
+    assert newer.ledger("X", begin).find("t1", Deadline(5)) == []
+    with pytest.raises(Fenced):
+        older.claim("t1", COMMIT, begin=begin, opening=first)
+
+
+def test_an_owner_that_was_replaced_gets_no_new_begin(join, clock):
+    owner = join(lifetime=30)
+    opening = owner.open("X")
+    assert owner.begin(opening=opening) == owner.begin(opening=opening)
+    join().open("X")
+    clock.now += 10_000  # its presence must be renewed, and that takes reading on
+    with pytest.raises(Fenced):
+        owner.begin(opening=opening)
+
+
+def test_an_owner_that_cannot_read_what_happened_meanwhile_gets_no_new_begin(join, log, clock):
+    owner = join(lifetime=30)
+    opening = owner.open("X")
+    owner.begin(opening=opening)
+    newer = join()
+    newer.open("X")
+    newer.begin()
+    log.trim(log.records[-1][0])  # by age, and no snapshot
+    clock.now += 10_000
+    with pytest.raises(EvidenceLost):
+        owner.begin(opening=opening)
+
+
+def test_an_owner_that_slept_over_a_trim_is_fenced_by_what_the_snapshot_kept(join, clock, log):
+    owner = join(lifetime=30)
+    opening = owner.open("X")
+    owner.begin(opening=opening)
+    clock.now += 10_000
+    newer = join()
+    newer.open("X")
+    newer.tidy()
+    newer.tidy()
+    assert not any(record.kind == "opened" for _, record in decoded(log.records))
+    with pytest.raises(Fenced):
+        owner.begin(opening=opening)
+    with pytest.raises(Fenced):
+        owner.ledger("X").record("prepare", "t1", {}, Deadline(5))
+
+
+def test_a_presence_is_renewed_before_it_ends_and_not_before(join, clock, log):
+    decisions = join(lifetime=900)
+    first = decisions.begin()
+    clock.now += 899
+    assert decisions.begin() == first
+    clock.now += 2
+    second = decisions.begin()
+    assert second != first
+    assert kinds(log).count("presence") == 2
+    # Whoever asks at the very end of the first token's life finds its evidence.
+    clock.now += 899
+    join().tidy()
+    assert join().read("t1", begin=second).claim is None
+
+
+def test_a_run_is_one_opening_however_many_tasks_open_it(join):
+    openings = {join().open("query", name="run-1").number for _ in range(3)}
+    assert openings == {1}
+    assert join().open("query", name="run-2").number == 2
+    with pytest.raises(Fenced):
+        join().open("query", name="run-1")  # a late task
+
+
+def test_a_late_task_is_told_so_also_after_its_runs_opening_was_trimmed(join, clock):
+    join().open("query", name="run-1")
+    join().open("query", name="run-2")
+    clock.now += 10_000
+    join().tidy()
+    join().tidy()
+    with pytest.raises(Fenced):
+        join().open("query", name="run-1")
+
+
+def test_a_run_claims_for_the_batch_until_a_newer_run_opens(join):
+    old, new = join(), join()
+    first = old.open("query", name="run-1")
+    old.claim(("query", "sink", 0, 0), COMMIT, opening=first)
+    second = new.open("query", name="run-2")
+    with pytest.raises(Fenced):
+        old.claim(("query", "sink", 1, 0), ABORT, opening=first)
+    assert old.claim(("query", "sink", 0, 0), ABORT, opening=first).decision is COMMIT
+    claim = new.claim(("query", "sink", 1, 0), COMMIT, opening=second)
+    assert (claim.decision, claim.opening) == (COMMIT, "run-2")
+
+
+def test_openings_that_race_are_put_in_a_row(join, log):
+    one, other = join(), join()
+    one.read("X")
+    other.read("X")
+    end = log.end
+    log.end = lambda deadline=None: one._follower._state.cursor[0]  # both believe that nobody opened X
+    winner = one.open("X")
+    log.end = end
+    assert other.open("X").number == 2
+    with pytest.raises(Fenced):
+        one.begin(opening=winner, timeout=Deadline(5)) if one.read("X") else None
+
+
+# --- done -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_done_mark_settles_every_id_up_to_it(join):
+    decisions = join()
+    for batch in range(3):
+        decisions.claim(("query", "sink", batch, 0), COMMIT)
+    decisions.claim(("query", "other", 0, 0), COMMIT)
+    decisions.done(("query", "sink"), 1)
+    reader = join()
+    assert reader.read(("query", "sink")).done_up_to == 1
+    assert [reader.read(("query", "sink", batch, 0)).done for batch in range(3)] == [True, True, False]
+    assert reader.read(("query", "sink", 0, 5)).done
+    assert not reader.read(("query", "other", 0, 0)).done
+    assert reader.read(("query", "sink", 0, 0)).claim is None
+    assert [claim.id for claim in reader.claims("query")] == [("query", "sink", 2, 0), ("query", "other", 0, 0)]
+    assert [claim.id for claim in reader.claims(("query", "sink"))] == [("query", "sink", 2, 0)]
+
+
+def test_a_claim_on_what_is_done_is_refused(join, log):
+    decisions = join()
+    decisions.done(("query", "sink"), 4)
+    refused(lambda: decisions.claim(("query", "sink", 4, 0), COMMIT), log, InvalidState)
+
+
+def test_a_done_mark_never_goes_back(join, log):
+    decisions = join()
+    decisions.done("q", 5)
+    before = len(log.records)
+    decisions.done("q", 3)
+    decisions.done("q", 5)
+    assert len(log.records) == before
+    assert join().read("q").done_up_to == 5
+
+
+def test_done_marks_and_undone_claims_outlive_every_trim(join, clock, log):
+    decisions = join()
+    decisions.claim(("query", "sink", 7, 0), COMMIT, {"tokens": ["a"]})
+    decisions.done(("query", "sink"), 6)
+    for _ in range(3):
+        clock.now += 10_000
+        join().tidy()
+    assert "claim" not in kinds(log)
+    assert "done" not in kinds(log)
+    assert join().read(("query", "sink")).done_up_to == 6
+    assert join().claim(("query", "sink", 7, 0), ABORT).data == {"tokens": ["a"]}
+    with pytest.raises(InvalidState):
+        join().claim(("query", "sink", 6, 0), ABORT)
+
+
+# --- large data -----------------------------------------------------------------------------------------------------
+
+TOKENS = {"tokens": [f"{number:0>400}" for number in range(5_000)]}
+
+
+def test_data_too_large_for_a_record_goes_in_parts(join, log):
+    decisions = join()
+    assert decisions.claim(BATCH, COMMIT, TOKENS).data == TOKENS
+    assert kinds(log).count("part") == 3
+    assert max(len(raw) for _, raw in log.records) <= MAX_RECORD_BYTES
+    assert join().claim(BATCH, ABORT).data == TOKENS
+
+
+def test_parts_whose_answers_were_lost_are_none_the_worse(join, log):
+    decisions = join()
+    decisions.begin()
+    log.appends = [log.lose_answer, log.lose_record] * 2
+    assert decisions.claim(BATCH, COMMIT, TOKENS).data == TOKENS
+    assert join().read(BATCH).claim.data == TOKENS
+
+
+def test_a_large_claim_outlives_trimming_until_it_is_done(join, clock, log):
+    join().claim(BATCH, COMMIT, TOKENS)
+    for _ in range(2):
+        clock.now += 10_000
+        join().tidy()
+        assert join().read(BATCH).claim.data == TOKENS
+    assert kinds(log).count("claim") == 0
+    join().done(("query", "sink"), 7)
+    clock.now += 10_000
+    join().tidy()
+    join().tidy()
+    assert kinds(log).count("part") == 0
+
+
+def test_the_parts_of_a_claim_are_safe_from_a_trim_before_the_claim_stands(join, log):
+    claimer = join()
+    original = log.append
+
+    def append(record, deadline=None):
+        position = original(record)
+        if isinstance(decoded([(position, record)])[0][1], Part):
+            join().tidy()
+        return position
+
+    log.append = append
+    assert claimer.claim(BATCH, COMMIT, TOKENS).data == TOKENS
+    log.append = original
+    assert join().read(BATCH).claim.data == TOKENS
+
+
+def test_a_decision_whose_parts_are_gone_is_not_given_without_its_data(join, log):
+    join().claim(BATCH, COMMIT, TOKENS)
+    log.records = [
+        (position, encode(Birth(log=record.log, nonce=record.nonce, at=0)) if isinstance(record, Part) else raw)
+        for (position, raw), (_, record) in zip(log.records, decoded(log.records), strict=True)
+    ]
+    with pytest.raises(EvidenceLost, match="decided to commit"):
+        join().read(BATCH)
+
+
+# --- keeping it short -----------------------------------------------------------------------------------------------
+
+
+def test_trimming_stops_at_the_oldest_presence_that_may_still_be_needed(join, clock, log):
+    owner = join(lifetime=900)
+    begin = owner.begin()
+    owner.claim("t1", COMMIT, begin=begin)
+    for _ in range(20):
+        join().claim("id", COMMIT)
+        join().tidy()
+    assert join().read("t1", begin=begin).claim.decision is COMMIT
+    assert log.begin() == tuple(begin["at"])
+    clock.now += 10_000
+    join().tidy()
+    assert log.begin() > tuple(begin["at"])
+    with pytest.raises(EvidenceLost):
+        join().read("t1", begin=begin)
+
+
+def test_records_between_a_snapshot_and_what_it_covers_are_kept(join, log):
+    """A process computes a snapshot, sleeps, and appends it when others have written on."""
+    slow, other = join(), join()
+    slow.claim("before", COMMIT)
+    original = log.append
+
+    def append(record, deadline=None):
+        if isinstance(decoded([((0,), record)])[0][1], Snapshot):
+            log.append = original
+            other.claim("between", COMMIT)
+        return original(record)
+
+    log.append = append
+    slow.tidy()
+    assert join().claim("between", ABORT).decision is COMMIT
+    assert join().claim("before", ABORT).decision is COMMIT
+
+
+def test_a_snapshot_of_another_log_is_not_believed(join, log):
+    join().claim("id", COMMIT)
+    join().tidy()
+    snapshot = next(raw for _, raw in log.records if b'"snapshot"' in raw)
+    log.records, log.next = [], 0
+    join().claim("other", ABORT)
+    log.append(snapshot)
+    log.trim(log.records[1][0])
+    refused(lambda: join().read("id"), log, EvidenceLost)
+
+
+def test_a_log_is_tidied_by_itself_after_many_records(join, clock, log):
+    for number in range(300):
+        decisions = join(tidy_after=50)
+        decisions.claim(("q", number), COMMIT)
+        decisions.done("q", number)
+        clock.now += 60
+    assert len(log.records) < 120
+    assert join().read("q").done_up_to == 299
+
+
+def test_a_log_is_tidied_by_itself_before_brokers_drop_records_by_age(join, clock, log):
+    join().claim("id", COMMIT)
+    clock.now += 7 * 3600
+    join().claim("other", COMMIT)
+    assert kinds(log).count("snapshot") == 1
+
+
+def test_a_decision_stands_also_if_the_log_cannot_be_tidied(join, log, monkeypatch, caplog):
+    def trim(before, deadline=None):
+        raise BrokerUnavailable("no")
+
+    monkeypatch.setattr(log, "trim", trim)
+    decisions = join(tidy_after=1)
+    assert decisions.claim("id", COMMIT).mine
+    assert "could not be tidied" in caplog.text
+
+
+def test_who_follows_the_log_reads_only_what_is_new(join, log):
+    writer, follower = join(), join()
+    for number in range(50):
+        writer.claim(("q", number), COMMIT)
+    follower.read("q")
+    log.reads = 0
+    for number in range(50, 60):
+        writer.claim(("q", number), COMMIT)
+    reads_of_writer = log.reads
+    log.reads = 0
+    follower.read("q")
+    assert log.reads == 11  # ten new ones, and the last known one to see that it is still there
+    assert reads_of_writer == 20
+
+
+@pytest.mark.parametrize("count", [10_000, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log, count):
+    log.archive = _Nowhere()
+    decisions = join(lifetime=30, tidy_after=2_000)
+    opening = decisions.open("X")
+    for number in range(count):
+        begin = decisions.begin(opening=opening)
+        decisions.claim(f"t{number}", COMMIT, begin=begin, opening=opening)
+        if number % 10 == 0:
+            decisions.claim(("q", number), COMMIT)
+            decisions.done("q", number)
+        clock.now += 1
+    assert len(log.records) < 5_000
+    log.reads = 0
+    newcomer = join()
+    assert newcomer.claim(("q", number + 1), COMMIT).mine
+    assert newcomer.read("q").done_up_to == count - count % 10 - (10 if count % 10 == 0 else 0)
+    assert newcomer.claim(f"t{number}", ABORT, begin=begin).decision is COMMIT
+    assert log.reads < 5_000
+    known = decisions._follower._state
+    assert len(known.tokens.claims) + len(known.ids.claims) + len(known.tokens.presences) < 15_000
+
+
+class _Nowhere(list):  # type: ignore[type-arg]
+    def append(self, _):
+        pass
+
+
+# --- records that nobody can read -----------------------------------------------------------------------------------
+
+
+def test_what_is_decided_in_front_of_an_unreadable_record_stays_decided(join, log):
+    decisions = join()
+    begin = decisions.begin()
+    decisions.claim("t1", COMMIT, begin=begin)
+    decisions.claim("id", COMMIT)
+    decisions.done("q", 1)
+    log.append(b"hello")
+    for process in (decisions, join()):
+        assert process.claim("t1", ABORT, begin=begin).decision is COMMIT
+        assert process.claim("id", ABORT).decision is COMMIT
+
+
+def test_behind_an_unreadable_record_nobody_claims_or_answers(join, log):
+    decisions = join()
+    begin = decisions.begin()
+    log.append(b"hello")
+    for process in (join(), decisions):
+        error = refused(partial(process.read, "id"), log, OutcomeUnknown)
+        assert str(list(log.end())) in str(error)
+        assert "not written by txnbridge" in str(error)
+        refused(partial(process.claim, "t1", COMMIT, begin=begin), log, OutcomeUnknown)
+        refused(partial(process.claims, "q"), log, OutcomeUnknown)
+        refused(partial(process.open, "X"), log, OutcomeUnknown)
+        refused(partial(process.done, "q", 3), log, OutcomeUnknown)
+        refused(process.tidy, log, OutcomeUnknown)
+        refused(partial(process.ledger("X").find, "t1", Deadline(5)), log, OutcomeUnknown)
+
+
+def test_a_record_of_a_newer_version_stops_who_cannot_read_it(join, log):
+    raw = encode(Birth(log="x", nonce="y", at=1)).replace(b'{"txnbridge":1', b'{"txnbridge":2')
+    join().claim("id", COMMIT)
+    log.append(raw)
+    assert "upgrade" in str(refused(lambda: join().claim("other", COMMIT), log, OutcomeUnknown))
+
+
+def test_a_log_that_begins_with_something_else_is_not_ours(join, log):
+    log.append(b"somebody else's message")
+    refused(lambda: join().claim("id", COMMIT), log, OutcomeUnknown)
+    refused(lambda: join().read("id"), log, OutcomeUnknown)
+
+
+# --- the ledger -----------------------------------------------------------------------------------------------------
+
+
+def test_a_ledger_keeps_what_a_backend_records_about_a_transaction(join):
+    owner = join(host="a")
+    ledger = owner.ledger("X")
+    assert ledger.newest_opening(Deadline(5)) is None
+    name = ledger.opened({"writers": 4}, Deadline(5))
+    assert ledger.newest_opening(Deadline(5)) == (name, {"writers": 4})
+    begin = owner.begin()
+    ledger.record("announce", "t1", {"topics": ["a"]}, Deadline(5))
+    ledger.record("prepare", "t1", {"pid": 7}, Deadline(5))
+    ledger.record("prepare", "t2", {}, Deadline(5))
+    for ask in (join().ledger("X"), join().ledger("X", begin)):
+        found = ask.find("t1", Deadline(5))
+        assert [(entry.kind, entry.data, entry.opening) for entry in found] == [
+            ("announce", {"topics": ["a"]}, name),
+            ("prepare", {"pid": 7}, name),
+        ]
+    assert join().ledger("Y").find("t1", Deadline(5)) == []
+
+
+def test_a_ledger_entry_whose_answer_was_lost_is_kept_once(join, log):
+    owner = join()
+    owner.ledger("X").opened({}, Deadline(5))
+    log.appends = [log.lose_answer, log.lose_answer]
+    owner.ledger("X").record("prepare", "t1", {}, Deadline(5))
+    assert len(join().ledger("X").find("t1", Deadline(5))) == 1
+
+
+def test_only_who_opened_an_id_records_for_it(join):
+    join().ledger("X").opened({}, Deadline(5))
+    with pytest.raises(InvalidState, match="not opened by this process"):
+        join().ledger("X").record("prepare", "t1", {}, Deadline(5))
+
+
+def test_ledger_entries_live_as_long_as_a_token_may_be_asked_about(join, clock):
+    owner = join(lifetime=900)
+    owner.ledger("X").opened({}, Deadline(5))
+    begin = owner.begin()
+    owner.ledger("X").record("outcome", "t1", {"state": "aborted"}, Deadline(5))
+    clock.now += 899
+    join().tidy()
+    assert len(join().ledger("X", begin).find("t1", Deadline(5))) == 1
+    clock.now += 10_000
+    join().tidy()
+    join().tidy()
+    assert join().ledger("X").find("t1", Deadline(5)) == []
+    with pytest.raises(EvidenceLost):
+        join().ledger("X", begin).find("t1", Deadline(5))
+
+
+# --- threads and events ---------------------------------------------------------------------------------------------
+
+
+def test_threads_of_one_process_race_and_agree(join, log):
+    decisions = join(tidy_after=40)
+    answers: dict[int, set[Decision]] = {number: set() for number in range(60)}
+
+    def race(choice: Decision) -> None:
+        for number in range(60):
+            answers[number].add(decisions.claim(("q", number), choice).decision)
+
+    threads = [threading.Thread(target=race, args=(choice,)) for choice in (COMMIT, ABORT, COMMIT, ABORT)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(len(seen) == 1 for seen in answers.values())
+    assert {next(iter(seen)) for seen in answers.values()} <= {COMMIT, ABORT}
+    assert kinds(log).count("presence") == 1
+
+
+def test_every_append_and_read_is_told_to_listeners(log, clock):
+    told: list[Event] = []
+    decisions = Decisions(log, clock=clock, events=Emitter("bridge", [told.append]))
+    decisions.claim("t1", COMMIT, {"secret": "body"})
+    log.appends = [log.lose_answer]
+    decisions.claim("t2", ABORT)
+    appends = [(e.phase, e.data["kind"]) for e in told if e.name == "decision.append"]
+    assert appends == [
+        ("before", "birth"),
+        ("after", "birth"),
+        ("before", "presence"),
+        ("after", "presence"),
+        ("before", "claim"),
+        ("after", "claim"),
+        ("before", "claim"),
+        ("failed", "claim"),
+        ("before", "claim"),
+        ("after", "claim"),
+    ]
+    assert [e.transaction for e in told if e.data.get("kind") == "claim"] == ["t1"] * 2 + ["t2"] * 4
+    reads = [e for e in told if e.name == "decision.read"]
+    assert [e.phase for e in reads] == ["before", "after"] * (len(reads) // 2)
+    assert sum(e.data.get("records", 0) for e in reads) == log.reads
+    assert "body" not in repr(told)
+
+
+def test_a_before_event_comes_before_anything_is_sent(log, clock):
+    class Dies(BaseException):
+        pass
+
+    class Deadly(Emitter):
+        __slots__ = ()
+
+        def emit(self, name, phase, transaction=None, **data):
+            if (name, phase, data.get("kind")) == ("decision.append", "before", "claim"):
+                raise Dies
+
+    decisions = Decisions(log, clock=clock, events=Deadly("bridge", [print]))
+    with pytest.raises(Dies):
+        decisions.claim("t1", COMMIT)
+    assert "claim" not in kinds(log)
+    assert _decisions.Decisions(log, clock=clock).claim("t1", ABORT).decision is ABORT
