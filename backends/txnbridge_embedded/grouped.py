@@ -74,6 +74,12 @@ class GroupReader(PollingReader):
         self._context = None
         super()._forget(partitions)
 
+    def _reserving(self) -> Iterable[int]:
+        rows = self._connection.execute(
+            "SELECT DISTINCT number FROM pending_acks WHERE group_id = ? AND number > 0", (self._group_id,)
+        )
+        return [number for (number,) in rows]
+
     def _owner(self) -> str:
         return f"the position of group {self._group!r}"
 

@@ -100,8 +100,7 @@ class PollingReader(Reader):
         self._watch.mark()
         bounds = self._observe(deadline)
         self._check_topics(topic for topic, _ in bounds)
-        holders = {found.held_by for found in bounds.values() if found.held_by is not None}
-        if any(self._is_overdue(number) for number in holders):
+        if self._is_held_back(bounds.values(), deadline):
             end_expired(self._store, self._connection, deadline, self._events)
             self._look_at = time.monotonic() + _LOOK_AGAIN
         else:
@@ -112,12 +111,19 @@ class PollingReader(Reader):
             self._store.forget_topic(topic)
             self._store.topic(self._connection, topic)  # says that there is none
 
-    def _is_overdue(self, number: int) -> bool:
-        row = self._connection.execute(
-            "SELECT 1 FROM transactions WHERE number = ? AND (state = 'aborting' OR deadline_at < ?)",
-            (number, now_ms()),
-        ).fetchone()
-        return row is not None
+    def _is_held_back(self, bounds: Iterable[Bounds], deadline: Deadline) -> bool:
+        """Whether a transaction that should have ended by now keeps this reader from messages."""
+        with self._reading(deadline) as connection:
+            rows = connection.execute(
+                "SELECT number FROM transactions WHERE ended_at IS NULL AND (state = 'aborting' OR deadline_at < ?)",
+                (now_ms(),),
+            ).fetchall()
+            overdue = {number for (number,) in rows}
+            return bool(overdue) and not overdue.isdisjoint({*self._reserving(), *(b.held_by for b in bounds)})
+
+    def _reserving(self) -> Iterable[int]:
+        """The numbers of prepared transactions that have reserved messages of this reader's group."""
+        return ()
 
     def _take(self, limit: int, deadline: Deadline) -> list[Message]:
         """What there is to hand out, from each partition in its turn."""

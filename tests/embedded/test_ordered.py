@@ -238,7 +238,6 @@ def test_an_expired_prepared_transaction_gives_its_messages_back(broker, join):
     messages = member.take(3)
     writer = kit.open_preparing(broker)
     kit.begin(writer, timeout=0.3, hold=0.001, prepare=True)
-    kit.send(writer, "orders", b"3")
     member.tell(writer, *messages)
     writer.prepare(Deadline(10))
     assert numbers(member.take(3)) == [0, 1, 2]

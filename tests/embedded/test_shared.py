@@ -1,0 +1,234 @@
+"""Groups whose members take messages one by one from the same partitions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.embedded import kit
+from tests.embedded.members import Member, settle
+from tests.embedded.test_ordered import fill, numbers, position
+from tests.embedded.test_reader import trim
+from txnbridge.errors import Conflict, NotSupported, PositionLost
+from txnbridge.spi import Deadline
+
+ORDERS = ("orders", 0)
+
+
+@pytest.fixture
+def join(broker):
+    """Let members join, which leave at the end."""
+    members = []
+
+    def join_one(*topics, **options):
+        members.append(Member(options.pop("broker", broker), *topics, sharing="message", **options))
+        return members[-1]
+
+    yield join_one
+    for member in members:
+        member.close()
+
+
+def test_members_share_one_partition_and_no_message_is_with_two(broker, join):
+    fill(broker, 9)
+    first, second = join(), join()
+    assert numbers(first.take(3)) == [0, 1, 2]
+    assert numbers(second.take(3)) == [3, 4, 5]
+    assert numbers(first.take(3)) == [6, 7, 8]
+    assert first.poll() == second.poll() == []
+
+
+def test_each_acknowledges_its_own_in_any_order(broker, join):
+    fill(broker, 6)
+    first, second = join(), join()
+    one, two = first.take(3), second.take(3)
+    second.ack(two[2], two[0])
+    first.ack(*one)
+    assert position(broker) == 4
+    second.ack(two[1])
+    assert position(broker) == 6
+    assert kit.rows(broker, "SELECT count(*) FROM leases") == [(0,)]
+
+
+def test_what_is_with_another_member_cannot_be_acknowledged(broker, join):
+    fill(broker, 2)
+    first, second = join(), join()
+    messages = first.take(2)
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    writer.ack(second.reader.ack_context(), {ORDERS: [messages[0].position]})
+    with pytest.raises(Conflict, match="to another reader"):
+        writer.commit(Deadline(10))
+    assert position(broker) == 0
+
+
+def test_what_is_given_back_comes_to_whoever_polls_next_with_its_deliveries_counted(broker, join):
+    fill(broker, 4)
+    first, second = join(), join()
+    messages = first.take(4)
+    first.reader.nack({ORDERS: [messages[1].position, messages[3].position]})
+    again = second.take(2)
+    assert [(int(m.value), m.deliveries) for m in again] == [(1, 2), (3, 2)]
+    second.reader.nack({ORDERS: [again[0].position]})
+    first.reader.nack({ORDERS: [again[1].position]})  # not its own any more: it stays where it is
+    assert [(int(m.value), m.deliveries) for m in first.take(1)] == [(1, 3)]
+    assert first.poll() == []
+
+
+def test_what_is_neither_acknowledged_nor_given_back_comes_again_in_time(opened, join):
+    broker = opened(redeliver_seconds=0.3)
+    fill(broker, 3)
+    first, second = join(broker=broker), join(broker=broker)
+    messages = first.take(3)
+    first.ack(messages[1])
+    again = second.take(2)
+    assert [(int(m.value), m.deliveries) for m in again] == [(0, 2), (2, 2)]
+    with pytest.raises(Conflict, match="to another reader"):
+        first.ack(messages[0])
+    second.ack(*again)
+    assert position(broker) == 3
+
+
+def test_a_lease_that_has_run_out_still_counts_while_nobody_else_has_the_message(opened, join):
+    broker = opened(redeliver_seconds=0.01)
+    fill(broker, 1)
+    member = join(broker=broker)
+    (message,) = member.take(1)
+    settle(member, until=lambda: kit.rows(broker, "SELECT until < strftime('%s', 'now') * 1000 FROM leases") == [(1,)])
+    member.ack(message)
+    assert position(broker) == 1
+
+
+def test_leaving_gives_everything_back_at_once(broker, join):
+    fill(broker, 3)
+    first, second = join(), join()
+    messages = first.take(3)
+    first.ack(messages[0])
+    first.close()
+    assert [(int(m.value), m.deliveries) for m in second.take(2)] == [(1, 2), (2, 2)]
+    with pytest.raises(Conflict):
+        first.ack(messages[1])
+
+
+def test_a_member_that_is_taken_for_dead_gives_everything_back(broker, join):
+    fill(broker, 3)
+    first = join()
+    messages = first.take(3)
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "expelling"):
+        connection.execute("UPDATE members SET expires_at = 0")
+    second = join()
+    assert numbers(second.take(3)) == [0, 1, 2]
+    with pytest.raises(Conflict):
+        first.ack(messages[0])
+    settle(first, until=lambda: ("lost", ORDERS) in first.told)
+    second.close()
+    again = first.take(3)
+    first.ack(*again)
+    assert [message.deliveries for message in again] == [3, 3, 3]
+
+
+def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_and_never_after_its_commit(broker, join):
+    fill(broker, 4)
+    first, second = join(), join()
+    messages = first.take(4)
+    aborted, committed = first.reserve(messages[0], messages[2]), first.reserve(messages[1])
+    first.close()
+    assert numbers(second.take(1)) == [3]  # which it gave back by leaving; the others are nobody's
+    assert second.poll() == []
+    broker.abort(aborted, Deadline(10))
+    broker.commit(committed, Deadline(10))
+    again = second.take(2)
+    assert [(int(m.value), m.deliveries) for m in again] == [(0, 2), (2, 2)]
+    second.ack(*again)
+    assert position(broker) == 3
+    assert second.poll() == []
+
+
+def test_several_partitions_and_new_ones_are_shared(broker, join):
+    fill(broker, 4, partitions=2)
+    first, second = join(), join()
+    assert len(first.take(3)) == 3
+    assert len(second.take(1)) == 1
+    broker.admin.grow_topic("orders", 3, Deadline(10))
+    writer = kit.open_writer(broker)
+    kit.begin(writer)
+    kit.send(writer, "orders", b"new", partition=2)
+    writer.commit(Deadline(10))
+    assert second.take_values(1) == [b"new"]
+
+
+def test_an_undecided_message_holds_back_what_came_after_it(broker, join):
+    fill(broker, 1)
+    token = kit.prepare(broker, "orders", b"1")
+    fill(broker, 1)
+    fill(broker, 1, topic="marker")
+    member = join("orders", "marker")
+    assert sorted((m.topic, int(m.value)) for m in member.take(2)) == [("marker", 0), ("orders", 0)]
+    broker.abort(token, Deadline(10))
+    (message,) = member.take(1)
+    assert message.position == (2,)
+
+
+def test_a_paused_partition_is_left_to_others(broker, join):
+    fill(broker, 2)
+    first, second = join(), join()
+    first.reader.pause([ORDERS])
+    assert first.poll() == []
+    assert numbers(second.take(1)) == [0]
+    first.reader.resume([ORDERS])
+    assert numbers(first.take(1)) == [1]
+
+
+def test_there_is_no_position_to_seek(broker, join):
+    member = join()
+    for call in (lambda: member.reader.seek({ORDERS: (0,)}), lambda: member.reader.seek_to_time(0, Deadline(1))):
+        with pytest.raises(NotSupported, match="message by message"):
+            call()
+
+
+def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(broker, join):
+    fill(broker, 10)
+    first = join()
+    first.ack(*first.take(2))
+    first.take(2)
+    first.close()
+    trim(broker, 5)
+    member = join()
+    for _ in range(2):
+        with pytest.raises(PositionLost, match=r"is 2 in orders\[0\].*before 5"):
+            member.poll()
+    member.reader.seek({ORDERS: (5,)})
+    messages = member.take(5)
+    assert numbers(messages) == [5, 6, 7, 8, 9]
+    member.ack(*messages)
+    assert position(broker) == 10
+
+
+def test_what_is_being_worked_on_when_retention_takes_it_is_not_lost(broker, join):
+    fill(broker, 6)
+    member = join()
+    messages = member.take(4)
+    trim(broker, 3)
+    member.ack(*messages[:3])
+    assert numbers(member.take(2)) == [4, 5]
+    assert position(broker) == 3
+
+
+def test_lag_counts_what_is_neither_acknowledged_nor_reserved(broker, join):
+    fill(broker, 6)
+    first, second = join(), join()
+    messages = first.take(4)
+    first.ack(messages[1])
+    first.reserve(messages[2])
+    assert first.reader.lag(Deadline(10)) == second.reader.lag(Deadline(10)) == {ORDERS: 4}
+    assert first.reader.positions() == {ORDERS: (0,)}
+
+
+def test_large_messages_are_lent_in_portions(broker, join):
+    size = 4 << 20
+    writer = kit.open_writer(broker)
+    for number in range(12):
+        kit.commit(writer, "orders", bytes([number]) * size)
+    first, second = join(), join()
+    one = first.poll()
+    assert 1 <= len(one) <= 9
+    assert len(second.take(12 - len(one))) == 12 - len(one)
