@@ -41,14 +41,14 @@ def ship_all(batch: Batch, txn: Transaction) -> None:
 
 def run_each(url: str) -> ProcessorStats:
     with txnbridge.connect(url) as bridge:
-        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=3)
+        processor = bridge.processor("in", group="g", each=ship, dead_letter="dead", max_messages=2)
         processor.run(until_idle=True)
     return processor.stats
 
 
 def run_batch(url: str) -> None:
     with txnbridge.connect(url) as bridge:
-        bridge.processor("in", group="g", batch=ship_all, dead_letter="dead", max_messages=3).run(until_idle=True)
+        bridge.processor("in", group="g", batch=ship_all, dead_letter="dead", max_messages=2).run(until_idle=True)
 
 
 def check(url: str, fed: list[bytes]) -> None:
@@ -64,7 +64,7 @@ def check(url: str, fed: list[bytes]) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("program", [run_each, pytest.param(run_batch, marks=pytest.mark.full)])
 def test_killed_at_any_event_and_run_again_each_message_has_its_effect_once(program, tmp_path):
-    fed = numbers(4)
+    fed = numbers(3)
     fresh = Fresh(tmp_path, lambda url: feed(url, fed))
     killed_at = crash_everywhere(program, lambda url: check(url, fed), fresh=fresh)
     assert {"reader.poll/after", "message.send/after", "ack/after", "commit/before", "commit/after"} <= {

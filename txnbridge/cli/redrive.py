@@ -9,8 +9,7 @@ import click
 import txnbridge
 from txnbridge._redrive import DeadLetter, Redrive
 from txnbridge.cli import _common
-from txnbridge.cli._common import Cli, when
-from txnbridge.cli.read import printable
+from txnbridge.cli._common import Cli, printable, when
 
 
 @_common.command("redrive")
