@@ -118,7 +118,10 @@ def test_no_color_is_respected(tmp_path, monkeypatch, wanted):
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)) is wanted
 
 
-def test_an_interrupt_ends_all_its_processes(tmp_path):
+@pytest.mark.parametrize(
+    ("moment", "processes"), [("come in", 0), ("and freezes", 4)], ids=["while the first starts", "while one is frozen"]
+)
+def test_an_interrupt_ends_all_its_processes(tmp_path, moment, processes):
     with subprocess.Popen(
         DEMO,
         env=environment(tmp_path),
@@ -131,12 +134,12 @@ def test_an_interrupt_ends_all_its_processes(tmp_path):
         pids = []
         for line in process.stdout:
             pids += [int(pid) for pid in re.findall(r"^  (?:worker|cashier|rescuer|old till|new till) (\d+)", line)]
-            if "and freezes" in line:
+            if moment in line:
                 os.killpg(process.pid, signal.SIGINT)
                 break
         _, err = process.communicate()
     assert (process.returncode, err) == (130, "\n")
-    assert len(set(pids)) >= 4
+    assert len(set(pids)) >= processes
     assert [pid for pid in set(pids) if is_alive(pid)] == []
     assert list((tmp_path / "tmp").iterdir()) == []
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import signal
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -132,11 +135,31 @@ class Stage:
 
     def actor(self, function: Callable[..., Any], *args: object, pause: str | None = None) -> Child:
         """Run a function in a process of its own; with `pause` that process is stopped at this event."""
-        actor = Child(function, *args, pause=pause)
-        self._actors.append(actor)
+        with _interrupted_later():
+            actor = Child(function, *args, pause=pause)
+            self._actors.append(actor)
         return actor
 
     def close(self) -> None:
         """End every actor that is still there."""
         for actor in self._actors:
             actor.kill()
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Hold Ctrl-C back while a process starts, and from that process: this one ends it.
+
+    In the middle of a start it would leave a process that nobody knows, or show the traceback of another.
+    """
+    resource_tracker.ensure_running()  # it belongs to the start, and would lift the block below at its end
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))  # for the other threads
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
