@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,3 +39,11 @@ def bridge(url: str) -> Iterator[txnbridge.Bridge]:
 def invoke() -> Invoke:
     """Run the command line in this process."""
     return lambda *args, **options: CliRunner().invoke(main, args, **options)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What is started hears SIGINT, also where the tests themselves run in the background and do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -121,7 +121,7 @@ def test_no_color_is_respected(tmp_path, monkeypatch, wanted):
 @pytest.mark.parametrize(
     ("moment", "processes"), [("come in", 0), ("and freezes", 4)], ids=["while the first starts", "while one is frozen"]
 )
-def test_an_interrupt_ends_all_its_processes(tmp_path, moment, processes):
+def test_an_interrupt_ends_all_its_processes(tmp_path, interruptible, moment, processes):
     with subprocess.Popen(
         DEMO,
         env=environment(tmp_path),

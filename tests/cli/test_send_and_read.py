@@ -192,7 +192,7 @@ def test_ack_needs_a_group(invoke, url):
     assert "--group" in result.stderr
 
 
-def test_following_shows_what_comes_until_ctrl_c(url, bridge):
+def test_following_shows_what_comes_until_ctrl_c(url, bridge, interruptible):
     bridge.admin.create_topic("orders")
     command = [sys.executable, "-m", "txnbridge.cli", "read", "orders", "--follow", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ.copy()) as process:
@@ -209,7 +209,7 @@ def test_following_shows_what_comes_until_ctrl_c(url, bridge):
     assert (process.returncode, out, err) == (130, b"", b"\n")
 
 
-def test_sending_that_is_interrupted_sends_nothing(url, bridge):
+def test_sending_that_is_interrupted_sends_nothing(url, bridge, interruptible):
     bridge.admin.create_topic("orders")
     command = [sys.executable, "-u", "-m", "txnbridge.cli", "send", "orders", "--debug"]
     with subprocess.Popen(

@@ -162,4 +162,4 @@ def _interrupted_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
     if interrupts:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
