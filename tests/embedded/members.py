@@ -59,7 +59,8 @@ class Member:
 
     def take(self, count: int, timeout: float = 20) -> list[Message]:
         """Exactly so many messages, in however many polls."""
-        deadline, messages = Deadline(timeout), []
+        messages: list[Message] = []
+        deadline = Deadline(timeout)
         while len(messages) < count:
             messages += self.poll(count - len(messages), 0.1)
             deadline.check(f"reading {count} messages, of which {len(messages)} came")

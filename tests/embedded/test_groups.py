@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from txnbridge_embedded import groups
+from txnbridge_embedded import groups, schema
 from txnbridge_embedded.groups import AckContext
-from txnbridge_embedded.store import OFFSET_BITS, SCHEMA
+from txnbridge_embedded.schema import OFFSET_BITS
 
 from txnbridge.errors import Conflict
 
@@ -23,7 +23,7 @@ SHARED = AckContext(GROUP, "shipping", "message", "me", {PARTITION: (PARTITION_I
 def file(stored, first=0, start=0):
     """A file with one partition that holds messages at the given offsets, given to `me` with epoch 3."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    connection.executescript(SCHEMA)
+    schema.create(connection)
     connection.execute("INSERT INTO topics(name, created_at) VALUES ('orders', 0)")
     end = max(stored, default=-1) + 1
     connection.execute(

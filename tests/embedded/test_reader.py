@@ -9,7 +9,7 @@ from txnbridge_embedded.schema import OFFSET_BITS
 
 from tests.embedded import kit
 from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost
-from txnbridge.spi import Deadline, Decision, Subscription
+from txnbridge.spi import Deadline, Decision, Message, Subscription
 
 ORDERS = ("orders", 0)
 
@@ -48,7 +48,8 @@ def reading(broker):
 
 def take(reader, count):
     """Exactly so many messages, in however many polls."""
-    deadline, messages = Deadline(20), []
+    messages: list[Message] = []
+    deadline = Deadline(20)
     while len(messages) < count:
         messages += reader.poll(count - len(messages), deadline)
         deadline.check(f"reading {count} messages, of which {len(messages)} came")
@@ -286,7 +287,8 @@ def test_large_messages_come_in_portions(broker, reading):
     writer = kit.open_writer(broker)
     for number in range(20):
         kit.commit(writer, "orders", bytes([number]) * size)
-    reader, portions = reading(), []
+    reader = reading()
+    portions: list[int] = []
     while sum(portions) < 20:
         messages = reader.poll(500, Deadline(10))
         assert all(set(message.value) == {message.position[0]} for message in messages[:1])
