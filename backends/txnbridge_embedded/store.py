@@ -256,9 +256,9 @@ class Store:
             still_open = connection.in_transaction
             _roll_back(connection)
             meaning = translate(error, f"{what} in {self.path}")
-            # Refused with the transaction still open, or for want of room: its last page was never written, so it did
-            # not happen. Any other error may have come after that page.
-            if still_open or code_of(error) == _FULL:
+            # Refused with the transaction still open, or a page could not be written: then its last one, which makes it
+            # true, was not. Any other error, such as one of fsync, may have come after that page.
+            if still_open or code_of(error) == _FULL or getattr(error, "sqlite_errorcode", None) == _IOERR_WRITE:
                 raise meaning from error
             raise CommitUnclear(str(meaning)) from error
 
@@ -395,6 +395,7 @@ def _begin_snapshot(connection: Connection) -> None:
 _PERM, _BUSY, _LOCKED, _READONLY, _IOERR, _CORRUPT, _FULL, _CANTOPEN, _PROTOCOL, _NOTADB = (
     *(3, 5, 6, 8, 10, 11, 13, 14, 15, 26),
 )
+_IOERR_WRITE = _IOERR | 3 << 8
 _CODES = {
     "access permission denied": _PERM,
     "database is locked": _BUSY,
