@@ -6,8 +6,6 @@ import atexit
 import itertools
 import logging
 import os
-import secrets
-import socket
 import threading
 import time
 import warnings
@@ -96,10 +94,10 @@ def connect(
         address,
         options,
         identity=Identity(
-            name=transactional_id or f"anonymous-{secrets.token_hex(8)}",
+            name=transactional_id or f"anonymous-{_random(8)}",
             owned=transactional_id is not None,
             application=application or transactional_id or "default",
-            host=f"{socket.gethostname()} pid {os.getpid()}",
+            host=f"{os.uname().nodename} pid {os.getpid()}",
         ),
         timeout=timeout,
         hold=hold,
@@ -126,7 +124,7 @@ class Bridge:
         self._forked = False
         self._abandoned: deque[tuple[Writer, str]] = deque()  # of transactions that were left unfinished
         self._closed = False
-        self._name = f"{backend.name}-{secrets.token_hex(4)}"
+        self._name = f"{backend.name}-{_random(4)}"
         self._events = Emitter(self._name, plugins.listeners())
         self._header_makers = plugins.header_makers()
         self._identity = identity
@@ -538,6 +536,11 @@ class Bridge:
         _parents.append(self._broker)
         for transaction in list(self._transactions):
             transaction._guard.acquire(False)  # so that every call on it is refused, at no cost to `send`
+
+
+def _random(size: int) -> str:
+    """A name that nobody else makes. (Not by `secrets`: it loads a tenth of what `import txnbridge` may cost.)"""
+    return os.urandom(size).hex()
 
 
 def _commit_writer(writer: Writer, deadline: Deadline) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import urllib.parse
 from collections.abc import Iterable, Mapping
@@ -110,6 +109,8 @@ def resolve_options(
 
 
 def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption:
+    import difflib  # here, because only a mistake needs it
+
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
     return InvalidOption(f"{whose} has no option {name!r}{hint}")
