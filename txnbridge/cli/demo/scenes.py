@@ -77,7 +77,7 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     )
     stage.check(
         "order 1 is done and does not come again",
-        "the next order of the group is order 2",
+        "the group's next one is order 2",
         seen=next_order(stage, bridge),
         expected=b"order 2",
     )
@@ -108,7 +108,7 @@ def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
     )
     stage.check(
         "order 2 is not lost: it comes again",
-        "the next order of the group is order 2",
+        "the group's next one is order 2",
         seen=next_order(stage, bridge),
         expected=b"order 2",
     )
@@ -117,15 +117,15 @@ def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
 def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     stage.title(
         "3. Killed between prepare and commit",
-        "A prepared transaction is durable but invisible, and a token names it.\n"
-        "Whoever has the token can finish it, whatever happened to the process that began it.",
+        "A prepared transaction is durable and invisible, and a token names it.\n"
+        "Whoever has the token can finish it, whatever happened to who began it.",
     )
     stage.code(pay, finish)
     shop = stage.shop
     cashier = stage.actor(on_bridge, pay_and_wait, stage.url, shop)
     token = cashier.told(PATIENCE)
     name = f"cashier {cashier.pid}"
-    stage.step(name, f"prepared; the token is {token[:20]}... ({len(token)} characters)")
+    stage.step(name, f"prepared, with the token {token[:20]}...")
     cashier.kill()
     stage.step(name, "kill -9")
     stage.check(
@@ -163,7 +163,7 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
 def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     stage.title(
         "4. A zombie is shut out",
-        "A till freezes in the middle of a sale, so another takes over under the same name.\n"
+        "A till freezes in the middle of a sale, so another takes over by the same name.\n"
         "Then the first wakes up and goes on as if nothing had happened.",
     )
     stage.code(sell)
@@ -190,7 +190,7 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     )
     stage.check(
         "it is told who took over",
-        "the error names its host and process id",
+        "the error names its host and pid",
         seen=refusal and refusal.newer,
         expected=f"{socket.gethostname()} pid {new.pid}",
     )
