@@ -243,7 +243,7 @@ class EmbeddedAdmin(Admin):
     def _room(self) -> Iterator[Advice]:
         free = shutil.disk_usage(self._store.path.parent).free
         if free < _LITTLE_ROOM_BYTES:
-            yield Advice("warning", "disk", f"{free >> 20} MiB are free", "make room, or delete topics")
+            yield Advice("warning", "disk", f"{free >> 20} MiB are free", "make room: a full disk commits nothing")
         try:
             log = os.stat(f"{self._store.path}-wal").st_size
         except OSError:

@@ -39,6 +39,8 @@ _TURN_POLL = 0.0005
 _TURN_PATIENCE = 0.1
 # A reader meets a lock only while a file is recovered or closed by its last user, which takes milliseconds.
 _READ_POLL = 0.001
+# How long a new connection puts up with such a lock; it has no caller's deadline.
+_CONNECT_SECONDS = 5.0
 # How old the known partition count of a topic may be: topics grow rarely, and a look costs a query.
 _TOPIC_AGE = 1.0
 # The write-ahead log is copied into the file once it is this long. Longer saves nothing, because most pages are
@@ -104,19 +106,19 @@ class Store:
         """
         files.check_sqlite()
         files.check_path(self.path, create)
+        # This connection stays open for as long as the store: when the last one of all closes, SQLite copies and removes
+        # its log, which costs the next one dearly. It also copies the log while others write.
+        self._keeper = self._connect()
         try:
-            connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, factory=Connection)
-            try:
-                self._make_ready(connection, deadline)
-            finally:
-                connection.close()
-            # One connection stays open for as long as the store: when the last one of all closes, SQLite copies and
-            # removes its log, which costs the next one dearly. It also copies the log while others write.
-            self._keeper = self.connect()
-            self.cluster = self._keeper.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()[0]
-        except sqlite3.Error as error:
+            self._make_ready(self._keeper, deadline)
+            self._set_up(self._keeper, self.durable, deadline)
+            with self.reading(self._keeper, deadline):
+                (self.cluster,) = self._keeper.execute("SELECT value FROM meta WHERE key = 'cluster'").fetchone()
+        except BaseException as error:
             self.close()
-            raise translate(error, f"opening {self.path}") from error
+            if isinstance(error, sqlite3.Error):
+                raise translate(error, f"opening {self.path}") from error
+            raise
 
     def _make_ready(self, connection: Connection, deadline: Deadline) -> None:
         def look(_: Connection) -> bool:
@@ -140,15 +142,10 @@ class Store:
 
     def connect(self, *, durable: bool | None = None) -> Connection:
         """A connection for one user at a time, from any thread; `durable=False` for what a power cut may take."""
-        try:
-            connection = sqlite3.connect(
-                self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=Connection
-            )
-        except sqlite3.Error as error:
-            raise translate(error, f"opening {self.path}") from error
+        connection = self._connect()
         try:
             self._open_turn(connection)
-            self._set_up(connection, self.durable if durable is None else durable)
+            self._set_up(connection, self.durable if durable is None else durable, Deadline(_CONNECT_SECONDS))
         except BaseException as error:
             connection.close()
             if isinstance(error, sqlite3.Error):
@@ -156,18 +153,34 @@ class Store:
             raise
         return connection
 
+    def _connect(self) -> Connection:
+        try:
+            return sqlite3.connect(
+                self.path, timeout=0, isolation_level=None, check_same_thread=False, factory=Connection
+            )
+        except sqlite3.Error as error:
+            raise translate(error, f"opening {self.path}") from error
+
+    def _set_up(self, connection: Connection, durable: bool, deadline: Deadline) -> None:
+        settings = [
+            f"synchronous = {'FULL' if durable else 'NORMAL'}",
+            "wal_autocheckpoint = 0",  # `_copy_log` says why
+            f"journal_size_limit = {_WAL_BYTES}",
+        ]
+        if self._max_bytes is not None:
+            settings.append(f"max_page_count = {max(1, self._max_bytes // schema.PAGE_BYTES)}")
+
+        def apply(connection: Connection) -> None:
+            for setting in settings:
+                connection.execute(f"PRAGMA {setting}")
+
+        self._retry(connection, deadline, "opening", _READ_POLL, apply)
+
     def _open_turn(self, connection: Connection) -> None:
         try:
             connection.turn = os.open(f"{self.path}-turn", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise AccessDenied(f"{self.path}-turn cannot be opened: {error.strerror}") from error
-
-    def _set_up(self, connection: Connection, durable: bool) -> None:
-        connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-        connection.execute("PRAGMA wal_autocheckpoint = 0")  # `_copy_log` says why
-        connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-        if self._max_bytes is not None:
-            connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // schema.PAGE_BYTES)}")
 
     def close(self) -> None:
         """Let go of the file. Connections that were given out close themselves."""

@@ -15,6 +15,7 @@ from txnbridge_embedded.broker import EmbeddedBroker
 from txnbridge_embedded.store import Connection, Store
 
 from tests.embedded.kit import (
+    NO_LEDGER,
     begin,
     commit,
     open_broker,
@@ -61,7 +62,7 @@ def commit_until_killed(path, topic):
 
 
 def check_after_kill(broker, topic, acknowledged):
-    """What the killed process was told is all there; of the transaction that it was in the middle of, all or nothing."""
+    """All that the killed process was told is there; of the transaction that it was in, all or nothing."""
     found: dict[int, list[int]] = {}
     for message in read(broker, topic):
         number, count = message.value.split()
@@ -147,7 +148,7 @@ def do_everything(path, last):
         connection.set_trace_callback(count)
         return connection
 
-    Store.connect = connect_and_count  # type: ignore[method-assign]
+    pytest.MonkeyPatch().setattr(Store, "connect", connect_and_count)  # for the rest of this process
     broker = open_broker(path, spill_bytes=10_000, create_topics=2)
     writer = open_writer(broker, "billing")
     for name, values_sent, end in (
@@ -232,7 +233,7 @@ def end_as_told(broker, name, told):
         return
     token = told[f"{name} token"]
     wanted = Outcome.COMMITTED if name == "prepared" else Outcome.ABORTED
-    state = broker.status(token, None, Deadline(10)).state
+    state = broker.status(token, NO_LEDGER, Deadline(10)).state
     assert state is (TokenState(wanted.value) if name in told else state)
     assert state in (TokenState.PREPARED, TokenState(wanted.value))
     assert (broker.commit if name == "prepared" else broker.abort)(token, Deadline(10)) is wanted
@@ -384,7 +385,7 @@ def commit_against_limits(path, step):
         if unknown is not None:
             assert sys.version_info < (3, 11)
             writer.reopen(Deadline(10))
-            assert broker.status(unknown, None, Deadline(10)).state is TokenState.ABORTED
+            assert broker.status(unknown, NO_LEDGER, Deadline(10)).state is TokenState.ABORTED
             outcomes.append("DeliveryFailed")
         commit(writer, "between", b"%d" % number)  # there is room again: the same writer goes on
     writer.close()
