@@ -106,8 +106,8 @@ class Store:
         """
         files.check_sqlite()
         files.check_path(self.path, create)
-        # This connection stays open for as long as the store: when the last one of all closes, SQLite copies and removes
-        # its log, which costs the next one dearly. It also copies the log while others write.
+        # This connection stays open for as long as the store: when the last one of all closes, SQLite copies and
+        # removes its log, which costs the next one dearly. It also copies the log while others write.
         self._keeper = self._connect()
         try:
             self._make_ready(self._keeper, deadline)
