@@ -13,6 +13,8 @@ from pathlib import Path
 import txnbridge
 
 KIB = 1024
+DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES = 4 * KIB, 1000 * 4 * KIB  # SQLite's: pages, and when the log is copied
+PAGE_BYTES, LOG_BYTES = 16 * KIB, 8 << 20  # the embedded broker's
 Row = tuple[int | None, int, bytes | None, str | None, bytes]  # id, timestamp, key, headers, value
 
 
@@ -47,12 +49,11 @@ def url(folder: Path) -> str:
 
 
 @contextmanager
-def plain(folder: Path, page_bytes: int = 4096, log_bytes: int = 4 << 20) -> Iterator[sqlite3.Connection]:
-    """A plain SQLite file that is as durable as ours: a log (WAL) that is synchronised at each commit.
-
-    Its page size and the length at which the log is copied are SQLite's defaults unless given.
-    """
-    path = folder / "plain.db"
+def plain(
+    folder: Path, page_bytes: int = DEFAULT_PAGE_BYTES, log_bytes: int = DEFAULT_LOG_BYTES
+) -> Iterator[sqlite3.Connection]:
+    """A plain SQLite file that is as durable as ours: a log (WAL) that is synchronised at each commit."""
+    path = folder / f"plain-{page_bytes}.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size = {page_bytes}")
         connection.execute("PRAGMA journal_mode = WAL")

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -250,7 +250,7 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments))
+    process = context.Process(target=_serve, args=(target, theirs, *arguments))
     process.start()
     theirs.close()
     try:
@@ -261,3 +261,8 @@ def child(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def _serve(target: Callable[..., None], pipe: Connection, *arguments: Any) -> None:
+    with suppress(EOFError, BrokenPipeError):  # whoever asked has gone
+        target(pipe, *arguments)

@@ -1,7 +1,8 @@
 """Reading from the embedded broker beside a bare SELECT of the same columns from a plain SQLite file.
 
-Both read a file of messages from its beginning, in pieces of 1,000. "Acknowledged" is a group that acknowledges each
-piece in a transaction; its peer stores a position in a transaction of the same durability.
+Both read a file of messages from its beginning, in pieces of 1,000. The peer's file is once as SQLite makes it by
+default, and once with the embedded broker's page size. "Acknowledged" is a group that acknowledges each piece in a
+transaction; its peer stores a position in a transaction of the same durability.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import txnbridge
-from benchmarks._files import KIB, bodies, fresh, insert, plain, rows, url
+from benchmarks._files import DEFAULT_PAGE_BYTES, KIB, PAGE_BYTES, bodies, fresh, insert, plain, rows, url
 from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
 
 PIECE = 1000
@@ -22,14 +23,17 @@ _names = itertools.count()
 
 
 def fill(folder: Path, messages: int, size: int) -> None:
-    """The same messages into a file of the embedded broker and into a plain one."""
+    """The same messages into a file of the embedded broker and into two plain ones."""
     values = bodies(PIECE, size)
     ready = rows(values)
-    with txnbridge.connect(url(folder)) as bridge, plain(folder) as connection:
+    with txnbridge.connect(url(folder)) as bridge:
         for _ in range(messages // PIECE):
             with bridge.transaction() as txn:
                 txn.send_many("topic", values)
-            insert(connection, ready)
+    for page_bytes in (DEFAULT_PAGE_BYTES, PAGE_BYTES):
+        with plain(folder, page_bytes) as connection:
+            for _ in range(messages // PIECE):
+                insert(connection, ready)
 
 
 def consume(consumer: txnbridge.Consumer, messages: int) -> None:
@@ -95,10 +99,10 @@ def select(connection: sqlite3.Connection, first: int, last: int) -> int:
     return count
 
 
-def selecting(folder: Path, messages: int) -> Contender:
+def selecting(folder: Path, messages: int, page_bytes: int) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
-        with plain(folder) as connection:
+        with plain(folder, page_bytes) as connection:
             yield lambda: select(connection, 1, messages)
 
     return contender
@@ -107,7 +111,7 @@ def selecting(folder: Path, messages: int) -> Contender:
 def storing_a_position(folder: Path, messages: int) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
-        with plain(folder) as connection:
+        with plain(folder, PAGE_BYTES) as connection:
             connection.execute("CREATE TABLE IF NOT EXISTS positions(id INTEGER PRIMARY KEY, next INTEGER)")
             at = 1
 
@@ -135,17 +139,19 @@ def measure(settings: Settings) -> None:
                 settings,
                 {
                     "alone": reading(folder, messages, in_group=False),
-                    "select": selecting(folder, messages),
+                    "SELECT": selecting(folder, messages, DEFAULT_PAGE_BYTES),
+                    "SELECT, our pages": selecting(folder, messages, PAGE_BYTES),
                     "in a group": reading(folder, messages, in_group=True),
                     "acknowledged": acknowledging(folder, messages),
-                    "select, position": storing_a_position(folder, messages),
+                    "SELECT, our pages, and a position": storing_a_position(folder, messages),
                 },
             )
             target = at_least(0.7) if size == KIB else None
-            report.figure("without a group / SELECT", speed(found["alone"], found["select"]), "", target)
-            report.figure("in a group / SELECT", speed(found["in a group"], found["select"]), "", target)
-            acknowledged = speed(found["acknowledged"], found["select, position"])
-            report.figure("in a group, acknowledged / SELECT and a stored position", acknowledged)
+            for ours in ("alone", "in a group"):
+                for peer in ("SELECT", "SELECT, our pages"):
+                    report.figure(f"{ours} / {peer}", speed(found[ours], found[peer]), "", target)
+            peer = "SELECT, our pages, and a position"
+            report.figure(f"acknowledged / {peer}", speed(found["acknowledged"], found[peer]))
             for what, rounds in found.items():
                 report.figure(f"{what}, a message", per_unit(rounds, 1e6), "us")
 

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from benchmarks._files import KIB, bodies, fresh, fresh_bridge, insert, plain, rows
+from benchmarks._files import (
+    DEFAULT_LOG_BYTES,
+    DEFAULT_PAGE_BYTES,
+    KIB,
+    LOG_BYTES,
+    PAGE_BYTES,
+    bodies,
+    fresh,
+    fresh_bridge,
+    insert,
+    plain,
+    rows,
+)
 from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
 
 MESSAGES = 1000  # a transaction
-PAGE_BYTES, LOG_BYTES = 16 * KIB, 8 << 20  # the embedded broker's
 
 
 def embedded(settings: Settings, values: list[bytes], many: bool, key: str | None = None) -> Contender:
@@ -58,7 +69,7 @@ def measure(settings: Settings) -> None:
         settings,
         {
             "send_many": embedded(settings, values, many=True),
-            "executemany": executemany(settings, values, 4 * KIB, 4 << 20),
+            "executemany": executemany(settings, values, DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES),
             "send": embedded(settings, values, many=False),
             "executemany, our pages": executemany(settings, values, PAGE_BYTES, LOG_BYTES),
             "send with a key": embedded(settings, values, many=False, key="42"),

@@ -15,7 +15,7 @@ TARGETS = {
     "send": 2,
     "imports": 1,
     "write": 6,
-    "read": 2,
+    "read": 4,
     "commit": 0,
     "writers": 6,
     "wakeup": 4,
