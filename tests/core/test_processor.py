@@ -563,6 +563,16 @@ def test_what_cannot_be_decoded_is_set_aside_raw_and_the_rest_goes_on(room, sett
     assert room.broker.begun == len(room.broker.committed) == 1
 
 
+def test_a_dead_letter_is_raw_also_when_it_could_be_decoded(room):
+    room.feed(b'{"a": 1}')
+
+    def refuse(message: Message, txn: Transaction) -> None:
+        raise Poison(f"{message.value['a']} is too little")
+
+    room.run(inputs=Topic("t", codecs.json), each=refuse, dead_letter="dead")
+    assert room.broker.dead == [b'{"a": 1}']
+
+
 def test_a_registry_that_is_down_is_no_poison(room):
     room.feed(b"0")
     errors: list[Exception] = [ConnectionRefusedError("registry"), TimeoutError("registry")]
@@ -601,6 +611,23 @@ def test_a_broker_error_is_never_taken_for_poison(room, explicit):
     room.run(each=convert, dead_letter="dead", poison=ValueError)
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
     assert len(room.waits) == 2
+
+
+def test_a_broker_error_is_not_forgotten_when_the_handler_goes_on_to_poison(room):
+    room.feed(b"0")
+    room.broker.raises["send"] = [BrokerUnavailable("down")]
+
+    def careless(message: Message, txn: Transaction) -> None:
+        failed = False
+        try:
+            copy(message, txn)
+        except BrokerUnavailable:
+            failed = True
+        if failed:
+            raise Poison("it could not be sent")
+
+    room.run(each=careless, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
 
 
 def test_a_refused_output_is_poison_only_if_declared_by_name(room):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sqlite3
+import threading
 import time
 from collections import Counter
 
@@ -191,3 +192,27 @@ def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path
         blocker.close()
     assert 0.5 < took < 3
     assert processor.stats.messages == 0
+
+
+def test_in_a_thread_too_the_broker_is_not_waited_for_longer_than_the_stop_allows(tmp_path):
+    url = url_of(tmp_path)
+    feed(url, numbers(1))
+    blocker = sqlite3.connect(tmp_path / "broker.db", isolation_level=None, check_same_thread=False)
+
+    blocked = threading.Event()
+
+    def block(message: Message, txn: Transaction) -> None:
+        blocker.execute("BEGIN IMMEDIATE")
+        blocked.set()
+
+    with txnbridge.connect(url) as bridge:
+        processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
+        with pytest.raises(DeadlineExceeded), processor:
+            assert blocked.wait(20)
+            started = time.monotonic()
+        assert processor._thread is not None
+        processor._thread.join(20)  # the broker is still blocked
+        took = time.monotonic() - started
+        blocker.execute("ROLLBACK")
+        blocker.close()
+    assert 0.5 < took < 3

@@ -123,6 +123,16 @@ def test_what_is_poison_again_does_not_go_round_in_circles(bridge, url):
     assert values(bridge, "dead") == numbers(3) * 2
 
 
+def test_dead_letters_that_come_after_it_began_are_left_for_the_next(bridge, url, monkeypatch):
+    make_dead_letters(url, 3)
+    redrive = Redrive(bridge, "dead")
+    ends = redrive._ends()
+    make_dead_letters(url, 2)
+    monkeypatch.setattr(redrive, "_ends", lambda: ends)
+    assert redrive.run() == (3, 0, 0)
+    assert Redrive(bridge, "dead").run() == (2, 0, 0)
+
+
 def test_a_message_without_a_key_comes_back_to_its_partition(bridge, url):
     bridge.admin.create_topic("in", partitions=8)
     with bridge.transaction() as txn:
