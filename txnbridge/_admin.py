@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from txnbridge._deadline import Deadline
+from txnbridge._events import Emitter
 from txnbridge._token import Decision, Outcome
 from txnbridge._topics import check_topic_name
 from txnbridge.capabilities import Capability
@@ -13,9 +14,10 @@ from txnbridge.spi import Advice, Broker, OpenTransaction, TopicInfo
 class Admin:
     """Topics, open transactions and the doctor of one broker; each call ends within the bridge's timeout."""
 
-    def __init__(self, broker: Broker, timeout: float) -> None:
+    def __init__(self, broker: Broker, timeout: float, events: Emitter) -> None:
         self._broker = broker
         self._timeout = timeout
+        self._events = events
 
     def create_topic(
         self,
@@ -72,13 +74,16 @@ class Admin:
                 return found
         raise NotFound(f"there is no open transaction {transaction!r}; it may have ended, ask with its token")
 
-    def commit(self, transaction: str) -> Outcome:
-        """Commit a prepared transaction by its id; the true outcome. The application's own decision is overridden."""
-        return self._end(transaction, Decision.COMMIT)
+    def commit(self, transaction: str, *, reason: str = "") -> Outcome:
+        """Commit a prepared transaction by its id; the true outcome. The application's own decision is overridden.
 
-    def abort(self, transaction: str) -> Outcome:
-        """Abort an open or prepared transaction by its id; the true outcome."""
-        return self._end(transaction, Decision.ABORT)
+        The reason goes into the event. Raises `NotFound`, `InvalidState` for one that is not prepared.
+        """
+        return self._end(transaction, Decision.COMMIT, reason)
+
+    def abort(self, transaction: str, *, reason: str = "") -> Outcome:
+        """Abort an open or prepared transaction by its id; the rules of `commit`."""
+        return self._end(transaction, Decision.ABORT, reason)
 
     def repair(self, transaction: str) -> str:
         """Mend what the broker left half done about a transaction; says what was done."""
@@ -88,9 +93,13 @@ class Admin:
         """The doctor: settings and states that weaken a promise or hold readers back."""
         return self._broker.admin.check(self._deadline())
 
-    def _end(self, transaction: str, decision: Decision) -> Outcome:
+    def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:
         self._broker.capabilities.require(Capability.END_OPEN)
-        return self._broker.admin.end(transaction, decision, self._deadline())
+        told = {"decision": decision.value, "by": "administrator", "reason": reason}
+        with self._events.step("resolve", transaction, **told) as found:
+            outcome = self._broker.admin.end(transaction, decision, self._deadline())
+            found["outcome"] = outcome.value
+        return outcome
 
     def _deadline(self) -> Deadline:
         return Deadline(self._timeout)

@@ -191,7 +191,7 @@ class Bridge:
     def admin(self) -> Admin:
         """Topics, open transactions, and the doctor."""
         self._check_open()
-        return Admin(self._broker, self._timeout)
+        return Admin(self._broker, self._timeout, self._events)
 
     def __repr__(self) -> str:
         return f"<Bridge to {self._url}>"

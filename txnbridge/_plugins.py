@@ -110,13 +110,7 @@ class Plugins:
 
     def backends(self) -> list[Backend]:
         """Every backend; a plug-in whose hook raises is reported in `failed`."""
-        found: list[Backend] = []
-        for function in self._functions("txnbridge_backends"):
-            try:
-                found += function()
-            except Exception as error:
-                self.failed[getattr(function, "__module__", repr(function))] = error
-        return found
+        return self._collect("txnbridge_backends")
 
     def listeners(self) -> list[Any]:
         return self._functions("txnbridge_event")
@@ -125,7 +119,17 @@ class Plugins:
         return self._functions("txnbridge_headers")
 
     def commands(self) -> list[click.Command]:
-        return [command for function in self._functions("txnbridge_commands") for command in function()]
+        """Every plug-in's commands; a plug-in whose hook raises is reported in `failed`."""
+        return self._collect("txnbridge_commands")
+
+    def _collect(self, hook: str) -> list[Any]:
+        found: list[Any] = []
+        for function in self._functions(hook):
+            try:
+                found += function()
+            except Exception as error:
+                self.failed[getattr(function, "__module__", repr(function))] = error
+        return found
 
     def _functions(self, hook: str) -> list[Any]:
         return [impl.function for impl in getattr(self.manager.hook, hook).get_hookimpls()]

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 @functools.cache
 def plugin_commands() -> dict[str, click.Command]:
     """Every plug-in's commands by name. One that fails is in `failed_plugins`, and takes nothing else down."""
-    try:
-        return {command.name: command for command in plugins.commands() if command.name}
-    except Exception as error:
-        plugins.failed["txnbridge_commands"] = error
-        return {}
+    return {command.name: command for command in plugins.commands() if command.name}
 
 
 def failed_plugins() -> dict[str, BaseException]:

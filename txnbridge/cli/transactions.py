@@ -98,12 +98,11 @@ def _say_what_would_happen(cli: Cli, bridge: Bridge, what: Token | str, decision
 def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> Outcome:
     name = what.transaction if isinstance(what, Token) else what
     commit = decision is Decision.COMMIT
-    with bridge._events.step("resolve", name, decision=decision.value, by="command line", reason=reason) as found:
-        if isinstance(what, Token):
-            outcome = bridge.commit(what) if commit else bridge.abort(what)
-        else:
-            outcome = bridge.admin.commit(what) if commit else bridge.admin.abort(what)
-        found["outcome"] = outcome.value
+    if isinstance(what, Token):
+        outcome = bridge.commit(what) if commit else bridge.abort(what)
+    else:
+        end = bridge.admin.commit if commit else bridge.admin.abort
+        outcome = end(what, reason=reason)
     # A warning, so that it is logged also where nobody set up logging.
     _log.warning("transaction %s: %s by hand, it is %s; reason: %s", name, decision.value, outcome.value, reason)
     return outcome
