@@ -284,13 +284,13 @@ class Processor:
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
-        self._since = time.monotonic()
         self._consumer = self._bridge.consumer(self._topics, self._group, start=self._start)
+        self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"the handler of {self!r} did not end within {self._stop_timeout:g} s after the stop and was given up;"
-            " what had not committed by then comes again"
+            f"{self!r} did not end within {self._stop_timeout:g} s after the stop and was given up; what had not"
+            " committed by then comes again"
         )
 
     def _loop_in_thread(self) -> None:
@@ -463,6 +463,7 @@ class Processor:
                 return True
             raise
         self._failures = 0
+        self._blamed = None
         self._look_at_lag(self._consumer, now=until_idle)
         return until_idle and self._lag == 0 and bool(self._consumer.assignment)
 
@@ -538,7 +539,7 @@ class Processor:
 
     def _handle_each(self, each: Each, items: list[_Item], txn: Transaction) -> list[_Item]:
         """Message by message. After poison the rest is tried too, in vain, so that one abort finds all of it."""
-        half_time = txn.deadline / 2
+        half_time = time.monotonic() + txn.deadline / 2
         found = False
         done = 0
         for item in items:
@@ -550,7 +551,7 @@ class Processor:
                     self._blame_unless_poison(error, txn)
                     item.poison, found = error, True
             # Slow handlers get smaller transactions rather than one that cannot be in time.
-            if self._stopping or txn.deadline < half_time:
+            if self._stop_at is not None or time.monotonic() > half_time:
                 break
         if found:
             raise _PoisonFound
