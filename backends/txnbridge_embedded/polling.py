@@ -49,13 +49,14 @@ class PollingReader(Reader):
         self._turn = 0
         self._closed = False
         self._connection = store.connect()
+        self._watch = Watch(self._connection, store.path)
         try:
             for topic in subscription.topics:
                 store.ensure_topic(self._connection, topic, deadline)
-            self._watch = Watch(self._connection)
             self._open(deadline)
             self._look(deadline)
         except BaseException:
+            self._watch.close()
             self._connection.close()
             raise
 
@@ -158,6 +159,7 @@ class PollingReader(Reader):
                 self._leave(deadline)
             finally:
                 self._cursors.clear()
+                self._watch.close()
                 self._connection.close()
 
     # --- partitions come and go --------------------------------------------------------------------------------------
