@@ -57,11 +57,7 @@ def test_a_reader_in_another_process_wakes_within_milliseconds_of_a_commit(broke
 
 @pytest.mark.parametrize("group", [None, "shipping"])
 def test_waiting_costs_next_to_nothing(broker, told, group):
-    reader = (
-        Member(broker, group=group).reader
-        if group
-        else broker.reader(Subscription(("orders",)), kit.Silent(), Deadline(10))
-    )
+    reader = broker.reader(Subscription(("orders",), group), kit.Silent(), Deadline(10))
     reader.poll(1, Deadline(0.1))
     used, begun = time.process_time(), time.monotonic()
     assert reader.poll(1, Deadline(1.5)) == []
