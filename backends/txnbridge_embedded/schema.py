@@ -13,9 +13,9 @@ OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a pa
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
 MAX_PARTITION_ID = (1 << 22) - 1  # what 63 bits leave, with one bit to spare
 
-# Rows are mostly about 1 KiB: on a page of 4 KiB three of them fit and a quarter is wasted, on this one 15 and little
-# is. Larger ones would make a commit of one message, which writes a page of each table that it touches, too dear.
-PAGE_BYTES = 16384
+# Of rows of 1 KiB three fit on SQLite's usual page of 4 KiB and a quarter is wasted, on this one seven. A commit of one
+# message writes a page of each table that it touches, so much larger ones would make small commits dear.
+PAGE_BYTES = 8192
 
 _SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value) WITHOUT ROWID;
