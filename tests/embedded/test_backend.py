@@ -1,0 +1,180 @@
+"""URLs, options, capabilities, and `like=`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from txnbridge_embedded.backend import OPTIONS, EmbeddedBackend, file_of
+from txnbridge_embedded.likes import LIKES
+from txnbridge_embedded.settings import Settings
+
+import txnbridge
+from tests.embedded.kit import begin, open_writer, prepare, read, send, values
+from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TransactionAborted
+from txnbridge.spi import Capability, Deadline, Level, Url
+
+
+def test_a_relative_path_stays_where_it_was_when_the_folder_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with txnbridge.connect("embedded:broker.db") as bridge:
+        monkeypatch.chdir("/")
+        with bridge.transaction() as txn:
+            txn.send("orders", b"1")
+    assert (tmp_path / "broker.db").exists()
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_of(Url("embedded", path="~/broker.db")) == tmp_path / "broker.db"
+
+
+def test_without_a_path_the_file_is_in_the_users_data_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    txnbridge.connect("embedded:").close()
+    assert (tmp_path / "data" / "txnbridge" / "broker.db").exists()
+    assert (tmp_path / "data" / "txnbridge").stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_of(Url("embedded")) == tmp_path / ".local" / "share" / "txnbridge" / "broker.db"
+
+
+def test_a_data_folder_that_cannot_be_made_is_told(tmp_path, monkeypatch):
+    (tmp_path / "data").touch()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    with pytest.raises(AccessDenied, match="cannot be made"):
+        file_of(Url("embedded"))
+
+
+def test_a_host_is_refused_with_what_to_write_instead():
+    with pytest.raises(InvalidOption, match="embedded:PATH"):
+        txnbridge.connect("embedded://localhost/broker.db")
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(InvalidOption, match="NUL"):
+        file_of(Url("embedded", path="a\0b"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lease_seconds", 0),
+        ("keep_seconds", -1.0),
+        ("hold_seconds", float("inf")),
+        ("hold_seconds", float("nan")),
+        ("spill_bytes", 0),
+        ("max_message_bytes", 2_000_000_000),
+        ("max_bytes", -1),
+        ("half_checks", 0),
+        ("durability", "none"),
+        ("like", "activemq"),
+        ("client.id", "x"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_name(path, option, value):
+    with pytest.raises(InvalidOption, match=option):
+        txnbridge.connect(f"embedded:{path}", embedded={option: value})
+    assert not path.exists()
+
+
+def test_options_and_settings_have_the_same_defaults():
+    settings = Settings()
+    shared = vars(settings).keys() & OPTIONS.keys()
+    assert len(shared) >= 8
+    assert {name: OPTIONS[name].default for name in shared} == {name: getattr(settings, name) for name in shared}
+
+
+def test_every_promise_but_sharing_by_key_is_kept_natively():
+    kept = EmbeddedBackend.capabilities
+    assert {c for c in Capability if kept[c].level is not Level.NATIVE} == {Capability.SHARE_KEY}
+
+
+@pytest.mark.parametrize("name", LIKES)
+def test_like_takes_away_what_the_other_broker_lacks_and_nothing_else(opened, name):
+    broker = opened(like=name)
+    lacking = {c for c in Capability if not broker.capabilities[c]}
+    assert lacking == {Capability.SHARE_KEY} | LIKES[name].lacks.keys()
+    assert broker.limits.message_bytes == LIKES[name].limits.message_bytes
+    assert opened().capabilities[Capability.INDIVIDUAL_ACK]  # the file itself is not changed
+
+
+def send_one(broker, value=b"", headers=None):
+    writer = open_writer(broker)
+    begin(writer)
+    try:
+        writer.send("orders", value, None, headers, None, None)
+        writer.commit(Deadline(5))
+    finally:
+        writer.close()
+
+
+def test_like_rocketmq_refuses_an_empty_value_and_a_repeated_header(opened):
+    broker = opened(like="rocketmq")
+    with pytest.raises(NotSupported, match="empty"):
+        send_one(broker, b"")
+    with pytest.raises(NotSupported, match="repeated-headers"):
+        send_one(broker, b"1", [("h", b"1"), ("h", b"2")])
+    send_one(broker, b"1", [("h", b"1"), ("g", b"2")])
+    assert [m.headers.raw for m in read(broker, "orders")] == [(("h", b"1"), ("g", b"2"))]
+
+
+def test_like_rocketmq_refuses_more_messages_than_a_transaction_takes(opened):
+    broker = opened(like="rocketmq")
+    writer = open_writer(broker)
+    begin(writer)
+    with pytest.raises(NotSupported, match="at most 10000 messages"):
+        writer.send_many("orders", [b"x"] * 10_001)
+    writer.commit(Deadline(5))
+    assert len(values(broker, "orders")) == 10_000
+    begin(writer)
+    writer.send_many("orders", [b"x"] * 10_000)  # the next transaction counts anew
+    writer.commit(Deadline(5))
+
+
+@pytest.mark.parametrize(("name", "most"), [("kafka", 1_000_000), ("pulsar", 5 << 20), ("rocketmq", 4 << 20)])
+def test_like_refuses_a_message_that_is_too_large_there(opened, name, most):
+    broker = opened(like=name)
+    send_one(broker, bytes(most))
+    with pytest.raises(InvalidOption, match=str(most)):
+        send_one(broker, bytes(most + 1))
+
+
+def test_like_kafka_bounds_how_long_a_prepared_transaction_lives(opened):
+    broker = opened(like="kafka", timeout=30)
+    token = prepare(broker, "orders", b"1")
+    assert broker.limits.prepared_seconds == 900
+    assert token.expires_at is not None
+    assert token.expires_at / 1000 - time.time() <= 900
+
+
+def test_a_tombstone_is_taken_everywhere(opened):
+    for name in LIKES:
+        broker = opened(like=name)
+        writer = open_writer(broker)
+        begin(writer)
+        send(writer, f"for-{name}", None, b"1")
+        writer.commit(Deadline(5))
+        assert values(broker, f"for-{name}") == [None, b"1"]
+
+
+def test_a_refused_message_does_not_make_its_transaction_fail(path: Path):
+    with txnbridge.connect(f"embedded:{path}?like=rocketmq") as bridge:
+        with bridge.transaction() as txn:
+            txn.send("orders", b"1")
+            with pytest.raises(NotSupported):
+                txn.send("orders", b"")
+        assert [message.value for message in bridge.read("orders", 10)] == [b"1"]
+        with pytest.raises(NotSupported):
+            bridge.publisher("named")
+
+
+def test_the_transaction_of_a_bridge_ends_by_its_timeout(path: Path):
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+        with pytest.raises(TransactionAborted):
+            with bridge.transaction(timeout=0.02) as txn:
+                txn.send("orders", b"1")
+                while txn.deadline > 0:
+                    pass
+        assert bridge.read("orders", 1) == []
