@@ -16,7 +16,7 @@ from txnbridge_conformance.plugin import NewTopic
 from txnbridge_conformance.promises import needs, proves
 
 # Some starts wait until the dead one's lease lapses; what they share is the broker, which has to bear it.
-SIDE_BY_SIDE = 6
+SIDE_BY_SIDE = 10
 
 Walk = Callable[..., list[Point]]
 
@@ -88,13 +88,13 @@ def test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies(
 @proves(Capability.ATOMIC_ACK)
 def test_a_message_is_passed_on_once_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
     def check(case: Case) -> None:
-        assert values(seen(bridge, case.topics[1])) == [b"1", b"2", b"3"]
+        assert values(seen(bridge, case.topics[1])) == [b"1", b"2"]
 
     died_at = walk(
         programs.consume_transform_produce,
         check,
         topics=2,
-        before=lambda case: send(bridge, case.topics[0], b"1", b"2", b"3"),
+        before=lambda case: send(bridge, case.topics[0], b"1", b"2"),
     )
     assert {"reader.poll/after", "ack/before", "ack/after", "commit/before", "commit/after"} <= names(died_at)
 

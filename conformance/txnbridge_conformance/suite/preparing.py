@@ -220,6 +220,7 @@ def test_a_transaction_that_was_not_prepared_is_not_ended_by_its_token(bridge: B
     for end in (bridge.commit, bridge.abort):
         with pytest.raises(InvalidState, match="never prepared"):
             end(token)
+    assert values(seen(bridge, topic)) == [b"hello"]
 
 
 @needs(Capability.PREPARE)

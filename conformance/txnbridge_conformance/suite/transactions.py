@@ -286,10 +286,10 @@ def test_a_reader_sees_all_of_a_transaction_or_nothing(bridge: Bridge, topic: st
 
     writer = threading.Thread(target=write)
     writer.start()
-    looks = 0
-    while not done.is_set() or not looks:
-        read = values(bridge.read(topic, limit=10_000))
-        assert {read.count(value) for value in read} <= {size}
-        looks += 1
-    writer.join(PATIENCE)
+    try:
+        while not done.is_set():
+            read = values(bridge.read(topic, limit=10_000))
+            assert {read.count(value) for value in read} <= {size}
+    finally:
+        writer.join(PATIENCE)
     assert len(seen(bridge, topic)) == rounds * size

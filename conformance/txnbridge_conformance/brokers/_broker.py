@@ -1,0 +1,287 @@
+"""What every broker that we start can do, and the same for those that are processes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from txnbridge import BrokerUnavailable
+from txnbridge.errors import InvalidOption, UsageError
+from txnbridge_conformance.brokers import _supervisor
+from txnbridge_conformance.brokers._ports import Route
+
+_Self = TypeVar("_Self", bound="Broker")
+
+# How often is looked whether something has come about that takes a second or more.
+_LOOK_SECONDS = 0.02
+# How long a process may take to end after SIGKILL (a busy disk), and after SIGTERM before SIGKILL follows.
+_KILL_SECONDS = 60.0
+_STOP_SECONDS = 30.0
+# What of a broker's log is told when it does not start: the last lines name the reason, mostly.
+_TOLD_LINES = 3
+
+
+class ToolMissing(UsageError):
+    """Something that is needed to start a broker is not installed; the message says what to install."""
+
+
+class CannotStart(BrokerUnavailable):
+    """The broker did not start, or did not answer in time; the message ends with the end of its log."""
+
+
+class Broker(ABC):
+    """A real broker that was started for tests. It ends with the `with` block, or with the process that started it.
+
+    Nodes have numbers from 1. Each call means one node, or all of them if none is named. Raises `CannotStart`.
+    """
+
+    version: str
+    nodes: tuple[int, ...]
+    routes: tuple[Route, ...]
+    """Where a proxy must listen and where it must connect to, one for each node; see `txnbridge_conformance.faults`."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """What `txnbridge.connect` takes."""
+
+    @abstractmethod
+    def start(self, node: int | None = None) -> None:
+        """Start what does not run, with the data that it had; return when a request was answered."""
+
+    @abstractmethod
+    def kill(self, node: int | None = None) -> None:
+        """End it with SIGKILL; return when it is gone."""
+
+    @abstractmethod
+    def stop(self, node: int | None = None) -> None:
+        """Let it shut down in order; return when it has ended. `start` starts it again."""
+
+    @abstractmethod
+    def pause(self, node: int | None = None) -> None:
+        """Freeze it: its connections stay open and nothing is answered."""
+
+    @abstractmethod
+    def resume(self, node: int | None = None) -> None:
+        """Undo `pause`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it and remove its data. May be called again."""
+
+    def restart(self, node: int | None = None) -> None:
+        """Kill it and start it again, with the same data and the same ports; return when a request was answered."""
+        self.kill(node)
+        self.start(node)
+
+    def _chosen(self, node: int | None) -> tuple[int, ...]:
+        if node is None:
+            return self.nodes
+        if node not in self.nodes:
+            raise InvalidOption(f"there is no node {node}; nodes are {', '.join(map(str, self.nodes))}")
+        return (node,)
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.version} at {self.url}>"
+
+
+class ProcessBroker(Broker):
+    """A broker whose nodes are processes of this machine, each in its own folder with its own log.
+
+    A broker that is added says where the files of a node are and how it is started, and asks it something.
+    """
+
+    def __init__(self, folder: Path | None, start_timeout: float) -> None:
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="txnbridge-broker-"))
+        self._start_timeout = start_timeout
+        self._processes = _Processes(self.folder)
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Write what the nodes need before their first start."""
+
+    @abstractmethod
+    def _command(self, node: int) -> list[str]:
+        """The command that starts a node."""
+
+    @abstractmethod
+    def _answers(self, node: int) -> bool:
+        """Whether a node answers a request now."""
+
+    def log(self, node: int) -> Path:
+        """The file that a node writes its log to."""
+        return log_file(self.folder, node)
+
+    def pid(self, node: int) -> int | None:
+        """The process id of a node, None if it does not run."""
+        return self._processes.pid(str(node))
+
+    def start(self, node: int | None = None) -> None:
+        chosen = self._chosen(node)
+        for each in chosen:
+            if self.pid(each) is None:
+                self._processes.start(str(each), self._command(each), self.log(each))
+        for each in chosen:
+            self._wait_for_answer(each)
+
+    def kill(self, node: int | None = None) -> None:
+        self._signal(node, signal.SIGKILL)
+        self._wait_for_end(node, _KILL_SECONDS)
+
+    def stop(self, node: int | None = None) -> None:
+        self.resume(node)  # a frozen process would not hear of it
+        self._signal(node, signal.SIGTERM)
+        if not self._wait_for_end(node, _STOP_SECONDS):
+            self.kill(node)
+
+    def pause(self, node: int | None = None) -> None:
+        self._signal(node, signal.SIGSTOP)
+
+    def resume(self, node: int | None = None) -> None:
+        self._signal(node, signal.SIGCONT)
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def detach(self, control: Path) -> None:
+        """Let it live on without this process, until `stop` is written to the named pipe that is made here."""
+        self._processes.detach(control)
+
+    def _open(self) -> None:
+        """Prepare and start everything; nothing is left if that fails. Called last in the constructor."""
+        try:
+            self._prepare()
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _run(self, name: str, *commands: list[str]) -> None:
+        """Run commands at the same time, which end by themselves. Raises `CannotStart`."""
+        log = self.folder / f"{name}.log"
+        names = [f"{name}-{number}" for number in range(len(commands))]
+        for each, command in zip(names, commands, strict=True):
+            self._processes.start(each, command, log)
+        if not wait_until(lambda: all(self._processes.pid(each) is None for each in names), self._start_timeout):
+            raise CannotStart(f"{name} took more than {self._start_timeout:g} s; {_end_of(log)}")
+        if any(self._processes.exit_code(each) for each in names):
+            raise CannotStart(f"{name} failed; {_end_of(log)}")
+
+    def _signal(self, node: int | None, number: signal.Signals) -> None:
+        for each in self._chosen(node):
+            self._processes.signal(str(each), number)
+
+    def _wait_for_end(self, node: int | None, seconds: float) -> bool:
+        chosen = self._chosen(node)
+        return wait_until(lambda: all(self.pid(each) is None for each in chosen), seconds)
+
+    def _wait_for_answer(self, node: int) -> None:
+        def answered_or_dead() -> bool:
+            return self._answers(node) or self.pid(node) is None
+
+        if not wait_until(answered_or_dead, self._start_timeout):
+            raise CannotStart(f"node {node} did not answer within {self._start_timeout:g} s; {_end_of(self.log(node))}")
+        if self.pid(node) is None:
+            raise CannotStart(f"node {node} ended instead of starting; {_end_of(self.log(node))}")
+
+
+def log_file(folder: Path, node: int) -> Path:
+    """Where the log of a node is in a broker's folder."""
+    return folder / f"node-{node}.log"
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> bool:
+    """Ask until the answer is yes; whether it was within that time."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "its log ends: " + " | ".join(lines[-_TOLD_LINES:]) if lines else "it wrote no log"
+
+
+class _Processes:
+    """Processes that end with this one. Any thread may call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.Lock()
+        self._pids: dict[str, int] = {}
+        with open(folder / "supervisor.log", "ab") as log:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", _supervisor.__file__, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # whoever kills a whole process group does not kill this one with it
+            )
+
+    def start(self, name: str, command: list[str], log: Path) -> None:
+        self._pids[name] = self._ask("start", name=name, command=command, log=str(log))
+
+    def pid(self, name: str) -> int | None:
+        return self._pids[name] if self.exit_code(name) is None else None
+
+    def exit_code(self, name: str) -> int | str | None:
+        code: int | str | None = self._ask("exit_code", name=name)
+        return code
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self._ask("signal", name=name, number=int(number))
+
+    def detach(self, control: Path) -> None:
+        self._ask("detach", control=str(control))
+        self._supervisor.returncode = 0  # nobody here waits for it any more
+        self._hang_up()
+
+    def close(self) -> None:
+        self._hang_up()
+        self._supervisor.wait()
+
+    def _hang_up(self) -> None:
+        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _ask(self, what: str, **request: Any) -> Any:
+        pipe, answers = self._supervisor.stdin, self._supervisor.stdout
+        assert pipe is not None and answers is not None
+        with self._lock:
+            if pipe.closed:
+                raise BrokerUnavailable("this broker was closed; start another one")
+            try:
+                os.write(pipe.fileno(), json.dumps({"do": what, **request}).encode() + b"\n")
+                line = answers.readline()
+            except BrokenPipeError:
+                line = b""
+        if not line:
+            raise BrokerUnavailable("the process that holds this broker is gone, and the broker with it")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CannotStart(answer["error"])
+        return answer["is"]

@@ -1,0 +1,180 @@
+"""Apache Kafka, without ZooKeeper: each node is broker and controller."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from txnbridge.errors import InvalidOption
+from txnbridge_conformance.brokers._broker import ProcessBroker
+from txnbridge_conformance.brokers._jars import Artifact, fetch, java
+from txnbridge_conformance.brokers._kafka_wire import cluster
+from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
+
+# Every version that we test with; the first is the default.
+VERSIONS = ("4.3.1", "3.9.2")
+NODES = (1, 3)
+TRANSACTION_VERSIONS = (1, 2)
+
+_LOG4J = "2.25.4"
+# Small, and quick to start: the second compiler gains nothing within the minutes of a test run.
+_JAVA_OPTIONS = (
+    "-Xmx256m",
+    "-Xms64m",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Xshare:auto",
+    "-XX:MaxDirectMemorySize=64m",
+)
+_LOGGING = """Configuration:
+  Appenders: {Console: {name: STDOUT, PatternLayout: {pattern: "%d %p %c{1} %m%n"}}}
+  Loggers: {Root: {level: WARN, AppenderRef: [{ref: STDOUT}]}}
+"""
+# Each reason that is not obvious:
+# - one partition of each internal topic, since each costs files and time at the start;
+# - transactions that timed out are looked for every half second instead of every ten, and a dead node is noticed after
+#   1.5 seconds instead of nine, so that tests of both are short;
+# - the cleaner's buffer would take half of the memory;
+# - a missing topic is an error, as it should be where transactions matter.
+_SETTINGS = {
+    "process.roles": "broker,controller",
+    "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXY:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    "inter.broker.listener.name": "PLAINTEXT",
+    "controller.listener.names": "CONTROLLER",
+    "num.network.threads": "2",
+    "num.io.threads": "2",
+    "background.threads": "2",
+    "num.partitions": "1",
+    "offsets.topic.num.partitions": "1",
+    "transaction.state.log.num.partitions": "1",
+    "group.initial.rebalance.delay.ms": "0",
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+    "log.cleaner.dedupe.buffer.size": "2097152",
+    "log.segment.bytes": "67108864",
+    "broker.session.timeout.ms": "1500",
+    "broker.heartbeat.interval.ms": "200",
+    "auto.create.topics.enable": "false",
+}
+
+
+def fetch_kafka(version: str = VERSIONS[0], bar: bool = True) -> Path:
+    """The folder of Kafka's jars; the first call fetches 45 MB. Raises `ToolMissing` and `CannotStart`."""
+    logging = Artifact("org.apache.logging.log4j", "log4j-slf4j-impl", _LOG4J)
+    return fetch(f"kafka-{version}", [Artifact("org.apache.kafka", "kafka_2.13", version), logging], bar)
+
+
+class KafkaProcess(ProcessBroker):
+    """Kafka as Java processes of this machine; see `kafka`."""
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 1,
+        version: str = VERSIONS[0],
+        transaction_version: int | None = None,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        start_timeout: float = 120,
+    ) -> None:
+        self._java = java()
+        self._jars = fetch_kafka(version)
+        self.version = version
+        self.nodes = tuple(range(1, nodes + 1))
+        self._transaction_version = transaction_version
+        self._settings = settings or {}
+        ports = iter(free_ports(4 * nodes))
+        self._ports = {node: port + node - 1 if port else next(ports) for node in self.nodes}
+        self._controllers = {node: next(ports) for node in self.nodes}
+        self.routes = tuple(Route(next(ports), next(ports)) for node in self.nodes)
+        self._cluster = _new_cluster_id()
+        super().__init__(folder, start_timeout)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        return "kafka://" + ",".join(f"{HOST}:{port}" for port in self._ports.values())
+
+    def _prepare(self) -> None:
+        (self.folder / "log4j2.yaml").write_text(_LOGGING)
+        for node in self.nodes:
+            text = "".join(f"{name}={value}\n" for name, value in self._node_settings(node).items())
+            self._properties(node).write_text(text)
+        self._run("format", *(self._format(node) for node in self.nodes))
+
+    def _format(self, node: int) -> list[str]:
+        chosen = self._transaction_version
+        feature = [] if chosen is None else ["--feature", f"transaction.version={chosen}"]
+        arguments = ["format", "-t", self._cluster, "-c", str(self._properties(node)), *feature]
+        return self._main("kafka.tools.StorageTool", *arguments)
+
+    def _command(self, node: int) -> list[str]:
+        return self._main("kafka.Kafka", str(self._properties(node)))
+
+    def _answers(self, node: int) -> bool:
+        try:
+            name, alive = cluster(self._ports[node])
+        except OSError:
+            return False
+        # Somebody else's broker may have taken the port. And whoever starts all waits until all know each other.
+        return name == self._cluster and (alive >= len(self.nodes) or self._is_any_down())
+
+    def _is_any_down(self) -> bool:
+        return any(self.pid(node) is None for node in self.nodes)
+
+    def _main(self, program: str, *arguments: str) -> list[str]:
+        logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.yaml'}"
+        return [self._java, *_JAVA_OPTIONS, logging, "-cp", f"{self._jars}/*", program, *arguments]
+
+    def _properties(self, node: int) -> Path:
+        return self.folder / f"node-{node}.properties"
+
+    def _node_settings(self, node: int) -> dict[str, str]:
+        listen, upstream = self.routes[node - 1]
+        client = f"PLAINTEXT://{HOST}:{self._ports[node]}"
+        replicas = str(len(self.nodes))
+        in_sync = str(len(self.nodes) // 2 + 1)
+        share = {} if self.version.startswith("3.") else _share_settings(replicas, in_sync)
+        return {
+            **_SETTINGS,
+            **share,
+            "node.id": str(node),
+            "controller.quorum.voters": ",".join(f"{n}@{HOST}:{port}" for n, port in self._controllers.items()),
+            "listeners": f"{client},PROXY://{HOST}:{upstream},CONTROLLER://{HOST}:{self._controllers[node]}",
+            # Whoever comes through the proxy is told the proxy's port, and so stays with it.
+            "advertised.listeners": f"{client},PROXY://{HOST}:{listen}",
+            "log.dirs": str(self.folder / f"node-{node}"),
+            "default.replication.factor": replicas,
+            "min.insync.replicas": in_sync,
+            "offsets.topic.replication.factor": replicas,
+            "transaction.state.log.replication.factor": replicas,
+            "transaction.state.log.min.isr": in_sync,
+            **self._settings,
+        }
+
+
+def _share_settings(replicas: str, in_sync: str) -> dict[str, str]:
+    topic = "share.coordinator.state.topic"
+    return {f"{topic}.num.partitions": "1", f"{topic}.replication.factor": replicas, f"{topic}.min.isr": in_sync}
+
+
+def _new_cluster_id() -> str:
+    text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+    # Kafka's command would take it for an option.
+    return _new_cluster_id() if text.startswith("-") else text
+
+
+def check(nodes: int, version: str, transaction_version: int | None) -> None:
+    """Raises `InvalidOption` for what we do not start."""
+    given = {"nodes": nodes, "version": version, "transaction_version": transaction_version}
+    known: dict[str, tuple[object, ...]] = {
+        "nodes": NODES,
+        "version": VERSIONS,
+        "transaction_version": (None, *TRANSACTION_VERSIONS),
+    }
+    for name, value in given.items():
+        if value not in known[name]:
+            choices = ", ".join(str(choice) for choice in known[name] if choice is not None)
+            raise InvalidOption(f"{name} is {value!r}; known: {choices}")

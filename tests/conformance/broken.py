@@ -1,0 +1,1158 @@
+"""Brokers that are broken on purpose: the embedded broker, each with one promise less.
+
+Each is a backend of its own, found by its URL scheme through the plug-in mechanism. It passes everything on to the
+embedded broker but for what it breaks, and names the tests that have to notice. `SOUND` breaks nothing.
+
+This module is a plug-in: `txnbridge.plugins.register(broken)`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from txnbridge_embedded.backend import EmbeddedBackend
+
+from txnbridge import Conflict, Fenced, TransactionAborted, TxnBridgeError
+from txnbridge.spi import (
+    Backend,
+    Begin,
+    Deadline,
+    Decision,
+    Evidence,
+    Identity,
+    Outcome,
+    Status,
+    TokenState,
+    encode_item,
+    hookimpl,
+)
+
+
+class Around:
+    """Passes everything on to what it stands around; `broker` is the broken broker that it belongs to."""
+
+    def __init__(self, inner: Any, broker: Any = None) -> None:
+        self.inner = inner
+        self.broker = broker
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class OneByOne(Around):
+    """A writer whose every message goes through `send`."""
+
+    def send_many(self, topic: str, items: Iterable[Any]) -> None:
+        for item in items:
+            value, key, headers = (item, None, None) if isinstance(item, bytes) else encode_item(item)
+            self.send(topic, value, key, headers, None, None)
+
+
+class Remembering(OneByOne):
+    """A writer that remembers what it was given, so that it can be done again by another."""
+
+    def begin(self, begin: Begin) -> None:
+        self.begun = begin
+        self.sent: list[Any] = []
+        self.inner.begin(begin)
+
+    def send(self, *message: Any) -> None:
+        self.inner.send(*message)
+        self.sent.append(message)
+
+    def elsewhere(self, messages: Iterable[Any]) -> None:
+        """Commit messages through a writer that nobody fences."""
+        deadline = Deadline(30)
+        (writer,) = self.broker.inner.open_writers(anonymous(), 1, None, deadline)
+        writer.begin(Begin(uuid.uuid4().hex, deadline, False, None))
+        for message in messages:
+            writer.send(*message)
+        writer.commit(deadline)
+        writer.close()
+
+
+def anonymous() -> Identity:
+    return Identity(uuid.uuid4().hex, False, "default", "nobody")
+
+
+class Broken(Around):
+    """A broker: what is not overridden is sound. `caught_by` names the tests that must fail on it."""
+
+    caught_by: ClassVar[set[str]] = set()
+    # Others fail too, because so little works.
+    thoroughly: ClassVar[bool] = False
+    Writer: type[Around] = Around
+    Preparing: type[Around] = Around
+    Publishing: type[Around] = Around
+    Reading: type[Around] = Around
+    Administering: type[Around] = Around
+    Logging: type[Around] = Around
+
+    def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
+        return [self.Writer(writer, self) for writer in self.inner.open_writers(identity, *rest)]
+
+    def prepare_writer(self, *args: Any) -> Any:
+        return self.Preparing(self.inner.prepare_writer(*args), self)
+
+    def publisher(self, *args: Any) -> Any:
+        return self.Publishing(self.inner.publisher(*args), self)
+
+    def reader(self, *args: Any) -> Any:
+        return self.Reading(self.inner.reader(*args), self)
+
+    @property
+    def admin(self) -> Any:
+        return self.Administering(self.inner.admin, self)
+
+    def decision_log(self, *args: Any) -> Any:
+        return self.Logging(self.inner.decision_log(*args), self)
+
+    @staticmethod
+    def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
+        """The options and the context that the embedded broker is opened with."""
+        return options, context
+
+
+class Sound(Broken):
+    """Breaks nothing."""
+
+
+BROKEN: list[type[Broken]] = []
+
+
+def caught_by(*tests: str, thoroughly: bool = False) -> Any:
+    def register(broker: type[Broken]) -> type[Broken]:
+        broker.caught_by, broker.thoroughly = set(tests), thoroughly
+        BROKEN.append(broker)
+        return broker
+
+    return register
+
+
+# --- transactions ----------------------------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_a_committed_message_is_read",
+    "test_all_topics_and_partitions_of_a_committed_transaction_are_seen",
+    "test_a_commit_inside_the_block_is_final",
+    "test_threads_share_a_bridge_and_nothing_is_lost_or_doubled",
+    "test_what_was_committed_is_read_by_another_process",
+    "test_a_transaction_that_was_not_prepared_is_not_ended_by_its_token",
+    thoroughly=True,
+)
+class CommitsNothing(Broken):
+    class Writer(Remembering):
+        def commit(self, deadline: Deadline) -> None:
+            if any(is_marker(message) for message in self.sent):
+                self.inner.commit(deadline)
+            else:
+                self.inner.abort(deadline)
+
+
+def is_marker(message: Any) -> bool:
+    return bool(message[1]) and message[1].startswith(b"marker ")
+
+
+@caught_by(
+    "test_an_aborted_message_is_never_seen",
+    "test_many_aborted_messages_are_never_seen",
+    "test_an_exception_in_the_block_aborts_and_is_not_hidden",
+    "test_raising_abort_leaves_the_block_quietly_and_aborts",
+    "test_an_abort_inside_the_block_is_final",
+    "test_no_topic_or_partition_of_an_aborted_transaction_is_seen",
+    "test_transactions_of_one_bridge_at_the_same_time_are_apart",
+    "test_nothing_of_an_open_transaction_is_seen[abort]",
+    "test_nothing_of_an_abort_is_seen_wherever_its_process_dies",
+    "test_an_aborted_transaction_leaves_the_group_where_it_was",
+    "test_after_an_abort_its_messages_come_again_next_and_in_order",
+    "test_a_publisher_does_not_wait_for_a_transaction",
+    "test_a_transaction_left_unfinished_is_aborted_when_its_bridge_closes",
+    "test_a_commit_whose_answer_was_lost_is_known_by_its_token[aborted]",
+    "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
+)
+class ShowsWhatIsAborted(Broken):
+    class Writer(Around):
+        def abort(self, deadline: Deadline) -> None:
+            with suppress(TxnBridgeError):
+                self.inner.commit(deadline)
+
+
+@caught_by("test_what_was_said_to_be_committed_survives_its_process", thoroughly=True)
+class SaysCommittedTooEarly(Broken):
+    class Writer(Around):
+        late: threading.Thread | None = None
+
+        def commit(self, deadline: Deadline) -> None:
+            def really() -> None:
+                time.sleep(0.1)
+                self.inner.commit(deadline)
+
+            self.late = threading.Thread(target=really)
+            self.late.start()
+
+        def begin(self, begin: Begin) -> None:
+            self._settle()
+            self.inner.begin(begin)
+
+        def close(self) -> None:
+            self._settle()
+            self.inner.close()
+
+        def _settle(self) -> None:
+            if self.late is not None:
+                self.late.join()
+
+
+@caught_by(
+    "test_a_reader_sees_all_of_a_transaction_or_nothing",
+    "test_a_plain_commit_is_whole_wherever_its_process_dies",
+)
+class CommitsInTwoSteps(Broken):
+    class Writer(Remembering):
+        def commit(self, deadline: Deadline) -> None:
+            if len(self.sent) < 2 or any(is_marker(message) for message in self.sent):
+                self.inner.commit(deadline)
+                return
+            half = len(self.sent) // 2
+            self.inner.abort(deadline)
+            self.elsewhere(self.sent[:half])
+            time.sleep(0.15)
+            self.broker.inner.events.emit("step:store", "before")
+            self.elsewhere(self.sent[half:])
+
+
+@caught_by(
+    "test_nothing_of_an_open_transaction_is_seen",
+    "test_opening_an_id_aborts_what_its_older_owner_left_open",
+    "test_what_a_vanished_process_left_open_is_aborted_by_its_deadline",
+    "test_many_aborted_messages_are_never_seen",
+    "test_an_open_transaction_is_listed_until_it_ends",
+    "test_an_administrator_aborts_what_a_dead_process_left_open",
+    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
+)
+class ShowsWhatIsOpen(Broken):
+    class Writer(Remembering):
+        def send(self, *message: Any) -> None:
+            super().send(*message)
+            if not len(self.sent) % 400:  # only what is large, so that the tests need not wait
+                self.elsewhere(self.sent[-400:])
+
+
+@caught_by("test_an_empty_transaction_commits")
+class RefusesToCommitNothing(Broken):
+    class Writer(Remembering):
+        acked = False
+
+        def ack(self, *args: Any) -> None:
+            self.acked = True
+            self.inner.ack(*args)
+
+        def commit(self, deadline: Deadline) -> None:
+            if not self.sent and not self.acked:
+                raise TransactionAborted("there is nothing to commit")
+            self.inner.commit(deadline)
+
+
+@caught_by("test_a_transaction_tells_its_state_at_every_step", thoroughly=True)
+class SaysAbortedOfWhatIsCommitted(Broken):
+    class Writer(Around):
+        def commit(self, deadline: Deadline) -> None:
+            self.inner.commit(deadline)
+            raise TransactionAborted("so it says")
+
+
+@caught_by("test_a_message_that_cannot_be_sent_leaves_the_transaction_usable")
+class SpoilsATransactionByARefusal(Broken):
+    class Writer(Around):
+        def send(self, *message: Any) -> None:
+            try:
+                self.inner.send(*message)
+            except TxnBridgeError as error:
+                raise Conflict("spoiled") from error
+
+
+@caught_by(
+    "test_a_transaction_that_outlives_its_deadline_is_aborted",
+    "test_what_a_vanished_process_left_open_is_aborted_by_its_deadline",
+    "test_an_open_transaction_is_listed_until_it_ends",
+)
+class KnowsNoDeadline(Broken):
+    class Writer(Around):
+        def begin(self, begin: Begin) -> None:
+            self.inner.begin(replace(begin, deadline=Deadline(3600)))
+
+
+@caught_by(
+    "test_a_bridge_out_of_writers_makes_the_next_transaction_wait_no_longer_than_its_deadline",
+    "test_all_topics_and_partitions_of_a_committed_transaction_are_seen",
+    "test_a_committed_transaction_moves_the_group_on",
+    thoroughly=True,
+)
+class LosesTheFirstMessage(Broken):
+    class Writer(OneByOne):
+        first = False
+
+        def begin(self, begin: Begin) -> None:
+            self.first = True
+            self.inner.begin(begin)
+
+        def send(self, *message: Any) -> None:
+            if self.first and not is_marker(message):
+                self.first = False
+            else:
+                self.inner.send(*message)
+
+
+@caught_by(
+    "test_a_committed_message_is_read",
+    "test_threads_share_a_bridge_and_nothing_is_lost_or_doubled",
+    "test_a_message_is_processed_once_while_members_come_and_go",
+    "test_an_ended_transaction_refuses_messages_and_says_why",
+    thoroughly=True,
+)
+class StoresTwice(Broken):
+    class Writer(OneByOne):
+        def send(self, *message: Any) -> None:
+            self.inner.send(*message)
+            self.inner.send(*message)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class Changing(OneByOne):
+    """A writer that changes each message on its way."""
+
+    def send(self, *message: Any) -> None:
+        self.inner.send(*self.changed(*message))
+
+    def changed(self, *message: Any) -> Any:
+        raise NotImplementedError
+
+
+@caught_by("test_a_value_arrives_byte_for_byte", "test_a_large_value_arrives_whole")
+class StopsAtZeroBytes(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
+            return topic, value if is_marker((topic, value)) else value and value.partition(b"\0")[0], *rest
+
+
+@caught_by("test_a_large_value_arrives_whole")
+class CutsLargeValues(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
+            return topic, value and value[:100_000], *rest
+
+
+@caught_by("test_an_empty_value_arrives_empty", "test_members_share_one_partition_key_by_key")
+class MakesEmptyValuesNone(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, *rest: Any) -> Any:
+            return topic, value or None, *rest
+
+
+@caught_by("test_a_message_without_a_value_arrives_without_one")
+class DropsTombstones(Broken):
+    class Writer(OneByOne):
+        def send(self, topic: Any, value: Any, *rest: Any) -> None:
+            if value is not None:
+                self.inner.send(topic, value, *rest)
+
+
+@caught_by(
+    "test_keys_arrive_as_bytes_and_no_key_as_none",
+    "test_send_many_sends_what_send_does",
+    "test_a_message_without_a_value_arrives_without_one",
+    "test_a_codec_reads_what_it_wrote",
+    "test_the_same_key_goes_to_the_same_partition",
+)
+class LosesKeys(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, *rest: Any) -> Any:
+            return topic, value, None, *rest
+
+
+@caught_by(
+    "test_headers_arrive",
+    "test_a_header_of_any_bytes_arrives",
+    "test_a_repeated_header_arrives_as_often_and_in_order",
+    "test_send_many_sends_what_send_does",
+)
+class LosesHeaders(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
+            return topic, value, key, None, *rest
+
+
+@caught_by("test_a_header_of_any_bytes_arrives")
+class ReadsHeadersAsText(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
+            readable = [(name, value.decode(errors="replace").encode()) for name, value in headers or ()]
+            return topic, value, key, readable or None, *rest
+
+
+@caught_by("test_a_repeated_header_arrives_as_often_and_in_order")
+class KeepsOneHeaderOfAName(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
+            return topic, value, key, list(dict(headers or ()).items()) or None, *rest
+
+
+@caught_by(
+    "test_a_timestamp_arrives_as_it_was_set",
+    "test_a_new_group_may_start_at_a_time",
+    "test_reading_goes_on_from_a_point_in_time",
+)
+class SetsItsOwnTimestamps(Broken):
+    class Writer(Changing):
+        def changed(self, *message: Any) -> Any:
+            return *message[:-1], None
+
+
+@caught_by("test_a_message_without_a_timestamp_gets_the_present_one")
+class LivesIn1970(Broken):
+    class Writer(Changing):
+        def changed(self, *message: Any) -> Any:
+            return *message[:-1], message[-1] or 7
+
+
+@caught_by("test_the_same_key_goes_to_the_same_partition")
+class SpreadsKeysAtRandom(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, partition: Any, timestamp: Any) -> Any:
+            if key is not None and partition is None:
+                partition = random.randrange(5) if value in (b"single", b"many") else None
+            return topic, value, key, headers, partition, timestamp
+
+
+@caught_by("test_a_message_goes_to_the_partition_that_its_sender_chose")
+class ChoosesThePartitionItself(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, partition: Any, timestamp: Any) -> Any:
+            return topic, value, key, headers, partition if key is None else None, timestamp
+
+
+@caught_by(
+    "test_a_partition_is_read_in_the_order_in_which_it_was_written",
+    "test_a_group_goes_on_where_its_last_member_stopped",
+    "test_after_an_abort_its_messages_come_again_next_and_in_order",
+    "test_a_new_group_starts_at_the_earliest_message",
+    "test_a_message_that_cannot_be_sent_leaves_the_transaction_usable",
+    "test_reading_goes_on_from_an_earlier_position",
+    "test_acknowledging_up_to_a_message_covers_those_before_it",
+    thoroughly=True,
+)
+class Reorders(Broken):
+    class Writer(Remembering):
+        def send(self, *message: Any) -> None:
+            if message[-2] is not None and message[-2] > 900:
+                self.inner.send(*message)  # it is refused
+            self.sent.append(message)
+
+        def commit(self, deadline: Deadline) -> None:
+            for message in reversed(self.sent):
+                self.inner.send(*message)
+            self.inner.commit(deadline)
+
+
+@caught_by("test_every_reader_reads_a_partition_in_the_same_order", thoroughly=True)
+class ShufflesForEachReader(Broken):
+    class Reading(Around):
+        def poll(self, *args: Any) -> Any:
+            messages = self.inner.poll(*args)
+            own = [message for message in messages if b"/" in (message.value or b"")]
+            random.shuffle(own)
+            mixed = iter(own)
+            return [next(mixed) if b"/" in (message.value or b"") else message for message in messages]
+
+
+# --- owners ----------------------------------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_a_newer_owner_shuts_out_the_older",
+    "test_a_shut_out_owner_stays_shut_out",
+    "test_opening_an_id_aborts_what_its_older_owner_left_open",
+    "test_every_writer_of_an_older_owner_is_shut_out",
+    "test_an_owner_that_slept_through_a_takeover_commits_nothing",
+    "test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later",
+    "test_of_two_owners_that_race_for_an_id_one_commits",
+    "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
+)
+class FencesNobody(Broken):
+    def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
+        return super().open_writers(anonymous(), *rest)
+
+
+@caught_by("test_an_owner_that_was_shut_out_cannot_prepare")
+class LetsZombiesPrepare(Broken):
+    class Preparing(Remembering):
+        def prepare(self, deadline: Deadline) -> None:
+            try:
+                self.inner.prepare(deadline)
+            except Fenced:
+                self.inner = self.broker.inner.prepare_writer(anonymous(), None, deadline)
+                self.inner.begin(self.begun)
+                for message in self.sent:
+                    self.inner.send(*message)
+                self.inner.prepare(deadline)
+
+
+@caught_by(
+    "test_a_newer_owner_shuts_out_the_older",
+    "test_a_shut_out_owner_stays_shut_out",
+    "test_every_writer_of_an_older_owner_is_shut_out",
+    "test_an_owner_that_slept_through_a_takeover_commits_nothing",
+    "test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later",
+    "test_of_two_owners_that_race_for_an_id_one_commits",
+    "test_opening_an_id_aborts_what_its_older_owner_left_open",
+)
+class LetsZombiesWrite(Broken):
+    class Writer(Remembering):
+        def commit(self, deadline: Deadline) -> None:
+            try:
+                self.inner.commit(deadline)
+            except Fenced:
+                self.elsewhere(self.sent)
+
+
+@caught_by("test_a_shut_out_owner_stays_shut_out")
+class LetsZombiesTakeTheIdBack(Broken):
+    def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
+        self.opened = identity, *rest
+        return super().open_writers(identity, *rest)
+
+    class Writer(Around):
+        def commit(self, deadline: Deadline) -> None:
+            try:
+                self.inner.commit(deadline)
+            except Fenced:
+                identity, _, ledger, _ = self.broker.opened
+                (self.inner,) = self.broker.inner.open_writers(identity, 1, ledger, deadline)
+                raise
+
+
+@caught_by("test_another_id_is_left_alone", thoroughly=True)
+class FencesEverybody(Broken):
+    def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
+        return super().open_writers(replace(identity, name="everybody", owned=True), *rest)
+
+
+@caught_by(
+    "test_what_is_prepared_survives_a_new_owner",
+    "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies",
+)
+class AbortsWhatIsPreparedWhenItOpens(Broken):
+    def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
+        for found in self.inner.admin.transactions(rest[-1]):
+            if found.transaction.startswith(f"{identity.name}/") and found.state == "prepared":
+                self.inner.admin.end(found.transaction, Decision.ABORT, rest[-1])
+        return super().open_writers(identity, *rest)
+
+
+@caught_by("test_an_id_is_opened_again_after_its_owner_closed_or_died", thoroughly=True)
+class OpensAnIdOnce(Broken):
+    def open_writers(self, identity: Any, count: int, ledger: Any, deadline: Any) -> list[Any]:
+        if identity.owned and not self.inner.admin.create_topic(f"opened-{identity.name}", 1, deadline):
+            raise Fenced("somebody has opened it before")
+        return super().open_writers(identity, count, ledger, deadline)
+
+
+# --- prepared transactions and tokens ---------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_a_prepared_message_is_not_seen_until_it_is_committed",
+    "test_a_prepared_message_that_is_aborted_is_never_seen",
+    "test_another_process_ends_what_a_killed_one_prepared[abort-aborted]",
+    "test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing[abort]",
+    "test_ending_twice_changes_nothing_and_tells_the_truth",
+    thoroughly=True,
+)
+class CommitsWhenItPrepares(Broken):
+    class Preparing(Around):
+        def prepare(self, deadline: Deadline) -> None:
+            self.inner.prepare(deadline)
+            self.inner.commit(deadline)
+
+
+class InMemory(Broken):
+    """Keeps what is prepared in the memory of its bridge."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+
+    class Preparing(Remembering):
+        def prepare(self, deadline: Deadline) -> None:
+            self.inner.abort(deadline)
+            self.broker.kept[self.begun.transaction] = self
+
+
+@caught_by(
+    "test_another_process_ends_what_a_killed_one_prepared[commit-committed]",
+    "test_a_prepared_transaction_is_listed_until_it_ends",
+    thoroughly=True,
+)
+class KeepsWhatIsPreparedInItsProcess(InMemory):
+    def commit(self, token: Any, deadline: Deadline) -> Outcome:
+        if (writer := self.kept.pop(token.transaction, None)) is None:
+            return Outcome.ABORTED
+        writer.elsewhere(writer.sent)
+        return Outcome.COMMITTED
+
+    def abort(self, token: Any, deadline: Deadline) -> Outcome:
+        self.kept.pop(token.transaction, None)
+        return Outcome.ABORTED
+
+
+@caught_by("test_what_is_prepared_survives_the_close_of_its_bridge")
+class AbortsWhatIsPreparedWhenItCloses(Broken):
+    def prepare_writer(self, *args: Any) -> Any:
+        self.prepared = [*getattr(self, "prepared", ()), self.Preparing(self.inner.prepare_writer(*args), self)]
+        return self.prepared[-1]
+
+    class Preparing(Around):
+        def begin(self, begin: Begin) -> None:
+            self.begun = begin
+            self.inner.begin(begin)
+
+    def close(self, deadline: Deadline) -> None:
+        for writer in getattr(self, "prepared", ()):
+            with suppress(TxnBridgeError):
+                self.inner.admin.end(writer.begun.transaction, Decision.ABORT, deadline)
+        self.inner.close(deadline)
+
+
+@caught_by("test_a_token_commits_all_topics_and_partitions", thoroughly=True)
+class PreparesTheFirstTopic(Broken):
+    class Preparing(Remembering):
+        def send(self, *message: Any) -> None:
+            if not self.sent or message[0] == self.sent[0][0]:
+                super().send(*message)
+
+
+@caught_by("test_many_prepared_transactions_wait_side_by_side")
+class ForgetsOlderPreparedOnes(Broken):
+    class Preparing(Around):
+        def prepare(self, deadline: Deadline) -> None:
+            admin = self.broker.inner.admin
+            older = sorted((t.since, t.transaction) for t in admin.transactions(deadline) if t.state == "prepared")
+            for _, transaction in older[-4:-3]:
+                admin.end(transaction, Decision.ABORT, deadline)
+            self.inner.prepare(deadline)
+
+
+@caught_by(
+    "test_ending_twice_changes_nothing_and_tells_the_truth",
+    "test_of_two_processes_that_end_one_transaction_both_hear_the_same",
+    "test_a_prepared_transaction_that_nobody_ends_is_aborted_after_its_hold",
+    "test_an_administrator_ends_a_prepared_transaction_without_its_token[abort]",
+)
+class SaysWhatItWasAsked(Broken):
+    def commit(self, *args: Any) -> Outcome:
+        self.inner.commit(*args)
+        return Outcome.COMMITTED
+
+    def abort(self, *args: Any) -> Outcome:
+        self.inner.abort(*args)
+        return Outcome.ABORTED
+
+
+@caught_by(
+    "test_a_prepared_message_is_not_seen_until_it_is_committed",
+    "test_another_process_ends_what_a_killed_one_prepared[commit-committed]",
+    "test_what_is_prepared_survives_the_close_of_its_bridge",
+    "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]",
+    "test_acknowledgements_of_a_prepared_transaction_follow_its_token[commit]",
+    "test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing[commit]",
+    "test_what_is_prepared_survives_a_new_owner",
+    thoroughly=True,
+)
+class LosesTheDecision(Broken):
+    def commit(self, *args: Any) -> Outcome:
+        self.inner.abort(*args)
+        return Outcome.COMMITTED
+
+
+@caught_by(
+    "test_a_prepared_message_that_is_aborted_is_never_seen",
+    "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[abort]",
+    "test_a_prepared_transaction_says_so_and_has_a_token",
+    "test_a_damaged_token_is_refused",
+    thoroughly=True,
+)
+class CommitsWhatIsAbortedByToken(Broken):
+    def abort(self, *args: Any) -> Outcome:
+        return self.inner.commit(*args)  # type: ignore[no-any-return]
+
+
+@caught_by(
+    "test_an_exception_before_the_end_prepares_nothing", "test_a_transaction_to_be_prepared_is_not_committed_by_itself"
+)
+class PreparesWhatFailed(Broken):
+    class Preparing(Around):
+        def abort(self, deadline: Deadline) -> None:
+            self.inner.prepare(deadline)
+            self.inner.commit(deadline)
+
+
+@caught_by(
+    "test_the_status_of_a_token_is_what_happened",
+    "test_a_commit_whose_answer_was_lost_is_known_by_its_token[aborted]",
+    "test_what_is_prepared_survives_a_new_owner",
+    "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
+    "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[abort]",
+)
+class SaysThatAllIsCommitted(Broken):
+    def status(self, *args: Any) -> Status:
+        status: Status = self.inner.status(*args)
+        return replace(status, state=TokenState.COMMITTED)
+
+
+@caught_by(
+    "test_asking_for_a_status_changes_nothing",
+    "test_the_status_of_a_token_is_what_happened",
+    "test_what_is_prepared_survives_a_new_owner",
+    thoroughly=True,
+)
+class AbortsWhenAsked(Broken):
+    def status(self, token: Any, ledger: Any, deadline: Deadline) -> Status:
+        status: Status = self.inner.status(token, ledger, deadline)
+        if token.prepared:
+            self.inner.abort(token, deadline)
+        return status
+
+
+@caught_by("test_a_prepared_transaction_says_when_it_expires")
+class SaysNothingAboutExpiry(Broken):
+    def status(self, *args: Any) -> Status:
+        status: Status = self.inner.status(*args)
+        return replace(status, expires_at=None)
+
+
+@caught_by("test_a_prepared_transaction_that_nobody_ends_is_aborted_after_its_hold")
+class HoldsForEver(Broken):
+    class Preparing(Around):
+        def begin(self, begin: Begin) -> None:
+            self.inner.begin(replace(begin, hold=None if begin.hold and begin.hold < 1 else begin.hold))
+
+
+@caught_by("test_a_token_fits_where_text_fits", thoroughly=True)
+class PutsTooMuchIntoATokens(Broken):
+    class Preparing(Around):
+        def evidence(self) -> Evidence:
+            found: Evidence = self.inner.evidence()
+            return replace(found, how={**found.how, "ballast": "x" * 4_000})
+
+
+class EveryCluster(str):
+    """A cluster id that is equal to every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+@caught_by("test_a_token_of_another_cluster_is_refused")
+class TakesTokensOfOtherClusters(Broken):
+    @property
+    def cluster(self) -> str:
+        return EveryCluster(self.inner.cluster)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_a_group_goes_on_where_its_last_member_stopped",
+    "test_a_committed_transaction_moves_the_group_on",
+    "test_an_acknowledgement_covers_all_of_a_batch",
+    "test_acknowledging_up_to_a_message_covers_those_before_it",
+    "test_one_message_is_acknowledged_and_its_neighbours_come_again",
+    "test_messages_are_acknowledged_in_any_order",
+    "test_a_member_that_was_replaced_while_it_slept_commits_nothing",
+    "test_what_a_group_has_acknowledged_is_not_read_again_by_seeking",
+    "test_lag_is_what_a_group_has_before_it",
+    thoroughly=True,
+)
+class ForgetsAcknowledgements(Broken):
+    class Writer(Around):
+        def ack(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_acknowledgements_of_a_prepared_transaction_follow_its_token[commit]")
+class ForgetsAcknowledgementsOfPreparedOnes(Broken):
+    class Preparing(Around):
+        def ack(self, *args: Any) -> None:
+            pass
+
+
+@caught_by(
+    "test_an_aborted_transaction_leaves_the_group_where_it_was",
+    "test_a_message_is_passed_on_once_wherever_its_process_dies",
+)
+class AcknowledgesOutsideTheTransaction(Broken):
+    class Writer(Around):
+        def ack(self, context: Any, positions: Any) -> None:
+            deadline = Deadline(30)
+            (other,) = self.broker.inner.open_writers(anonymous(), 1, None, deadline)
+            other.begin(Begin(uuid.uuid4().hex, deadline, False, None))
+            other.ack(context, positions)
+            other.commit(deadline)
+            other.close()
+
+
+@caught_by(
+    "test_one_message_is_acknowledged_and_its_neighbours_come_again",
+    "test_messages_are_acknowledged_in_any_order",
+)
+class AcknowledgesUpTo(Broken):
+    class Writer(Around):
+        def ack(self, context: Any, positions: Any) -> None:
+            self.inner.ack(context, {p: [(n,) for n in range(max(found)[0] + 1)] for p, found in positions.items()})
+
+
+@caught_by(
+    "test_an_acknowledgement_covers_all_of_a_batch",
+    "test_a_group_goes_on_where_its_last_member_stopped",
+    "test_acknowledging_up_to_a_message_covers_those_before_it",
+    thoroughly=True,
+)
+class AcknowledgesTheFirstOfABatch(Broken):
+    class Writer(Around):
+        def ack(self, context: Any, positions: Any) -> None:
+            self.inner.ack(context, {partition: found[:1] for partition, found in positions.items()})
+
+
+@caught_by("test_a_member_that_was_replaced_while_it_slept_commits_nothing")
+class KnowsNoConflict(Broken):
+    class Writer(Remembering):
+        def commit(self, deadline: Deadline) -> None:
+            try:
+                self.inner.commit(deadline)
+            except Conflict:
+                self.elsewhere(self.sent)
+
+
+@caught_by(
+    "test_a_new_group_starts_at_the_earliest_message",
+    "test_what_was_not_acknowledged_comes_again_to_the_next_member",
+    "test_every_group_gets_every_message",
+    "test_a_consumer_may_read_many_topics",
+    "test_acknowledging_twice_is_refused",
+    thoroughly=True,
+)
+class StartsGroupsAtTheEnd(Broken):
+    def reader(self, subscription: Any, *rest: Any) -> Any:
+        start = "latest" if subscription.group else subscription.start
+        return super().reader(replace(subscription, start=start), *rest)
+
+
+@caught_by("test_a_new_group_may_start_behind_the_latest_message", "test_a_new_group_may_start_at_a_time")
+class StartsGroupsAtTheBeginning(Broken):
+    def reader(self, subscription: Any, *rest: Any) -> Any:
+        return super().reader(replace(subscription, start="earliest"), *rest)
+
+
+@caught_by("test_every_group_gets_every_message")
+class KnowsOneGroup(Broken):
+    def reader(self, subscription: Any, *rest: Any) -> Any:
+        if subscription.group is not None:
+            subscription = replace(subscription, group=subscription.group.removesuffix("-too"))
+        return super().reader(subscription, *rest)
+
+
+@caught_by(
+    "test_members_share_the_partitions_and_take_over_from_those_who_leave",
+    "test_a_message_is_processed_once_while_members_come_and_go",
+    "test_a_group_goes_on_where_its_last_member_stopped",
+    thoroughly=True,
+)
+class GivesEveryMemberEverything(Broken):
+    def reader(self, subscription: Any, *rest: Any) -> Any:
+        if subscription.group is not None:
+            subscription = replace(subscription, group=uuid.uuid4().hex)
+        return super().reader(subscription, *rest)
+
+
+@caught_by("test_what_a_killed_member_had_in_hand_comes_again", thoroughly=True)
+class WaitsForTheDead(Broken):
+    @staticmethod
+    def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
+        return {**options, "lease_seconds": 3600.0}, context
+
+
+@caught_by(
+    "test_members_share_one_partition_message_by_message",
+    "test_a_message_that_one_member_gives_back_goes_to_another",
+)
+class GivesAPartitionToOneMember(Broken):
+    def reader(self, subscription: Any, *rest: Any) -> Any:
+        return super().reader(replace(subscription, sharing="partition"), *rest)
+
+
+@caught_by("test_a_message_given_back_comes_again", "test_a_message_that_one_member_gives_back_goes_to_another")
+class TakesNothingBack(Broken):
+    class Reading(Around):
+        def nack(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_a_message_given_back_comes_again", "test_a_message_that_one_member_gives_back_goes_to_another")
+class CountsNoDeliveries(Broken):
+    class Reading(Around):
+        def poll(self, *args: Any) -> Any:
+            return [message._replace(deliveries=1) for message in self.inner.poll(*args)]
+
+
+@caught_by(
+    "test_reading_goes_on_from_an_earlier_position",
+    "test_positions_tell_where_another_reader_can_go_on",
+    "test_what_a_group_has_acknowledged_is_not_read_again_by_seeking",
+    "test_after_an_abort_its_messages_come_again_next_and_in_order",
+    "test_after_a_lost_answer_a_consumer_goes_on_where_the_truth_is[aborted]",
+)
+class CannotGoBack(Broken):
+    class Reading(Around):
+        def seek(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_positions_tell_where_another_reader_can_go_on")
+class IsOneOff(Broken):
+    class Reading(Around):
+        def positions(self) -> Any:
+            return {partition: (position[0] - 1,) for partition, position in self.inner.positions().items()}
+
+
+@caught_by("test_reading_goes_on_from_a_point_in_time")
+class GoesBackToTheBeginningOfTime(Broken):
+    class Reading(Around):
+        def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+            self.inner.seek_to_time(0, deadline)
+
+
+@caught_by("test_a_paused_partition_delivers_nothing_until_it_is_resumed")
+class NeverPauses(Broken):
+    class Reading(Around):
+        def pause(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_lag_is_what_a_group_has_before_it", thoroughly=True)
+class HasNoLag(Broken):
+    class Reading(Around):
+        def lag(self, *args: Any) -> Any:
+            return dict.fromkeys(self.inner.lag(*args), 0)
+
+
+@caught_by(
+    "test_acknowledging_twice_is_refused",
+    "test_acknowledging_what_was_read_without_a_group_is_refused",
+    "test_acknowledging_through_another_bridge_is_refused",
+    thoroughly=True,
+)
+class DeliversTwice(Broken):
+    class Reading(Around):
+        def poll(self, *args: Any) -> Any:
+            return [message for message in self.inner.poll(*args) for _ in range(2)]
+
+
+# --- publishers ------------------------------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_what_a_publisher_flushed_is_there_once_and_in_order",
+    "test_closing_a_publisher_flushes_it",
+    "test_a_publisher_does_not_wait_for_a_transaction",
+    "test_sequences_of_one_name_or_topic_are_not_those_of_another",
+)
+class PublishesTwice(Broken):
+    class Publishing(Around):
+        def send(self, *message: Any) -> None:
+            self.inner.send(*message)
+            self.inner.send(*message[:6], None, message[7])
+
+
+@caught_by("test_what_a_publisher_flushed_is_there_once_and_in_order", thoroughly=True)
+class FlushesNothing(Broken):
+    class Publishing(Around):
+        def send(self, *message: Any) -> None:
+            self.held = [*getattr(self, "held", ()), message]
+
+        def flush(self, deadline: Deadline) -> None:
+            pass
+
+        def close(self, deadline: Deadline) -> None:
+            for message in getattr(self, "held", ()):
+                self.inner.send(*message[:-1], deadline)
+            self.inner.close(deadline)
+
+
+@caught_by(
+    "test_closing_a_publisher_flushes_it",
+    "test_a_publisher_does_not_wait_for_a_transaction",
+    "test_sequences_of_one_name_or_topic_are_not_those_of_another",
+    "test_a_sequence_that_is_stored_is_not_stored_again",
+)
+class DropsWhatIsNotFlushed(Broken):
+    class Publishing(Around):
+        def send(self, *message: Any) -> None:
+            self.held = [*getattr(self, "held", ()), message]
+
+        def flush(self, deadline: Deadline) -> None:
+            for message in getattr(self, "held", ()):
+                self.inner.send(*message)
+            self.held = []
+            self.inner.flush(deadline)
+
+
+@caught_by(
+    "test_a_sequence_that_is_stored_is_not_stored_again",
+    "test_a_publisher_knows_its_last_sequence",
+    "test_a_sequence_is_published_once_wherever_its_process_dies",
+)
+class KeepsNoSequence(Broken):
+    class Publishing(Around):
+        def send(self, *message: Any) -> None:
+            self.inner.send(*message[:6], None, message[7])
+
+
+@caught_by("test_sequences_of_one_name_or_topic_are_not_those_of_another")
+class KeepsOneSequence(Broken):
+    def publisher(self, name: Any, deadline: Deadline) -> Any:
+        return super().publisher(name and name.removesuffix("-too"), deadline)
+
+
+# --- the decision log -------------------------------------------------------------------------------------------------
+
+
+@caught_by(
+    "test_the_first_claim_counts_for_everybody",
+    "test_processes_that_race_agree_on_every_id",
+    "test_a_decision_survives_those_who_made_it",
+    "test_an_older_owner_of_an_id_decides_nothing_any_more",
+    "test_what_is_done_is_known_to_be_done",
+    "test_a_decision_stays_what_it_is_wherever_its_process_dies",
+)
+class HasALogForEachBridge(Broken):
+    def decision_log(self, name: str, deadline: Deadline) -> Any:
+        return super().decision_log(f"{name}-{uuid.uuid4().hex}", deadline)
+
+
+@caught_by("test_ids_and_logs_are_apart")
+class HasOneLog(Broken):
+    def decision_log(self, name: str, deadline: Deadline) -> Any:
+        return super().decision_log(name.removesuffix("-too"), deadline)
+
+
+@caught_by("test_reading_decides_nothing", "test_the_first_claim_counts_for_everybody", thoroughly=True)
+class LosesWhatIsDecided(Broken):
+    class Logging(Around):
+        def append(self, record: bytes, deadline: Deadline) -> Any:
+            if b'"claim"' in record and b"order" in record:
+                return (self.inner.end(deadline)[0] + 1,)
+            return self.inner.append(record, deadline)
+
+
+# --- administration ---------------------------------------------------------------------------------------------------
+
+
+@caught_by("test_topics_are_created_listed_and_deleted")
+class DeletesNoTopics(Broken):
+    class Administering(Around):
+        def delete_topic(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_creating_a_topic_twice_is_no_error_unless_it_differs")
+class CreatesATopicOnce(Broken):
+    class Administering(Around):
+        def create_topic(self, name: str, partitions: int, *args: Any, **settings: Any) -> Any:
+            with suppress(TxnBridgeError):
+                self.inner.create_topic(name, partitions, *args, **settings)
+            return True
+
+
+@caught_by("test_a_growing_topic_keeps_its_messages_and_its_readers")
+class GrowsNoTopics(Broken):
+    class Administering(Around):
+        def grow_topic(self, *args: Any) -> None:
+            pass
+
+
+@caught_by("test_a_missing_topic_is_named_where_none_may_be_created")
+class CreatesWhateverIsMissing(Broken):
+    @staticmethod
+    def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
+        return options, replace(context, create_topics=1)
+
+
+@caught_by(
+    "test_an_open_transaction_is_listed_until_it_ends",
+    "test_a_prepared_transaction_is_listed_until_it_ends",
+    "test_an_administrator_aborts_what_a_dead_process_left_open",
+    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    thoroughly=True,
+)
+class ListsNothing(Broken):
+    class Administering(Around):
+        def transactions(self, *args: Any) -> Any:
+            return []
+
+
+@caught_by(
+    "test_an_administrator_aborts_what_a_dead_process_left_open",
+    "test_what_an_administrator_aborted_its_owner_cannot_commit",
+    "test_an_administrator_ends_a_prepared_transaction_without_its_token[abort]",
+    thoroughly=True,
+)
+class EndsNothing(Broken):
+    class Administering(Around):
+        def end(self, transaction: Any, decision: Decision, deadline: Any) -> Outcome:
+            return Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+
+
+@caught_by("test_what_was_committed_survives_a_kill_of_the_broker", thoroughly=True)
+class ForgetsWhenItsWriterDies(SaysCommittedTooEarly):
+    pass
+
+
+# --- the plug-in ------------------------------------------------------------------------------------------------------
+
+
+def scheme_of(broker: type[Broken]) -> str:
+    return f"broken-{broker.__name__.lower()}"
+
+
+def backend_of(broker: type[Broken]) -> Backend:
+    """The embedded broker's backend under another scheme, with this broker around each of its own."""
+
+    class BrokenBackend(EmbeddedBackend):
+        schemes = (scheme_of(broker),)
+
+        def open(self, url: Any, options: Any, context: Any, deadline: Any) -> Any:
+            options, context = broker.opening(options, context)
+            return broker(super().open(url, options, context, deadline))
+
+    return BrokenBackend()
+
+
+@hookimpl
+def txnbridge_backends() -> list[Backend]:
+    brokers: list[type[Broken]] = [Sound, *BROKEN]
+    return [backend_of(broker) for broker in brokers]

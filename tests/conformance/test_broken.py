@@ -1,0 +1,75 @@
+"""Each test of the suite can fail: it does on a broker that is broken on purpose (conftest.py marks those that must).
+
+With --full also: no test fails on a sound one, nor on one whose fault is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from txnbridge_conformance import looking, suite
+from txnbridge_conformance.suite import *  # noqa: F403
+from txnbridge_conformance.suite import dying
+
+from tests.conformance import broken
+from tests.conformance.broken import BROKEN, Broken, Sound, scheme_of
+from tests.conformance.conftest import FAILURES
+from txnbridge import Capabilities, connect, plugins
+
+# Every test of the suite by its name.
+TESTS = {name for name in vars(suite) if name.startswith("test_")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugin() -> Iterator[None]:
+    with plugins.registered(broken):
+        yield
+
+
+@pytest.fixture(scope="module")
+def txnbridge_url(request: pytest.FixtureRequest, _plugin: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+    broker: type[Broken] = request.param
+    # Where every test must fail, a member that is taken for dead too early does no harm.
+    lease = 2 if request.config.getoption("--full") else 0.3
+    return f"{scheme_of(broker)}:{tmp_path_factory.mktemp('broken')}/broker.db?lease_seconds={lease}"
+
+
+@pytest.fixture(scope="module")
+def capabilities(txnbridge_url: str) -> Capabilities:
+    with connect(txnbridge_url) as bridge:
+        return bridge.capabilities
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must not come need not be waited for; the children are told as well."""
+    if any(mark.kwargs["raises"] == FAILURES for mark in request.node.iter_markers("xfail")):
+        patience = 5.0 if request.config.getoption("--full") else 0.9  # more than a lease
+        monkeypatch.setattr(looking, "PATIENCE", patience)
+        monkeypatch.setenv("TXNBRIDGE_PATIENCE", str(patience))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function.__name__ in TESTS:
+        everything = metafunc.config.getoption("--full")
+        # The walks take ten seconds each, so they are left to the brokers that name them.
+        others = everything and metafunc.function.__module__ != dying.__name__
+        brokers = [b for b in BROKEN if _names(b, metafunc) or (others and not b.thoroughly)]
+        brokers += [Sound] if everything else []
+        metafunc.parametrize(
+            "txnbridge_url", brokers, ids=lambda broker: broker.__name__, indirect=True, scope="module"
+        )
+
+
+def _names(broker: type[Broken], metafunc: pytest.Metafunc) -> bool:
+    return metafunc.function.__name__ in {name.partition("[")[0] for name in broker.caught_by}
+
+
+def test_every_test_of_the_suite_fails_on_some_broken_broker():
+    caught = {name.partition("[")[0] for broker in BROKEN for name in broker.caught_by}
+    assert (sorted(TESTS - caught), sorted(caught - TESTS)) == ([], [])
+
+
+def test_every_broken_broker_is_caught():
+    assert [broker.__name__ for broker in BROKEN if not broker.caught_by] == []
