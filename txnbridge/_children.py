@@ -272,21 +272,25 @@ class _ChildTraceback(Exception):
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     # What children import anyway, among it pytest, which the modules that tests are in import: it takes 100 ms.
-    packages = {"txnbridge", "pluggy", "pytest", *(name.split(".")[0] for name in _module_plugins())}
+    packages = {"txnbridge", "pluggy", "pytest", *(name.split(".")[0] for name, _ in _module_plugins())}
     context.set_forkserver_preload([__name__, *(name for name in sys.modules if name.split(".")[0] in packages)])
     return context
 
 
-def _module_plugins() -> list[str]:
-    return [plugin.__name__ for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
+def _module_plugins() -> list[tuple[str, str]]:
+    """The name and the file of each plug-in that is a module."""
+    return [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
+
+
+def _address(module: ModuleType) -> tuple[str, str]:
+    return module.__name__, getattr(module, "__file__", None) or ""
 
 
 def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
     """A function's module, file and name. Raises `InvalidOption` for one that no other process can import."""
     if "<" in function.__qualname__:
         raise InvalidOption(f"{function.__qualname__} cannot be imported by a child process; write it at module level")
-    module = sys.modules[function.__module__]
-    return function.__module__, getattr(module, "__file__", None) or "", function.__qualname__
+    return *_address(sys.modules[function.__module__]), function.__qualname__
 
 
 # --- in the child --------------------------------------------------------------------------------------------------
@@ -299,7 +303,7 @@ class _Task:
     where: str | Unvisited | None
     how: How
     environment: dict[str, str]
-    plugins: Sequence[str]
+    plugins: Sequence[tuple[str, str]]
 
 
 class _Line:
@@ -327,8 +331,8 @@ def _call(task: _Task, line: _Line) -> Any:
     os.environ.clear()
     os.environ.update(task.environment)
     function = _load(*task.function)
-    for name in task.plugins:
-        module = importlib.import_module(name)
+    for name, file in task.plugins:
+        module = _module(name, file)
         if not plugins.manager.is_registered(module):
             plugins.register(module)
     if task.where is not None:
