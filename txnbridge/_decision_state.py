@@ -95,7 +95,7 @@ class TokenFold:
 
     openings: dict[Path, Opener] = field(default_factory=dict)
     presences: dict[Position, Presence] = field(default_factory=dict)
-    claims: dict[tuple[Begin, Path], Winner] = field(default_factory=dict)
+    claims: dict[Path, dict[Begin, Winner]] = field(default_factory=dict)
     entries: dict[tuple[Path, str], list[Noted]] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> None:
@@ -119,7 +119,7 @@ class TokenFold:
         by = record.by
         if by is not None and self._is_void(by) and not self._is_prepared(by.id, record.id):
             return False
-        self.claims.setdefault((begin, record.id), winner)
+        self.claims.setdefault(record.id, {}).setdefault(begin, winner)
         return True
 
     def _is_void(self, under: Under) -> bool:
@@ -134,7 +134,8 @@ class TokenFold:
     def forget(self, before: Position) -> None:
         """Drop what no living presence reaches."""
         self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
-        self.claims = {key: claim for key, claim in self.claims.items() if claim.position >= before}
+        left = ((id, {b: c for b, c in claims.items() if c.position >= before}) for id, claims in self.claims.items())
+        self.claims = {id: claims for id, claims in left if claims}
         kept = ((key, [e for e in entries if e.position >= before]) for key, entries in self.entries.items())
         self.entries = {key: entries for key, entries in kept if entries}
 

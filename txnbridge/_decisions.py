@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import threading
 import time
@@ -153,6 +154,7 @@ class Decisions:
         self._presence_lock = threading.Lock()
         self._tidying = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
 
     # --- owning -----------------------------------------------------------------------------------------------------
 
@@ -469,6 +471,8 @@ class Decisions:
     def _deadline(self, timeout: float | Deadline | None) -> Deadline:
         if self._closed:
             raise InvalidState("this decision log is closed")
+        if self._process != os.getpid():
+            raise InvalidState("this decision log was opened before a fork: open it anew in the child process")
         if isinstance(timeout, Deadline):
             return timeout
         return Deadline(self._timeout if timeout is None else timeout)
@@ -517,9 +521,14 @@ class _Question:
             _require_founded(state)
             if state.ids.is_done(self.path):
                 raise InvalidState(f"{self.name} is marked done: what it decided is settled and no longer kept")
+            if self.path in state.tokens.claims:
+                # Taken for an id without a token it would be decided a second time.
+                raise InvalidOption(
+                    f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
+                )
             return state.ids.claims.get(self.path)
         _require_begin(state, self.begin)
-        return state.tokens.claims.get((self.begin, self.path))
+        return state.tokens.claims.get(self.path, {}).get(self.begin)
 
 
 def _require_readable(state: State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -159,6 +160,20 @@ def test_a_closed_log_says_so(join, log):
     refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # 3.12 warns of forks in threaded programs
+def test_after_a_fork_the_child_must_open_the_log_anew(join, log):
+    decisions = join()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            refused(lambda: decisions.claim("id", COMMIT), log, InvalidState)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert decisions.claim("id", COMMIT).mine
+
+
 # --- answers that do not come ---------------------------------------------------------------------------------------
 
 
@@ -289,6 +304,15 @@ def test_a_log_that_was_made_anew_proves_nothing_to_who_knew_the_old_one(join, l
     refused(lambda: join().claim("t1", ABORT, begin=begin), log, EvidenceLost)
     with pytest.raises(EvidenceLost):
         owner.read("id")
+
+
+def test_an_id_that_a_token_carries_is_not_decided_a_second_time_without_it(join, log):
+    begin = join().begin()
+    join().claim("t1", COMMIT, begin=begin)
+    decisions = join()
+    decisions.begin()
+    refused(lambda: decisions.claim("t1", ABORT), log, InvalidOption)
+    refused(lambda: decisions.read("t1"), log, InvalidOption)
 
 
 def test_a_question_about_a_token_does_not_begin_a_log(join, log):

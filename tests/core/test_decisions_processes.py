@@ -39,7 +39,7 @@ class Unreliable(DecisionLog):
         self._random = random
 
     def _maybe_die(self) -> None:
-        if self._random.random() < 0.001:
+        if self._random.random() < 0.004:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def begin(self, deadline: Deadline) -> Position | None:
