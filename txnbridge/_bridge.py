@@ -12,13 +12,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
 from txnbridge._consumer import Consumer, topic_list
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
+from txnbridge._ledger import LazyLedger
 from txnbridge._messages import Message
 from txnbridge._plugins import plugins
 from txnbridge._publisher import Publisher
@@ -37,7 +37,7 @@ from txnbridge.errors import (
     OutcomeUnknown,
     TxnBridgeError,
 )
-from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Subscription, Writer
+from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Ledger, Subscription, Writer
 
 if TYPE_CHECKING:
     from txnbridge._decisions import Decisions
@@ -133,9 +133,11 @@ class Bridge:
         self._url = url
         self._count = itertools.count(1)
         self._opening = threading.Lock()
+        self._opening_log = threading.Lock()  # another one: writers may need a log while they are opened
         self._room = threading.Condition()
         self._size = writers
         self._busy = 0
+        self._logs: dict[str, Decisions] = {}  # those that hold ledgers
         self._idle: list[Writer] | None = None  # None: not opened yet
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
@@ -334,6 +336,7 @@ class Bridge:
             expires_at=evidence.expires_at,
             messages=evidence.messages,
             fingerprint=fingerprint,
+            log=evidence.log,
         )
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -355,7 +358,7 @@ class Bridge:
         parsed = self._check_token(token)
         self.capabilities.require(Capability.STATUS_LOOKUP)
         with self._events.step("status", parsed.transaction) as found:
-            status = self._broker.status(parsed, self._ledger(), Deadline(self._timeout))
+            status = self._broker.status(parsed, self._ledger(parsed), Deadline(self._timeout))
             found["state"] = status.state.value
         return status
 
@@ -394,7 +397,7 @@ class Bridge:
         with self._events.step("resolve", token.transaction, decision=None) as found:
             while True:
                 try:
-                    status = self._broker.status(token, self._ledger(), deadline)
+                    status = self._broker.status(token, self._ledger(token), deadline)
                 except (OutcomeUnknown, BrokerUnavailable):
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
@@ -417,8 +420,27 @@ class Bridge:
             raise InvalidToken(f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {self.cluster}")
         return parsed
 
-    def _ledger(self) -> Any:
-        return _no_ledger  # no backend so far keeps its evidence in the decision log
+    def _ledger(self, token: Token | None = None) -> Ledger:
+        """What this bridge's id, or a token's, keeps in the decision log; the log is opened when it is first used."""
+        if token is None:
+            return LazyLedger(lambda deadline: self._log_of(None, deadline).ledger(self._identity.name))
+        owner = token.transaction.rsplit("/", 2)[0]
+        where = token.log or {}
+        return LazyLedger(lambda deadline: self._log_of(where.get("log"), deadline).ledger(owner, token.log))
+
+    def _log_of(self, name: str | None, deadline: Deadline) -> Decisions:
+        name = name or self._identity.application
+        with self._opening_log:
+            if name not in self._logs:
+                self._logs[name] = self._open_decisions(name, deadline)
+            return self._logs[name]
+
+    def _open_decisions(self, name: str, deadline: Deadline) -> Decisions:
+        from txnbridge._decisions import Decisions
+
+        self.capabilities.require(Capability.DECISION_LOG)
+        log = self._broker.decision_log(name, deadline)
+        return Decisions(log, timeout=self._timeout, events=self._events, name=name, host=self._identity.host)
 
     # --- reading, publishing, deciding ------------------------------------------------------------------------------
 
@@ -480,11 +502,7 @@ class Bridge:
     def decisions(self, name: str | None = None) -> Decisions:
         """The decision log of this bridge's application, or of another name: the first decision for an id wins."""
         self._check_open()
-        self.capabilities.require(Capability.DECISION_LOG)
-        from txnbridge._decisions import Decisions
-
-        log = self._broker.decision_log(name or self._identity.application, Deadline(self._timeout))
-        return Decisions(log, timeout=self._timeout, events=self._events)
+        return self._open_decisions(name or self._identity.application, Deadline(self._timeout))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -500,8 +518,8 @@ class Bridge:
             for consumer in list(self._consumers):
                 _quietly(consumer.close)
             self._clear_abandoned()
-            for writer in self._idle or ():
-                _quietly(writer.close)
+            for closable in [*(self._idle or ()), *self._logs.values()]:
+                _quietly(closable.close)
             self._broker.close(deadline)
         _live.discard(self)
 
@@ -564,7 +582,6 @@ def _require_xxhash() -> None:
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
 _parents: list[Broker] = []  # brokers of the parent process, kept so that nothing of theirs is ever closed here
-_no_ledger: Mapping[str, Any] = MappingProxyType({})
 
 
 def _after_fork() -> None:

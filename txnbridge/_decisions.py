@@ -34,6 +34,7 @@ from txnbridge._decision_records import (
     Snapshot,
     Stored,
     Under,
+    check_data,
     digest,
     dump_json,
     read_begin,
@@ -59,7 +60,7 @@ Id = str | tuple[str | int, ...]
 
 # How long a token may be asked about if nobody says otherwise. Too short loses evidence (the answer is then UNKNOWN),
 # too long only makes reads longer.
-_LIFETIME = 86_400.0
+_LIFETIME = 7 * 86_400.0
 # By how much the clocks of two hosts may differ before something is trimmed too early; Kerberos allows as much.
 _CLOCK_SKEW = 300.0
 # A presence lives a renewal longer than it is needed for; a short-lived one is not renewed every second for that.
@@ -173,6 +174,9 @@ class Decisions:
         """
         deadline = self._deadline(timeout)
         path = _path(id)
+        if name is not None and not (isinstance(name, str) and name):
+            raise InvalidOption(f"the name of an opening is text that is not empty, not {name!r:.100}")
+        said = check_data(data or {})
         while True:
             with self._follower.following(deadline) as state:
                 _require_founded(state)
@@ -180,7 +184,7 @@ class Decisions:
                 if name is not None and name in state.ids.names.get(path, ()):
                     return self._own(id, newest, name)
             under = Under(path, name or secrets.token_hex(8), newest.under.number + 1 if newest else 1)
-            fields = {"under": under, "named": name is not None, "host": self._host, "data": dict(data or {})}
+            fields = {"under": under, "named": name is not None, "host": self._host, "data": said}
             if self._append(Opened, fields, deadline)[1]:
                 with self._follower.looking(deadline) as state:
                     return self._own(id, state.ids.openings.get(path), under.name)
@@ -197,15 +201,17 @@ class Decisions:
 
         An owner names its `opening`, and gets `Fenced` if the log shows a newer one.
         """
-        deadline = self._deadline(timeout)
+        return self._begin(None if opening is None else _under(opening), self._deadline(timeout))
+
+    def _begin(self, under: Under | None, deadline: Deadline) -> dict[str, Any]:
         presence = self._be_present(self._lifetime, deadline)
-        if opening is not None:
+        if under is not None:
             with self._follower.looking(deadline) as state:
                 # What was read includes the presence: so nobody else opened the id before it. It must have been read
                 # without a gap, or from the first record again.
                 _require_founded(state)
-                if not stands(state.ids.openings, _under(opening)):
-                    raise _fenced(state.ids.openings.get(_path(opening.id)))
+                if not stands(state.ids.openings, under):
+                    raise _fenced(state.ids.openings.get(under.id))
         self._tidy_if_due(deadline)
         found: dict[str, Any] = {"at": list(presence.at), "id": presence.id}
         return found if self._name is None else {"log": self._name, **found}
@@ -231,6 +237,7 @@ class Decisions:
         deadline = self._deadline(timeout)
         if decision not in (Decision.COMMIT, Decision.ABORT):
             raise InvalidOption(f"a claim is COMMIT or ABORT, not {decision!r}")
+        said = check_data(data or {})
         question = _Question(id, _path(id), _begin(begin))
         if known := self._known(question, deadline):
             return known
@@ -238,7 +245,7 @@ class Decisions:
         self._be_present(deadline.seconds, deadline)
         by = None if opening is None else _under(opening)
         fields = {"id": question.path, "decision": decision, "begin": question.begin, "by": by}
-        self._append(Claimed, fields | self._body(data or {}, deadline), deadline, question.name)
+        self._append(Claimed, fields | self._body(said, deadline), deadline, question.name)
         with self._follower.looking(deadline) as state:
             decided = self._answer(question, state)
             if decided is None:
@@ -339,7 +346,7 @@ class Decisions:
             born = state.born
             body = state.ids.to_json(state.log or "")
         fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self._now()}
-        self._append(Snapshot, fields | self._body(body, deadline), deadline)
+        self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self._follower.looking(deadline) as state:
             oldest = state.oldest_living(self._now())
         # Not up to the snapshot itself: what was appended between the record that it covers and itself is not in it.
@@ -373,12 +380,18 @@ class Decisions:
         """The ledger of one transactional id; with a token's `begin` for questions about that token's transaction."""
         return _Ledger(self, id, _begin(begin))
 
+    def _own_opening(self, id: str) -> Under:
+        try:
+            return self._owned[_path(id)]
+        except KeyError:
+            raise InvalidState(
+                f"{id} was not opened by this process, which therefore cannot record anything for it"
+            ) from None
+
     def _note(self, id: str, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         path = _path(id)
-        under = self._owned.get(path)
-        if under is None:
-            raise InvalidState(f"{id} was not opened by this process, which therefore cannot record anything for it")
-        fields = {"under": under, "about": kind, "transaction": transaction, "data": dict(data)}
+        under = self._own_opening(id)
+        fields = {"under": under, "about": kind, "transaction": transaction, "data": check_data(data)}
         counts = self._append(Entry, fields, deadline, transaction)[1]
         if counts is None:
             raise OutcomeUnknown(f"{id} was opened by another process while a {kind!r} record of it was stored")
@@ -449,7 +462,7 @@ class Decisions:
         """Append a record that others will stand on."""
         position, counts = self._append(kind, fields, deadline)
         if not counts:
-            raise OutcomeUnknown(f"the record at {list(position)} was trimmed before anything stood on it; ask again")
+            raise OutcomeUnknown(f"the record at {list(position)} was trimmed while it was still needed; ask again")
         return position
 
     def _log_to_write(self, deadline: Deadline) -> str | None:
@@ -492,6 +505,9 @@ class _Ledger(Ledger):
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         opening = self._decisions.read(self._id, timeout=deadline).opening
         return None if opening is None else (opening.name, opening.data)
+
+    def begin(self, deadline: Deadline) -> Mapping[str, Any]:
+        return self._decisions._begin(self._decisions._own_opening(self._id), deadline)
 
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         self._decisions._note(self._id, kind, transaction, data, deadline)
@@ -580,8 +596,8 @@ def _path(id: Id) -> Path:
         path = read_path([id] if isinstance(id, str) else id)
     except (TypeError, ValueError):
         raise InvalidOption(f"an id is text or a tuple of text and numbers, not {id!r:.100}") from None
-    if not path[0] or sum(len(str(part)) for part in path) > _LONGEST_ID:
-        raise InvalidOption(f"an id is not empty and takes at most {_LONGEST_ID} characters")
+    if not isinstance(path[0], str) or not path[0] or sum(len(str(part)) for part in path) > _LONGEST_ID:
+        raise InvalidOption(f"an id begins with text that is not empty, and takes at most {_LONGEST_ID} characters")
     return path
 
 

@@ -233,6 +233,7 @@ class Evidence:
     how: Mapping[str, Any]
     messages: int
     expires_at: int | None = None
+    log: Mapping[str, Any] | None = None  # what the ledger's `begin` said, where the ledger keeps the evidence
 
 
 class Writer(ABC):
@@ -561,6 +562,13 @@ class Ledger(ABC):
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         """The newest opening of the id and its data; None if it was never opened."""
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> Mapping[str, Any]:
+        """Where the evidence about a transaction that begins now begins; its `Evidence.log`.
+
+        Raises `Fenced` if the id has a newer opening than this process's.
+        """
 
     @abstractmethod
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:

@@ -1,0 +1,116 @@
+"""The ledger that a backend is given, for one whose broker keeps no evidence of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.decisions_kit import MemoryLog
+from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
+from txnbridge import Bridge, Fenced, InvalidState, TokenState, connect, plugins
+from txnbridge.spi import (
+    Begin,
+    Context,
+    Deadline,
+    DecisionLog,
+    Evidence,
+    Identity,
+    Ledger,
+    Status,
+    Token,
+    Url,
+    Writer,
+)
+
+
+class LedgerWriter(ToyWriter):
+    """Notes in the ledger what it prepares, as a backend does whose broker forgets."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def begin(self, begin: Begin) -> None:
+        self._begun = begin
+        self._log = self._ledger.begin(begin.deadline)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._ledger.record("prepare", self._begun.transaction, {"epoch": 3}, deadline)
+
+    def evidence(self) -> Evidence:
+        return Evidence({}, 0, log=self._log)
+
+
+class LedgerBroker(ToyBroker):
+    logs: dict[str, MemoryLog]
+
+    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        ledger.opened({"writers": count}, deadline)
+        return super().open_writers(identity, count, ledger, deadline)
+
+    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+        return LedgerWriter(ledger)
+
+    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+        noted = [entry.kind for entry in ledger.find(token.transaction, deadline)]
+        return Status(TokenState.PREPARED if "prepare" in noted else TokenState.ABORTED)
+
+    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+        return self.logs.setdefault(name, MemoryLog())
+
+
+class LedgerBackend(ToyBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs: dict[str, MemoryLog] = {}
+
+    def open(self, url: Url, options, context: Context, deadline: Deadline) -> ToyBroker:
+        broker = LedgerBroker(self.capabilities)
+        broker.logs = self.logs
+        return broker
+
+
+@pytest.fixture
+def backend():
+    backend = LedgerBackend()
+    with plugins.registered(backend):
+        yield backend
+
+
+def prepare(bridge: Bridge) -> str:
+    with bridge.transaction(prepare=True) as txn:
+        pass
+    return str(txn.token)
+
+
+def test_a_token_says_where_its_evidence_is_and_any_process_finds_it(backend: LedgerBackend) -> None:
+    with connect("toy:", transactional_id="billing", application="shop") as owner:
+        token = prepare(owner)
+    assert Token.parse(token).log is not None
+    with connect("toy:", application="another") as stranger:
+        assert stranger.status(token).state is TokenState.PREPARED
+    assert set(backend.logs) == {"shop"}
+
+
+def test_an_owner_that_was_taken_over_prepares_nothing_more(backend: LedgerBackend) -> None:
+    with connect("toy:", transactional_id="billing") as old:
+        before = prepare(old)
+        late = old.transaction(prepare=True)
+        with connect("toy:", transactional_id="billing") as new:
+            with pytest.raises(Fenced), late:
+                pass
+            with pytest.raises(Fenced):
+                prepare(old)
+            assert new.status(before).state is TokenState.PREPARED
+            assert new.status(prepare(new)).state is TokenState.PREPARED
+
+
+def test_an_id_that_this_process_never_opened_cannot_be_written_about(backend: LedgerBackend) -> None:
+    with connect("toy:") as bridge, pytest.raises(InvalidState, match="not opened by this process"):
+        bridge.transaction(prepare=True)
+
+
+def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) -> None:
+    with connect("toy:") as bridge:
+        assert backend.logs == {}
+        with bridge.transaction():
+            assert len(backend.logs) == 1

@@ -1,0 +1,31 @@
+"""The ledger that a backend is given: opened when it is first used, because most backends keep their own evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from txnbridge._deadline import Deadline
+from txnbridge.spi import Ledger, LedgerEntry
+
+
+class LazyLedger(Ledger):
+    """Passes everything on to a ledger that `find_ledger` opens at first use, within that call's deadline."""
+
+    def __init__(self, find_ledger: Callable[[Deadline], Ledger]) -> None:
+        self._find_ledger = find_ledger
+
+    def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
+        return self._find_ledger(deadline).opened(data, deadline)
+
+    def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
+        return self._find_ledger(deadline).newest_opening(deadline)
+
+    def begin(self, deadline: Deadline) -> Mapping[str, Any]:
+        return self._find_ledger(deadline).begin(deadline)
+
+    def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
+        self._find_ledger(deadline).record(kind, transaction, data, deadline)
+
+    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
+        return self._find_ledger(deadline).find(transaction, deadline)
