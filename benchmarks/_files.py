@@ -10,11 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from txnbridge_embedded.schema import PAGE_BYTES
+from txnbridge_embedded.store import CHECKPOINT_BYTES
+
 import txnbridge
 
 KIB = 1024
-DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES = 4 * KIB, 1000 * 4 * KIB  # SQLite's: pages, and when the log is copied
-PAGE_BYTES, LOG_BYTES = 16 * KIB, 8 << 20  # the embedded broker's
+# What SQLite does by default, and what the embedded broker does: the size of a page, and of the log when it is copied.
+DEFAULT_PAGE_BYTES, DEFAULT_LOG_BYTES = 4 * KIB, 1000 * 4 * KIB
+OUR_PAGE_BYTES, OUR_LOG_BYTES = PAGE_BYTES, CHECKPOINT_BYTES
 Row = tuple[int | None, int, bytes | None, str | None, bytes]  # id, timestamp, key, headers, value
 
 

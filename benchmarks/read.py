@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import txnbridge
-from benchmarks._files import DEFAULT_PAGE_BYTES, KIB, PAGE_BYTES, bodies, fresh, insert, plain, rows, url
+from benchmarks._files import DEFAULT_PAGE_BYTES, KIB, OUR_PAGE_BYTES, bodies, fresh, insert, plain, rows, url
 from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, per_unit, run, speed
 
 PIECE = 1000
@@ -30,7 +30,7 @@ def fill(folder: Path, messages: int, size: int) -> None:
         for _ in range(messages // PIECE):
             with bridge.transaction() as txn:
                 txn.send_many("topic", values)
-    for page_bytes in (DEFAULT_PAGE_BYTES, PAGE_BYTES):
+    for page_bytes in (DEFAULT_PAGE_BYTES, OUR_PAGE_BYTES):
         with plain(folder, page_bytes) as connection:
             for _ in range(messages // PIECE):
                 insert(connection, ready)
@@ -111,7 +111,7 @@ def selecting(folder: Path, messages: int, page_bytes: int) -> Contender:
 def storing_a_position(folder: Path, messages: int) -> Contender:
     @contextmanager
     def contender() -> Iterator[Lap]:
-        with plain(folder, PAGE_BYTES) as connection:
+        with plain(folder, OUR_PAGE_BYTES) as connection:
             connection.execute("CREATE TABLE IF NOT EXISTS positions(id INTEGER PRIMARY KEY, next INTEGER)")
             at = 1
 
@@ -140,7 +140,7 @@ def measure(settings: Settings) -> None:
                 {
                     "alone": reading(folder, messages, in_group=False),
                     "SELECT": selecting(folder, messages, DEFAULT_PAGE_BYTES),
-                    "SELECT, our pages": selecting(folder, messages, PAGE_BYTES),
+                    "SELECT, our pages": selecting(folder, messages, OUR_PAGE_BYTES),
                     "in a group": reading(folder, messages, in_group=True),
                     "acknowledged": acknowledging(folder, messages),
                     "SELECT, our pages, and a position": storing_a_position(folder, messages),
