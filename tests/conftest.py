@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
-pytest_plugins = ["txnbridge_conformance.plugin"]
+pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,6 +41,10 @@ class CannotStart(BrokerUnavailable):
     """The broker did not start, or did not answer in time; the message ends with the end of its log."""
 
 
+class PortTaken(CannotStart):
+    """Somebody took one of the broker's ports before it did."""
+
+
 class Broker(ABC):
     """A real broker that was started for tests. It ends with the `with` block, or with the process that started it.
 
@@ -113,6 +117,7 @@ class ProcessBroker(Broker):
 
     def __init__(self, folder: Path | None, start_timeout: float) -> None:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="txnbridge-broker-"))
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._start_timeout = start_timeout
         self._processes = _Processes(self.folder)
 
@@ -202,7 +207,8 @@ class ProcessBroker(Broker):
         if not wait_until(answered_or_dead, self._start_timeout):
             raise CannotStart(f"node {node} did not answer within {self._start_timeout:g} s; {_end_of(self.log(node))}")
         if self.pid(node) is None:
-            raise CannotStart(f"node {node} ended instead of starting; {_end_of(self.log(node))}")
+            kind = PortTaken if "already in use" in self.log(node).read_text(errors="replace") else CannotStart
+            raise kind(f"node {node} ended instead of starting; {_end_of(self.log(node))}")
 
 
 def log_file(folder: Path, node: int) -> Path:
@@ -221,7 +227,8 @@ def wait_until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def _end_of(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in text.splitlines() if line and not line[0].isspace()]  # without Java's stack traces
     return "its log ends: " + " | ".join(lines[-_TOLD_LINES:]) if lines else "it wrote no log"
 
 

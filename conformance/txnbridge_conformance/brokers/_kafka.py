@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from txnbridge.errors import InvalidOption
@@ -16,7 +16,8 @@ from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 # Every version that we test with; the first is the default.
 VERSIONS = ("4.3.1", "3.9.2")
 NODES = (1, 3)
-TRANSACTION_VERSIONS = (1, 2)
+# What a version can be told to use. Kafka 3.9 has no such setting; it works as 4 does with 1.
+TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.3.1": (2, 1), "3.9.2": ()}
 
 _LOG4J = "2.25.4"
 # Small, and quick to start: the second compiler gains nothing within the minutes of a test run.
@@ -28,9 +29,10 @@ _JAVA_OPTIONS = (
     "-Xshare:auto",
     "-XX:MaxDirectMemorySize=64m",
 )
-_LOGGING = """Configuration:
-  Appenders: {Console: {name: STDOUT, PatternLayout: {pattern: "%d %p %c{1} %m%n"}}}
-  Loggers: {Root: {level: WARN, AppenderRef: [{ref: STDOUT}]}}
+_LOGGING = """<Configuration>
+  <Appenders><Console name="out"><PatternLayout pattern="%d %p %c{1} %m%n"/></Console></Appenders>
+  <Loggers><Root level="warn"><AppenderRef ref="out"/></Root></Loggers>
+</Configuration>
 """
 # Each reason that is not obvious:
 # - one partition of each internal topic, since each costs files and time at the start;
@@ -66,7 +68,7 @@ def fetch_kafka(version: str = VERSIONS[0], bar: bool = True) -> Path:
 
 
 class KafkaProcess(ProcessBroker):
-    """Kafka as Java processes of this machine; see `kafka`."""
+    """Kafka as Java processes of this machine. `brokers.kafka` says what can be asked for."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class KafkaProcess(ProcessBroker):
         self._ports = {node: port + node - 1 if port else next(ports) for node in self.nodes}
         self._controllers = {node: next(ports) for node in self.nodes}
         self.routes = tuple(Route(next(ports), next(ports)) for node in self.nodes)
-        self._cluster = _new_cluster_id()
+        self._cluster = new_cluster_id()
         super().__init__(folder, start_timeout)
         self._open()
 
@@ -98,7 +100,7 @@ class KafkaProcess(ProcessBroker):
         return "kafka://" + ",".join(f"{HOST}:{port}" for port in self._ports.values())
 
     def _prepare(self) -> None:
-        (self.folder / "log4j2.yaml").write_text(_LOGGING)
+        (self.folder / "log4j2.xml").write_text(_LOGGING)
         for node in self.nodes:
             text = "".join(f"{name}={value}\n" for name, value in self._node_settings(node).items())
             self._properties(node).write_text(text)
@@ -125,7 +127,7 @@ class KafkaProcess(ProcessBroker):
         return any(self.pid(node) is None for node in self.nodes)
 
     def _main(self, program: str, *arguments: str) -> list[str]:
-        logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.yaml'}"
+        logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.xml'}"
         return [self._java, *_JAVA_OPTIONS, logging, "-cp", f"{self._jars}/*", program, *arguments]
 
     def _properties(self, node: int) -> Path:
@@ -134,47 +136,61 @@ class KafkaProcess(ProcessBroker):
     def _node_settings(self, node: int) -> dict[str, str]:
         listen, upstream = self.routes[node - 1]
         client = f"PLAINTEXT://{HOST}:{self._ports[node]}"
-        replicas = str(len(self.nodes))
-        in_sync = str(len(self.nodes) // 2 + 1)
-        share = {} if self.version.startswith("3.") else _share_settings(replicas, in_sync)
         return {
-            **_SETTINGS,
-            **share,
+            **common_settings(self.version, len(self.nodes)),
             "node.id": str(node),
             "controller.quorum.voters": ",".join(f"{n}@{HOST}:{port}" for n, port in self._controllers.items()),
             "listeners": f"{client},PROXY://{HOST}:{upstream},CONTROLLER://{HOST}:{self._controllers[node]}",
             # Whoever comes through the proxy is told the proxy's port, and so stays with it.
             "advertised.listeners": f"{client},PROXY://{HOST}:{listen}",
             "log.dirs": str(self.folder / f"node-{node}"),
-            "default.replication.factor": replicas,
-            "min.insync.replicas": in_sync,
-            "offsets.topic.replication.factor": replicas,
-            "transaction.state.log.replication.factor": replicas,
-            "transaction.state.log.min.isr": in_sync,
             **self._settings,
         }
 
 
-def _share_settings(replicas: str, in_sync: str) -> dict[str, str]:
-    topic = "share.coordinator.state.topic"
-    return {f"{topic}.num.partitions": "1", f"{topic}.replication.factor": replicas, f"{topic}.min.isr": in_sync}
+def common_settings(version: str, nodes: int) -> dict[str, str]:
+    """The settings that do not depend on where a node is."""
+    replicas, in_sync = str(nodes), str(nodes // 2 + 1)
+    share = "share.coordinator.state.topic"
+    shares = {f"{share}.num.partitions": "1", f"{share}.replication.factor": replicas, f"{share}.min.isr": in_sync}
+    return {
+        **_SETTINGS,
+        **({} if version.startswith("3.") else shares),
+        "default.replication.factor": replicas,
+        "min.insync.replicas": in_sync,
+        "offsets.topic.replication.factor": replicas,
+        "transaction.state.log.replication.factor": replicas,
+        "transaction.state.log.min.isr": in_sync,
+    }
 
 
-def _new_cluster_id() -> str:
+def new_cluster_id() -> str:
     text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
     # Kafka's command would take it for an option.
-    return _new_cluster_id() if text.startswith("-") else text
+    return new_cluster_id() if text.startswith("-") else text
 
 
 def check(nodes: int, version: str, transaction_version: int | None) -> None:
     """Raises `InvalidOption` for what we do not start."""
-    given = {"nodes": nodes, "version": version, "transaction_version": transaction_version}
-    known: dict[str, tuple[object, ...]] = {
-        "nodes": NODES,
-        "version": VERSIONS,
-        "transaction_version": (None, *TRANSACTION_VERSIONS),
-    }
-    for name, value in given.items():
-        if value not in known[name]:
-            choices = ", ".join(str(choice) for choice in known[name] if choice is not None)
-            raise InvalidOption(f"{name} is {value!r}; known: {choices}")
+    _check("nodes", nodes, NODES)
+    _check("version", version, VERSIONS)
+    if transaction_version is not None:
+        _check("transaction_version", transaction_version, TRANSACTION_VERSIONS[version])
+
+
+def _check(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise InvalidOption(f"{name} is {value!r}; known: {', '.join(map(str, known)) or 'none for this version'}")
+
+
+def answering(url: str) -> int:
+    """How many nodes of a URL answer a request."""
+    return sum(_answers(int(address.rpartition(":")[2])) for address in url.split(","))
+
+
+def _answers(port: int) -> bool:
+    try:
+        cluster(port)
+    except OSError:
+        return False
+    return True

@@ -1,7 +1,8 @@
 """A small process that runs a broker's processes and ends them when whoever started it dies, however it dies.
 
 Run by its path with a bare interpreter, so it imports nothing of ours. It reads requests from its standard input, one
-JSON document a line, and answers each with a line. When the input ends, it kills what it started and removes its folder.
+JSON document a line, and answers each with a line. When the input ends, it kills what it started and removes its
+folder.
 """
 
 from __future__ import annotations

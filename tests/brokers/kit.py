@@ -1,0 +1,85 @@
+"""A broker that is a few lines of Python, and requests to Kafka by hand."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._kafka_wire import ask
+from txnbridge_conformance.brokers._ports import HOST, free_ports
+
+CREATE_TOPICS, METADATA = 19, 3
+
+# Answers whatever connects, and has a child of its own.
+TOY = """
+import socket, subprocess, sys
+child = subprocess.Popen(["sleep", "1000"])
+print("child", child.pid, flush=True)
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    while True:
+        server.accept()[0].sendall(b"!")
+"""
+
+
+class Toy(brokers.ProcessBroker):
+    """Starts in milliseconds and does what all brokers do."""
+
+    version = "1"
+    nodes = (1, 2)
+    routes = ()
+
+    def __init__(self, program: str = TOY, folder: Path | None = None, start_timeout: float = 30) -> None:
+        self._program = program
+        self.ports = dict(zip(self.nodes, free_ports(2), strict=True))
+        super().__init__(folder, start_timeout)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        return "toy://" + ",".join(f"{HOST}:{port}" for port in self.ports.values())
+
+    def _prepare(self) -> None:
+        pass
+
+    def _command(self, node: int) -> list[str]:
+        return [sys.executable, "-c", self._program, str(self.ports[node])]
+
+    def _answers(self, node: int) -> bool:
+        try:
+            with socket.create_connection((HOST, self.ports[node]), 5) as connection:
+                return connection.recv(1) == b"!"
+        except OSError:
+            return False
+
+    def every_pid(self) -> list[int]:
+        """The nodes' processes and the children of these."""
+        children = [int(self.log(node).read_text().split()[1]) for node in self.nodes]
+        return [*(pid for node in self.nodes if (pid := self.pid(node))), *children]
+
+
+def state(pid: int) -> str:
+    """How the system describes a process: S sleeps, T is stopped, empty for one that is gone or only waited for."""
+    told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return "" if told.startswith("Z") else told
+
+
+def port_of(broker: brokers.Broker, node: int = 1) -> int:
+    return int(broker.url.removeprefix("kafka://").split(",")[node - 1].split(":")[1])
+
+
+def create_topic(port: int, name: str, replicas: int = 1) -> int:
+    """Create a topic with one partition, and return Kafka's error code."""
+    topic = struct.pack(f">h{len(name)}sihii", len(name), name.encode(), 1, replicas, 0, 0)
+    answer = ask(port, CREATE_TOPICS, 2, struct.pack(">i", 1) + topic + struct.pack(">i?", 10_000, False), timeout=15)
+    _throttled, _topics, size = struct.unpack_from(">iih", answer)
+    code: int = struct.unpack_from(">h", answer, 10 + size)[0]
+    return code
+
+
+def topics(port: int) -> bytes:
+    """The answer that lists all topics; it holds their names."""
+    return ask(port, METADATA, 4, struct.pack(">i?", -1, False))

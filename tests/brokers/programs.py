@@ -1,0 +1,36 @@
+"""What the launchers' tests run in processes of their own, to kill them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from tests.brokers.kit import Toy, port_of
+from txnbridge.testing import tell
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _jars
+
+
+def hold_a_toy() -> None:
+    with Toy() as broker:
+        tell((broker.every_pid(), broker.folder))
+        time.sleep(1000)
+
+
+def hold_a_toy_and_fork() -> None:
+    with Toy() as broker:
+        fork = os.fork()
+        if fork:
+            tell((broker.every_pid(), broker.folder, fork))
+        time.sleep(1000)
+
+
+def hold_kafka() -> None:
+    with brokers.kafka(container=False) as broker:
+        assert isinstance(broker, brokers.ProcessBroker)
+        tell((broker.pid(1), broker.folder, port_of(broker)))
+        time.sleep(1000)
+
+
+def fetch() -> str:
+    return str(_jars.fetch("toy-1", [_jars.Artifact("a", "b", "1")], bar=False))

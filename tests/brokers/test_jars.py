@@ -1,0 +1,216 @@
+"""What is fetched, with a Maven that is a few lines of shell."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.brokers import programs
+from txnbridge.testing import Child
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _jars
+from txnbridge_conformance.brokers._broker import wait_until
+
+pytest_plugins = ["pytester"]
+
+# Says what it was asked, waits as long as there is a file `wait`, and makes one jar.
+MAVEN = """#!/bin/sh
+echo "$@" >> {folder}/calls
+for last; do :; done
+out=${{last#-DoutputDirectory=}}
+: > "$out/half.jar"
+while [ -e {folder}/wait ]; do sleep 0.02; done
+echo '[INFO] Downloaded from somewhere: a.jar'
+: > "$out/whole.jar"
+"""
+ARTIFACTS = [_jars.Artifact("a", "b", "1")]
+
+
+class Maven:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.write(MAVEN.format(folder=folder))
+
+    def write(self, script: str) -> None:
+        (self.folder / "mvn").write_text(script)
+        (self.folder / "mvn").chmod(0o755)
+
+    def calls(self) -> list[str]:
+        file = self.folder / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def hold(self) -> None:
+        (self.folder / "wait").touch()
+
+    def go_on(self) -> None:
+        (self.folder / "wait").unlink()
+
+
+@pytest.fixture
+def maven(tmp_path, monkeypatch) -> Maven:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TXNBRIDGE_CACHE", str(tmp_path / "cache"))
+    return Maven(tmp_path)
+
+
+@pytest.fixture
+def fresh_java():
+    _jars.java.cache_clear()
+    yield
+    _jars.java.cache_clear()
+
+
+def jars(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.jar"))
+
+
+def test_what_was_fetched_is_not_fetched_again(maven):
+    folder = _jars.fetch("toy-1", ARTIFACTS, bar=False)
+    assert jars(folder) == ["half.jar", "whole.jar"]
+    assert _jars.fetch("toy-1", ARTIFACTS, bar=False) == folder
+    assert len(maven.calls()) == 1
+
+
+def test_versions_and_checksums_are_pinned(maven):
+    _jars.fetch("toy-1", ARTIFACTS, bar=False)
+    (call,) = maven.calls()
+    assert " -C " in call and ":3.8.1:copy-dependencies" in call
+    assert "<version>1</version>" in (maven.cache / "toy-1" / "pom.xml").read_text()
+
+
+def test_a_killed_fetch_leaves_nothing_that_looks_whole_and_the_next_one_begins_anew(maven):
+    maven.hold()
+    with Child(programs.fetch) as killed:
+        assert wait_until(lambda: (maven.cache / "toy-1.partial" / "half.jar").exists(), 30)
+        killed.kill()
+    assert not (maven.cache / "toy-1").exists()
+    (maven.cache / "toy-1.partial" / "stray").touch()
+    with Child(programs.fetch) as second:
+        maven.go_on()
+        folder = Path(second.result())
+    assert jars(folder) == ["half.jar", "whole.jar"] and not (folder / "stray").exists()
+    assert len(maven.calls()) == 2
+
+
+def test_the_next_one_waits_for_a_maven_that_outlives_its_starter(maven):
+    maven.hold()
+    with Child(programs.fetch) as killed:
+        assert wait_until(lambda: len(maven.calls()) == 1, 30)
+        killed.kill()
+    with open(maven.cache / "lock", "ab") as lock:
+        import fcntl
+
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        maven.go_on()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    assert jars(maven.cache / "toy-1.partial") == ["half.jar", "whole.jar"]
+
+
+def test_of_two_who_fetch_at_once_one_does_it(maven):
+    maven.hold()
+    with Child(programs.fetch) as first, Child(programs.fetch) as second:
+        assert wait_until(lambda: len(maven.calls()) == 1, 30)
+        maven.go_on()
+        assert first.result() == second.result()
+    assert len(maven.calls()) == 1
+
+
+def test_a_failed_fetch_tells_why_and_leaves_nothing(maven):
+    maven.write("#!/bin/sh\necho '[ERROR] no such jar'\nexit 1\n")
+    with pytest.raises(brokers.CannotStart, match=r"could not fetch it \(1\): \[ERROR\] no such jar"):
+        _jars.fetch("toy-1", ARTIFACTS, bar=False)
+    assert not (maven.cache / "toy-1").exists()
+
+
+def test_without_maven_it_is_said_what_to_install(maven, monkeypatch):
+    monkeypatch.setenv("PATH", str(maven.folder / "nowhere"))
+    with pytest.raises(brokers.ToolMissing, match="install Maven"):
+        _jars.fetch("toy-1", ARTIFACTS, bar=False)
+
+
+@pytest.mark.usefixtures("fresh_java")
+def test_without_java_it_is_said_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(brokers.ToolMissing, match="java does not run: install Java 17"):
+        brokers.kafka(container=False)
+
+
+@pytest.mark.usefixtures("fresh_java")
+def test_an_older_java_is_named(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    java = tmp_path / "bin" / "java"
+    java.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    java.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    with pytest.raises(brokers.ToolMissing, match=r'openjdk version "11\.0\.2": install Java 17'):
+        brokers.kafka(container=False)
+
+
+@pytest.mark.usefixtures("fresh_java")
+def test_a_test_that_needs_what_is_not_installed_is_skipped_with_the_reason(pytester, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    pytester.makeconftest('pytest_plugins = ["txnbridge_conformance.brokers.plugin"]')
+    pytester.makepyfile(
+        "def test_one(kafka_broker): pass\ndef test_two(start_kafka): start_kafka(version='3.9.2')\ndef test_three(): pass"
+    )
+    result = pytester.runpytest("-rs", "-p", "no:cacheprovider")
+    result.assert_outcomes(skipped=2, passed=1)
+    result.stdout.fnmatch_lines(["*needs a Kafka broker: *java does not run: install Java 17*"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"TXNBRIDGE_CACHE": "/own", "XDG_CACHE_HOME": "/xdg"}, "/own"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/txnbridge"),
+        ({"XDG_CACHE_HOME": "relative", "HOME": "/home/a"}, "/home/a/.cache/txnbridge"),
+        ({"HOME": "/home/a"}, "/home/a/.cache/txnbridge"),
+    ],
+)
+def test_the_cache_is_where_the_user_says(monkeypatch, environment, folder):
+    for name in ("TXNBRIDGE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(_jars.cache_folder()) == folder
+
+
+@pytest.mark.parametrize(("terminal", "shown"), [(True, True), (False, False)])
+def test_a_bar_is_shown_on_a_terminal_only(maven, terminal, shown):
+    maven.hold()
+    code = "from txnbridge_conformance.brokers import _jars; _jars.fetch('toy-1', [_jars.Artifact('a', 'b', '1')])"
+    ours, theirs = pty.openpty()
+    read, write = os.pipe()
+    stderr = theirs if terminal else write
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen([sys.executable, "-c", code], stderr=stderr, env=environment) as fetching:
+        os.close(theirs)
+        os.close(write)
+        assert wait_until(lambda: len(maven.calls()) == 1, 30)
+        maven.go_on()
+        text = _all(ours if terminal else read)
+    assert fetching.returncode == 0
+    assert ("fetching toy-1" in text) == shown
+    os.close(ours)
+    os.close(read)
+
+
+def _all(descriptor: int) -> str:
+    text = b""
+    while True:
+        try:
+            data = os.read(descriptor, 65536)
+        except OSError:  # how a terminal says that nobody writes any more
+            data = b""
+        if not data:
+            return text.decode()
+        text += data

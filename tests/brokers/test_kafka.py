@@ -1,0 +1,190 @@
+"""Kafka itself. The quick ones share a node; three nodes and the older version run with --full."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from tests.brokers import programs
+from tests.brokers.kit import create_topic, port_of, state, topics
+from txnbridge.errors import InvalidOption
+from txnbridge.testing import Child
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS
+from txnbridge_conformance.brokers._kafka_wire import _parse, ask, cluster
+
+# The first start of a version fetches it.
+pytestmark = pytest.mark.timeout(600)
+
+API_VERSIONS = 18
+
+
+def finalized_features(port: int) -> dict[str, int]:
+    """What ApiVersions says that the cluster agreed on."""
+    body = ask(port, API_VERSIONS, 3, b"\0" + b"\2t" + b"\2t" + b"\0")  # flexible: no header tags, "t" and "t", no tags
+    # The tag with the finalized features; names are short, so a length is one byte.
+    found = {}
+    for name in (b"transaction.version", b"metadata.version"):
+        at = body.rfind(bytes([len(name) + 1]) + name)  # the last one: supported features come before
+        found[name.decode()] = struct.unpack_from(">h", body, at + 1 + len(name))[0]
+    return found
+
+
+def test_a_broker_that_started_takes_a_topic_at_once(kafka_broker):
+    port = port_of(kafka_broker)
+    assert kafka_broker.url == f"kafka://127.0.0.1:{port}"
+    assert create_topic(port, "at-once") == 0
+    assert b"at-once" in topics(port)
+
+
+def test_committed_data_is_there_after_kill_and_restart(kafka_broker):
+    port = port_of(kafka_broker)
+    assert create_topic(port, "survivor") == 0
+    kafka_broker.kill()
+    with pytest.raises(ConnectionRefusedError):
+        cluster(port)
+    kafka_broker.restart()
+    assert b"survivor" in topics(port)
+
+
+def test_a_broker_that_was_stopped_starts_again(kafka_broker):
+    port = port_of(kafka_broker)
+    before = cluster(port)
+    kafka_broker.stop()
+    with pytest.raises(ConnectionRefusedError):
+        cluster(port)
+    kafka_broker.start()
+    assert cluster(port) == before
+
+
+def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(kafka_broker):
+    import socket
+
+    with socket.create_connection(("127.0.0.1", port_of(kafka_broker)), 30) as connection:
+        kafka_broker.pause()
+        try:
+            pid = kafka_broker.pid(1)
+            assert wait_until(lambda: "T" in state(pid), 30)
+            connection.sendall(struct.pack(">ihhih", 10, API_VERSIONS, 0, 77, -1))
+            assert "T" in state(pid)
+        finally:
+            kafka_broker.resume()
+        assert struct.unpack(">ii", connection.recv(8))[1] == 77
+
+
+def test_nothing_of_it_can_be_reached_from_another_machine(kafka_broker):
+    lines = (kafka_broker.folder / "node-1.properties").read_text().splitlines()
+    (listeners,) = (line.partition("=")[2].split(",") for line in lines if line.startswith("listeners="))
+    assert len(listeners) == 3
+    assert all("://127.0.0.1:" in listener for listener in listeners)
+
+
+def test_no_java_is_left_when_the_starter_is_killed():
+    with Child(programs.hold_kafka) as starter:
+        pid, folder, port = starter.told(timeout=300)
+        cluster(port)
+        starter.kill()
+    assert wait_until(lambda: not state(pid), 30)
+    assert wait_until(lambda: not folder.exists(), 30)
+    with pytest.raises(ConnectionRefusedError):
+        cluster(port)
+
+
+def test_another_transaction_version_and_settings_can_be_asked_for(start_kafka):
+    with start_kafka(transaction_version=1, settings={"auto.create.topics.enable": "true"}) as broker:
+        assert finalized_features(port_of(broker))["transaction.version"] == 1
+        assert "auto.create.topics.enable=true\n" in (broker.folder / "node-1.properties").read_text()
+
+
+def test_the_newest_transaction_version_is_the_default(kafka_broker):
+    assert finalized_features(port_of(kafka_broker))["transaction.version"] == TRANSACTION_VERSIONS[VERSIONS[0]][0]
+
+
+@pytest.mark.full
+def test_the_older_version_starts_and_starts_again(start_kafka):
+    broker = start_kafka(version="3.9.2")
+    assert create_topic(port_of(broker), "older") == 0
+    broker.restart()
+    assert b"older" in topics(port_of(broker))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", VERSIONS)
+def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
+    broker = start_kafka(nodes=3, version=version)
+    ports = [port_of(broker, node) for node in broker.nodes]
+    assert [cluster(port)[1] for port in ports] == [3, 3, 3]
+    for node in broker.nodes:
+        broker.kill(node)
+        alive = ports[node % 3]  # of the next node
+        assert wait_until(lambda port=alive: cluster(port)[1] == 2, 60)
+        assert create_topic(alive, f"without-{node}", replicas=2) == 0
+        broker.start(node)
+        assert wait_until(lambda port=ports[node - 1]: cluster(port)[1] == 3, 60)
+    assert all(f"without-{node}".encode() in topics(ports[0]) for node in broker.nodes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nodes": 2}, "nodes is 2; known: 1, 3"),
+        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.3\.1, 3\.9\.2"),
+        ({"transaction_version": 3}, "transaction_version is 3; known: 2, 1"),
+        ({"version": "3.9.2", "transaction_version": 1}, "none for this version"),
+        ({"nodes": 3, "container": True}, "a container is one node"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        brokers.kafka(**options)
+
+
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_other_ports_are_tried_when_somebody_took_one(monkeypatch, failures):
+    attempts = []
+
+    def start(**options):
+        attempts.append(options["port"])
+        if len(attempts) <= failures:
+            raise brokers.PortTaken("taken")
+        return "started"
+
+    monkeypatch.setattr(brokers, "KafkaProcess", start)
+    if failures < 3:
+        assert brokers.kafka(container=False) == "started"
+    else:
+        with pytest.raises(brokers.PortTaken):
+            brokers.kafka(container=False)
+    attempts.clear()
+    with pytest.raises(brokers.PortTaken):
+        brokers.kafka(container=False, port=9092)
+    assert attempts == [9092]
+
+
+def test_the_answer_of_a_cluster_is_taken_apart():
+    node = struct.pack(">ih4sih", 1, 4, b"host", 9092, -1)
+    assert _parse(struct.pack(">ii", 0, 2) + node + node + struct.pack(">h2s", 2, b"id")) == ("id", 2)
+
+
+def test_what_does_not_speak_kafka_is_an_error():
+    import socket
+    import threading
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for text in (b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08" + b"\xff" * 8, b"\0\0"):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = server.getsockname()[1]
+        for _ in range(3):
+            with pytest.raises(OSError, match="does not speak Kafka's protocol|hung up"):
+                cluster(port)
+        thread.join()

@@ -1,0 +1,173 @@
+"""What all brokers do that are processes, on one that starts in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from tests.brokers import programs
+from tests.brokers.kit import TOY, Toy, state
+from txnbridge import BrokerUnavailable
+from txnbridge.errors import InvalidOption
+from txnbridge.testing import Child
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._ports import HOST, free_ports
+
+
+def all_end(pids: list[int]) -> bool:
+    return wait_until(lambda: not any(state(pid) for pid in pids), 30)
+
+
+def test_nothing_is_left_after_the_block():
+    with Toy() as broker:
+        pids = broker.every_pid()
+        assert all(state(pid) for pid in pids) and len(pids) == 4
+        assert broker.folder.exists()
+    assert all_end(pids)
+    assert not broker.folder.exists()
+
+
+def test_nothing_is_left_when_the_starter_is_killed():
+    with Child(programs.hold_a_toy) as starter:
+        pids, folder = starter.told()
+        assert all(state(pid) for pid in pids)
+        starter.kill()
+    assert all_end(pids)
+    assert wait_until(lambda: not folder.exists(), 30)
+
+
+def test_nothing_is_left_when_the_starter_is_killed_and_a_fork_of_it_lives_on():
+    with Child(programs.hold_a_toy_and_fork) as starter:
+        pids, folder, fork = starter.told()
+        starter.kill()
+    try:
+        assert all_end(pids)
+        assert wait_until(lambda: not folder.exists(), 30)
+        assert state(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def test_who_supervises_is_in_no_process_group_of_the_starter():
+    with Toy() as broker:
+        supervisor = os.getsid(broker._processes._supervisor.pid)
+        assert supervisor != os.getsid(0)
+        assert {os.getpgid(pid) for pid in broker.every_pid()}.isdisjoint({os.getpgid(0), supervisor})
+
+
+def test_an_orderly_end_of_the_supervisor_leaves_nothing_either():
+    with Toy() as broker:
+        pids = broker.every_pid()
+        os.kill(broker._processes._supervisor.pid, signal.SIGTERM)
+        assert all_end(pids)
+        with pytest.raises(BrokerUnavailable, match="is gone"):
+            broker.pid(1)
+
+
+def test_one_node_is_killed_and_started_again_on_its_port():
+    with Toy() as broker:
+        first, second = broker.pid(1), broker.pid(2)
+        broker.kill(1)
+        assert broker.pid(1) is None and not broker._answers(1)
+        assert broker.pid(2) == second and broker._answers(2)
+        broker.start()
+        assert broker._answers(1)
+        assert broker.pid(1) not in (None, first) and broker.pid(2) == second
+
+
+def test_restart_starts_all_anew():
+    with Toy() as broker:
+        before = [broker.pid(node) for node in broker.nodes]
+        broker.restart()
+        assert {broker.pid(node) for node in broker.nodes}.isdisjoint({*before, None})
+        assert all(broker._answers(node) for node in broker.nodes)
+
+
+def test_a_paused_node_stands_still_until_it_is_resumed():
+    with Toy() as broker:
+        pid = broker.pid(1)
+        assert pid
+        broker.pause(1)
+        assert wait_until(lambda: "T" in state(pid), 30)
+        broker.resume(1)
+        assert wait_until(lambda: "T" not in state(pid), 30)
+        assert broker._answers(1)
+
+
+def test_a_paused_node_can_be_killed_and_stopped():
+    with Toy() as broker:
+        broker.pause()
+        broker.kill(1)
+        broker.stop(2)
+        assert [broker.pid(node) for node in broker.nodes] == [None, None]
+
+
+def test_killing_pausing_and_stopping_what_does_not_run_does_nothing():
+    with Toy() as broker:
+        broker.kill()
+        for again in (broker.kill, broker.pause, broker.resume, broker.stop):
+            again()
+        broker.start()
+        assert broker._answers(1)
+
+
+def test_one_that_hears_no_request_to_stop_is_killed(monkeypatch):
+    monkeypatch.setattr("txnbridge_conformance.brokers._broker._STOP_SECONDS", 0.1)
+    deaf = Toy(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{TOY}")
+    with deaf as broker:
+        broker.stop()
+        assert broker.pid(1) is None
+
+
+def test_a_node_that_does_not_exist_is_named():
+    with Toy() as broker:
+        with pytest.raises(InvalidOption, match="no node 3; nodes are 1, 2"):
+            broker.kill(3)
+
+
+def test_closing_twice_is_allowed_and_using_it_then_is_not():
+    with Toy() as broker:
+        broker.close()
+    with pytest.raises(BrokerUnavailable, match="closed"):
+        broker.start()
+
+
+def test_one_that_ends_instead_of_starting_tells_its_log(tmp_path):
+    with pytest.raises(brokers.CannotStart, match=r"node 1 ended .*its log ends: out of luck$"):
+        Toy("print('out of luck'); raise SystemExit(1)", folder=tmp_path / "broker")
+    assert not (tmp_path / "broker").exists()
+
+
+def test_one_that_never_answers_is_not_waited_for_longer_than_asked():
+    with pytest.raises(brokers.CannotStart, match=r"did not answer within 0\.2 s; it wrote no log"):
+        Toy("import time; time.sleep(1000)", start_timeout=0.2)
+
+
+def test_a_taken_port_is_told_apart():
+    with pytest.raises(brokers.PortTaken):
+        Toy("raise SystemExit('OSError: Address already in use')")
+
+
+def test_a_program_that_is_not_there_cannot_start(monkeypatch):
+    monkeypatch.setattr(Toy, "_command", lambda self, node: ["/no/such/program"])
+    with pytest.raises(brokers.CannotStart, match="No such file"):
+        Toy()
+
+
+def test_free_ports_are_different_and_free():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    with socket.create_server((HOST, ports[0])):
+        pass
+
+
+def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
+    taken, free = free_ports(2)
+    chosen = iter([taken, taken, free])
+    monkeypatch.setattr("random.randint", lambda *_: next(chosen))
+    with socket.create_server((HOST, taken)):
+        assert free_ports(1) == [free]
