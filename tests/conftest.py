@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
 pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin"]
+
+# How fast examples are made and run says how busy the machine is, nothing about the code.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
