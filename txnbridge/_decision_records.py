@@ -26,6 +26,9 @@ MAX_RECORD_BYTES = 900_000
 # A part's line of JSON and a margin: a part of this many bytes is always within the limit.
 PART_BYTES = MAX_RECORD_BYTES - 1_000
 
+# Python's parser gives up at a depth that depends on how deep its caller is; this is far from it.
+_DEEPEST = 64
+
 Path = tuple[str | int, ...]
 
 
@@ -160,16 +163,39 @@ def digest(raw: bytes) -> str:
 
 
 def encode(record: Record) -> bytes:
-    """The record as bytes. Raises `InvalidOption` for data that is not JSON or too large for one record."""
+    """The record as bytes. Raises `InvalidOption` for what no reader could read, or is too large for one record."""
     values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     payload = values.pop("payload", None)
     raw = dump_json({"txnbridge": VERSION, "kind": record.kind, **values})
     if payload is not None:
         raw += b"\n" + payload
     if len(raw) > MAX_RECORD_BYTES:
-        raise InvalidOption(f"this {record.kind!r} record of a decision log takes {len(raw)} bytes, more than"
-                            f" {MAX_RECORD_BYTES}: shorten its data")  # fmt: skip
+        raise InvalidOption(
+            f"this {record.kind!r} record of a decision log takes {len(raw)} bytes, more than {MAX_RECORD_BYTES}:"
+            " shorten its data"
+        )
+    try:
+        decode(raw)  # a record that nobody can read would stop all readers there
+    except Unreadable as error:
+        raise InvalidOption(f"this cannot go into a decision log: {error}") from None
     return raw
+
+
+def check_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a caller wants to go with a record, if every reader can read it. Raises `InvalidOption`."""
+    if not isinstance(data, Mapping):
+        raise InvalidOption(f"what goes with a decision is a mapping, not {type(data).__name__}")
+    if _is_deeper(data, _DEEPEST):
+        raise InvalidOption(f"what goes with a decision is nested at most {_DEEPEST} deep")
+    return dict(data)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return False
+    return levels == 0 or any(_is_deeper(inner, levels - 1) for inner in value)
 
 
 def dump_json(value: Any) -> bytes:

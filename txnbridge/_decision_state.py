@@ -43,7 +43,7 @@ _AboutId = Opened | Entry | Claimed | Done
 
 @dataclass(frozen=True)
 class Opener:
-    """Who opened an id: under which name, as the which in the row, where in the log, and what it said."""
+    """Who opened an id: under which name and number, where in the log, and what it said about itself."""
 
     under: Under
     position: Position
@@ -272,6 +272,10 @@ class State:
         if not self.founded:
             self._digests[position] = digest(raw)
         elif record.log not in (None, self.log) and not isinstance(record, Birth):
+            if self._origin is not None:
+                # This log's beginning is beyond doubt: its writer still uses a log that was there before this one.
+                self._tell(record.nonce, position, False)
+                return
             self._distrust()
         match record:
             case Opened():
@@ -285,16 +289,17 @@ class State:
             case Done():
                 self._judge(position, record, None)
             case _:
-                self._take_support(position, record)
-                self._tell(record.nonce, position, True)
+                self._tell(record.nonce, position, self._take_support(position, record))
 
-    def _take_support(self, position: Position, record: Record) -> None:
+    def _take_support(self, position: Position, record: Record) -> bool:
+        """Take a record that decides nothing; whether it is of use."""
         if isinstance(record, Part):
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
             self.tokens.presences[position] = record
         elif isinstance(record, Snapshot):
-            self._take_snapshot(record)
+            return self._take_snapshot(record)
+        return True
 
     def _take_first(self, position: Position, record: Record) -> None:
         self.start = position
@@ -346,15 +351,20 @@ class State:
             self.tokens.strike(position, record)
         self._tell(record.nonce, position, counts)
 
-    def _take_snapshot(self, record: Snapshot) -> None:
+    def _take_snapshot(self, record: Snapshot) -> bool:
         body = record.body if record.stored is None else self._assemble(record.stored)
+        if body is None:
+            return False
         self.records_since_snapshot = self.bytes_since_snapshot = 0
         self.snapshot_at = record.at
-        # The record that it names must be here, exactly: then nothing is missing between it and what was read.
         if self.founded and record.born != self.born:
             self._distrust()
-        if self.founded or body is None or self._digests.get(record.covers) != record.digest:
-            return
+        # The record that it names must be here, exactly: then nothing is missing between it and what was read.
+        if not self.founded and self._digests.get(record.covers) == record.digest:
+            self._found(record, body)
+        return True
+
+    def _found(self, record: Snapshot, body: Mapping[str, Any]) -> None:
         try:
             self.ids = IdFold.from_json(body)
             self.log, self.born = str(body["log"]), record.born

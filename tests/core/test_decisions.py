@@ -138,7 +138,7 @@ def test_ids_that_look_alike_are_different_ids(join):
         assert decisions.read(other).claim is None
 
 
-@pytest.mark.parametrize("id", ["", (), ("", 1), ("q", 1.5), ("q", True), ("q", None), b"q", "x" * 2_000])
+@pytest.mark.parametrize("id", ["", (), ("", 1), (7, "q"), ("q", 1.5), ("q", True), ("q", None), b"q", "x" * 2_000])
 def test_an_id_that_is_none_is_refused(join, log, id):
     decisions = join()
     refused(lambda: decisions.claim(id, COMMIT), log, InvalidOption)
@@ -151,6 +151,29 @@ def test_only_commit_and_abort_can_be_claimed(join, log):
 def test_data_that_is_not_json_is_refused(join):
     with pytest.raises(InvalidOption, match="JSON"):
         join().claim("id", COMMIT, {"when": object()})
+
+
+def test_nothing_is_written_that_nobody_could_read(join, log):
+    deep: dict[str, object] = {}
+    for _ in range(100):
+        deep = {"deeper": deep}
+    decisions = join()
+    decisions.ledger("X").opened({}, Deadline(5))
+    decisions.begin()
+    for call in (
+        lambda: decisions.claim("id", COMMIT, deep),
+        lambda: decisions.claim("id", COMMIT, ["no mapping"]),
+        lambda: decisions.claim("id", COMMIT, {"number": float("inf")}),
+        lambda: decisions.open("X", deep),
+        lambda: decisions.open("X", name=""),
+        lambda: decisions.open("X", name=3),
+        lambda: decisions.done("q", 1.5),
+        lambda: decisions.done("q", True),
+        lambda: decisions.ledger("X").record(b"prepare", "t1", {}, Deadline(5)),
+        lambda: decisions.ledger("X").record("prepare", "t1", deep, Deadline(5)),
+    ):
+        refused(call, log, InvalidOption)
+    assert join().claim("id", COMMIT, {"as deep as": [[[["it may be"]]]]}).mine
 
 
 def test_a_closed_log_says_so(join, log):
@@ -387,6 +410,25 @@ def test_where_first_records_have_one_position_a_birth_record_elsewhere_proves_n
         join().claim("id", ABORT)
     with pytest.raises(EvidenceLost, match="birth record"):
         join().read("id")
+
+
+def test_records_of_a_log_that_was_there_before_do_not_count_in_this_one(join, log):
+    """A process that slept while the log was made anew appends to the new one what it meant for the old one."""
+    log.origin = (0,)
+    sleeper = join()
+    opening = sleeper.open("X")
+    sleeper.claim("id", COMMIT, opening=opening)
+    log.records, log.next = [], 0
+    newcomer = join()
+    newcomer.open("X")
+    for number in range(5):
+        newcomer.claim(("q", number), COMMIT)
+    with pytest.raises(EvidenceLost):
+        sleeper.claim("other", ABORT, opening=opening)
+    assert kinds(log)[-1] == "claim"
+    for process in (newcomer, join()):
+        assert process.read("other").claim is None
+    assert newcomer.claim("other", COMMIT).decision is COMMIT
 
 
 # --- openings -------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class Shift:
                     return self
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_four_processes_race_a_thousand_times_and_nobody_disagrees(tmp_path):
     path = tmp_path / "broker.db"
     with ThreadPoolExecutor(WORKERS) as pool:
@@ -239,7 +239,7 @@ def check_the_batch(url: str) -> None:
         decisions.close()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_process_killed_at_any_step_of_deciding_leaves_what_the_next_one_finishes():
     points = crash_everywhere(decide_a_batch, check_the_batch)
     names = {point.event for point in points}

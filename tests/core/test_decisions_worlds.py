@@ -17,6 +17,8 @@ from txnbridge import _decisions
 from txnbridge._decision_records import Snapshot
 from txnbridge._decisions import Decisions
 
+pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
+
 CALM = Chances()
 # The broker drops what it likes. Then only the position that every first record has tells a log's beginning.
 HARSH = Chances(retention=0.01)
@@ -32,18 +34,18 @@ def _fast_and_quiet(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(("chances", "origin"), [(CALM, None), (HARSH, ORIGIN)], ids=["calm", "harsh"])
-@pytest.mark.parametrize("worlds", [200, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("worlds", [100, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_nobody_is_ever_told_what_does_not_count(chances, origin, worlds):
     findings, told = explore(range(worlds), chances, origin=origin)
     assert findings == []
     # Nothing told is no pass: each kind of answer came, and each kind of fault.
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "OutcomeUnknown", "InvalidState", "killed"):
-        assert told[answer] >= 30, told
+        assert told[answer] >= 15, told
 
 
 def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
-    findings, told = explore(range(150), peace)
+    findings, told = explore(range(100), peace)
     assert findings == []
     assert told["COMMIT"] > 100
     assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
@@ -108,7 +110,7 @@ def any_snapshot_is_believed(monkeypatch):
     def take_snapshot(self, record):
         if not self.founded:
             self._digests[record.covers] = record.digest
-        taken(self, record)
+        return taken(self, record)
 
     monkeypatch.setattr(state.State, "_take_snapshot", take_snapshot)
 
