@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 
-from tests.brokers.kit import Toy, port_of
-from txnbridge.testing import tell
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _jars
+
+from tests.brokers.kit import Toy, port_of
+from txnbridge.testing import tell
 
 
 def hold_a_toy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import subprocess
@@ -9,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.brokers import programs
-from txnbridge.testing import Child
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _jars
 from txnbridge_conformance.brokers._broker import wait_until
+
+from tests.brokers import programs
+from txnbridge.testing import Child
 
 pytest_plugins = ["pytester"]
 
@@ -25,8 +26,8 @@ for last; do :; done
 out=${{last#-DoutputDirectory=}}
 : > "$out/half.jar"
 while [ -e {folder}/wait ]; do sleep 0.02; done
-echo '[INFO] Downloaded from somewhere: a.jar'
 : > "$out/whole.jar"
+echo '[INFO] Downloaded from somewhere: a.jar'
 """
 ARTIFACTS = [_jars.Artifact("a", "b", "1")]
 
@@ -104,8 +105,6 @@ def test_the_next_one_waits_for_a_maven_that_outlives_its_starter(maven):
         assert wait_until(lambda: len(maven.calls()) == 1, 30)
         killed.kill()
     with open(maven.cache / "lock", "ab") as lock:
-        import fcntl
-
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         maven.go_on()
@@ -160,7 +159,9 @@ def test_a_test_that_needs_what_is_not_installed_is_skipped_with_the_reason(pyte
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
     pytester.makeconftest('pytest_plugins = ["txnbridge_conformance.brokers.plugin"]')
     pytester.makepyfile(
-        "def test_one(kafka_broker): pass\ndef test_two(start_kafka): start_kafka(version='3.9.2')\ndef test_three(): pass"
+        "def test_one(kafka_broker): pass\n"
+        "def test_two(start_kafka): start_kafka(version='3.9.2')\n"
+        "def test_three(): pass"
     )
     result = pytester.runpytest("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(skipped=2, passed=1)

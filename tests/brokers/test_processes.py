@@ -7,15 +7,15 @@ import signal
 import socket
 
 import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._ports import HOST, free_ports
 
 from tests.brokers import programs
 from tests.brokers.kit import TOY, Toy, state
 from txnbridge import BrokerUnavailable
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
-from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers._ports import HOST, free_ports
 
 
 def all_end(pids: list[int]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ NODES = (1, 3)
 TRANSACTION_VERSIONS: Mapping[str, tuple[int, ...]] = {"4.3.1": (2, 1), "3.9.2": ()}
 
 _LOG4J = "2.25.4"
+_FORMATTER = "kafka.tools.StorageTool"
+_FEATURES = "bootstrap.checkpoint"
 # Small, and quick to start: the second compiler gains nothing within the minutes of a test run.
 _JAVA_OPTIONS = (
     "-Xmx256m",
@@ -91,7 +95,7 @@ class KafkaProcess(ProcessBroker):
         self._ports = {node: port + node - 1 if port else next(ports) for node in self.nodes}
         self._controllers = {node: next(ports) for node in self.nodes}
         self.routes = tuple(Route(next(ports), next(ports)) for node in self.nodes)
-        self._cluster = new_cluster_id()
+        self._cluster = new_id()
         super().__init__(folder, start_timeout)
         self._open()
 
@@ -102,15 +106,29 @@ class KafkaProcess(ProcessBroker):
     def _prepare(self) -> None:
         (self.folder / "log4j2.xml").write_text(_LOGGING)
         for node in self.nodes:
-            text = "".join(f"{name}={value}\n" for name, value in self._node_settings(node).items())
-            self._properties(node).write_text(text)
-        self._run("format", *(self._format(node) for node in self.nodes))
+            self._properties(node).write_text(_lines(self._node_settings(node)))
+        features = self._features()
+        for node in self.nodes:
+            data = self.folder / f"node-{node}"
+            data.mkdir(exist_ok=True)
+            shutil.copy(features, data / _FEATURES)
+            identity = {"version": "1", "node.id": str(node), "cluster.id": self._cluster, "directory.id": new_id()}
+            (data / "meta.properties").write_text(_lines(identity))
 
-    def _format(self, node: int) -> list[str]:
+    def _features(self) -> Path:
+        """The file by which a new cluster knows its feature levels, made once for each version by Kafka's own tool.
+
+        With it a node's folder is what that tool would make, without starting Java once more for each.
+        """
         chosen = self._transaction_version
-        feature = [] if chosen is None else ["--feature", f"transaction.version={chosen}"]
-        arguments = ["format", "-t", self._cluster, "-c", str(self._properties(node)), *feature]
-        return self._main("kafka.tools.StorageTool", *arguments)
+        kept = self._jars / f"transaction-version-{chosen or 'newest'}.{_FEATURES}"
+        if not kept.exists():
+            options = [] if chosen is None else ["--feature", f"transaction.version={chosen}"]
+            properties = str(self._properties(1))
+            self._run("format", self._main(_FORMATTER, "format", "-t", self._cluster, "-c", properties, *options))
+            made = shutil.copy(self.folder / "node-1" / _FEATURES, kept.with_suffix(f".{os.getpid()}"))
+            os.replace(made, kept)
+        return kept
 
     def _command(self, node: int) -> list[str]:
         return self._main("kafka.Kafka", str(self._properties(node)))
@@ -164,10 +182,15 @@ def common_settings(version: str, nodes: int) -> dict[str, str]:
     }
 
 
-def new_cluster_id() -> str:
+def _lines(settings: Mapping[str, str]) -> str:
+    return "".join(f"{name}={value}\n" for name, value in settings.items())
+
+
+def new_id() -> str:
+    """An id as Kafka makes them for clusters and folders."""
     text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
     # Kafka's command would take it for an option.
-    return new_cluster_id() if text.startswith("-") else text
+    return new_id() if text.startswith("-") else text
 
 
 def check(nodes: int, version: str, transaction_version: int | None) -> None:

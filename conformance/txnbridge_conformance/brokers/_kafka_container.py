@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
 from txnbridge.errors import BackendMissing
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, wait_until
-from txnbridge_conformance.brokers._kafka import common_settings, new_cluster_id
+from txnbridge_conformance.brokers._kafka import common_settings, new_id
 from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
 _IMAGE = "apache/kafka"
 _STOP_SECONDS = 30
+_DEFAULT_ENGINE = "unix:///var/run/docker.sock"
 # The engine is on this machine or near: if it has not answered by then, it is as good as absent.
 _ENGINE_SECONDS = 5
 
@@ -25,11 +28,22 @@ def engine_answers() -> bool:
         import testcontainers  # noqa: F401
     except ImportError:
         return False
+    if not _is_there(os.environ.get("DOCKER_HOST", _DEFAULT_ENGINE)):
+        return False
     try:
         with contextlib.closing(docker.from_env(timeout=_ENGINE_SECONDS)) as engine:
             return bool(engine.ping())
     except docker.errors.DockerException:
         return False
+
+
+def _is_there(engine: str) -> bool:
+    """Whether the engine's socket takes a connection. Its own client would leave one open that fails."""
+    scheme, _, path = engine.partition("://")
+    if scheme != "unix":
+        return True
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 class KafkaContainer(Broker):
@@ -49,7 +63,7 @@ class KafkaContainer(Broker):
         free, listen, upstream, controller = free_ports(4)
         self._port = port or free
         self.routes = (Route(listen, upstream),)
-        self._cluster = new_cluster_id()
+        self._cluster = new_id()
         given = {**common_settings(version, 1), **self._addresses(controller), **(settings or {})}
         container = DockerContainer(f"{_IMAGE}:{version}").with_env("CLUSTER_ID", self._cluster)
         for name, value in given.items():

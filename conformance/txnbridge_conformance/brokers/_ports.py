@@ -14,7 +14,7 @@ _LOWEST, _HIGHEST = 20_000, 32_767
 
 
 class Route(NamedTuple):
-    """Where a proxy must listen, because the broker tells this port to clients, and the port that it must connect to."""
+    """Where a proxy must listen, because the broker tells clients this port, and the port that it must connect to."""
 
     listen: int
     upstream: int

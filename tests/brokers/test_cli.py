@@ -1,0 +1,170 @@
+"""`txnbridge brokers`, with a real Kafka."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _cli, _detached, _jars, _kafka
+from txnbridge_conformance.brokers._broker import wait_until
+
+from tests.brokers.kit import Toy, create_topic, state
+from txnbridge.cli import main
+from txnbridge.cli._common import ExitCode
+
+pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A place for what runs by itself, which is ended with the test and also if the test run is killed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    code = "import sys; from txnbridge_conformance.brokers import _detached as d; sys.stdin.read(); d.down('kafka')"
+    end = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    yield tmp_path / "txnbridge" / "brokers" / "kafka"
+    end.communicate()
+    assert end.returncode == 0
+
+
+@pytest.fixture
+def toy_for_kafka(monkeypatch):
+    """What the command line starts is a toy, so that a test is about the command line alone."""
+    monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
+    monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
+    monkeypatch.setitem(_cli._ANSWERING, "kafka", lambda url: 2)
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    return lambda *args: CliRunner().invoke(main, ["brokers", *args])
+
+
+@pytest.fixture
+def kafka_can_start() -> None:
+    with contextlib.suppress(brokers.ToolMissing):
+        _jars.java()
+        _kafka.fetch_kafka()
+        return
+    pytest.skip("needs Java and Maven")
+
+
+@pytest.mark.usefixtures("home", "kafka_can_start")
+def test_a_broker_lives_on_after_the_command_until_it_is_told_to_end():
+    command = [sys.executable, "-m", "txnbridge.cli", "brokers"]
+    url = subprocess.run([*command, "up", "kafka"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    port = int(url.removeprefix("kafka://127.0.0.1:"))
+    assert create_topic(port, "by-hand") == 0
+    status = subprocess.run([*command, "status", "kafka"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert status == f"kafka 4.3.1 at {url}: 1 of 1 nodes answer\n"
+    assert subprocess.run([*command, "down"], stdout=subprocess.PIPE, text=True, check=True).stdout == "ended kafka\n"
+    with pytest.raises(ConnectionRefusedError):
+        create_topic(port, "too-late")
+
+
+@pytest.mark.usefixtures("toy_for_kafka")
+def test_what_is_asked_for_twice_is_started_once(home, invoke):
+    first = json.loads(invoke("up", "kafka", "--json").stdout)
+    second = json.loads(invoke("up", "kafka", "--json").stdout)
+    assert (first.pop("started"), second.pop("started")) == (True, False)
+    assert first == second
+    assert home.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.usefixtures("toy_for_kafka", "home")
+def test_one_that_runs_otherwise_is_not_replaced(invoke):
+    invoke("up", "kafka")
+    refused = invoke("up", "kafka", "--nodes", "3")
+    assert refused.exit_code == ExitCode.USAGE
+    assert refused.stderr == (
+        "txnbridge: kafka runs with nodes 1, version 4.3.1; end it first with `txnbridge brokers down kafka`\n"
+    )
+
+
+@pytest.mark.usefixtures("toy_for_kafka")
+def test_what_a_shell_started_leaves_nothing_when_it_ends(home, invoke):
+    invoke("up", "kafka")
+    pids = [int((home / f"node-{node}.log").read_text().split()[1]) for node in (1, 2)]
+    assert all(state(pid) for pid in pids)
+    assert json.loads(invoke("down", "--json").stdout) == ["kafka"]
+    assert wait_until(lambda: not any(state(pid) for pid in pids), 30)
+    assert not home.exists()
+
+
+@pytest.mark.usefixtures("home")
+def test_ending_what_does_not_run_is_no_error(invoke):
+    ended = invoke("down", "kafka")
+    assert (ended.exit_code, ended.stdout) == (ExitCode.OK, "none was running\n")
+
+
+@pytest.mark.usefixtures("home")
+def test_status_fails_for_one_that_does_not_run_and_not_in_general(invoke):
+    assert invoke("status").exit_code == ExitCode.OK
+    named = invoke("status", "kafka")
+    assert (named.exit_code, named.stdout) == (ExitCode.FAILED, "none is running\n")
+
+
+@pytest.mark.usefixtures("toy_for_kafka")
+def test_what_a_machine_left_when_it_went_down_counts_for_nothing(home, invoke):
+    home.mkdir(parents=True)
+    os.mkfifo(home / "control")
+    (home / "state.json").write_text("{}")
+    assert json.loads(invoke("status", "--json").stdout) == []
+    assert json.loads(invoke("up", "kafka", "--json").stdout)["started"]
+
+
+def test_a_file_where_the_pipe_should_be_is_nobody(home, invoke):
+    home.mkdir(parents=True)
+    (home / "control").touch()
+    assert _detached.find("kafka") is None
+
+
+@pytest.mark.usefixtures("toy_for_kafka")
+def test_a_start_that_fails_leaves_nothing(home, invoke, monkeypatch):
+    monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **_: Toy("raise SystemExit('no luck')", folder))
+    failed = invoke("up", "kafka")
+    assert failed.exit_code == ExitCode.UNAVAILABLE
+    assert failed.stderr == "txnbridge: node 1 ended instead of starting; its log ends: no luck\n"
+    assert not home.exists()
+
+
+@pytest.mark.usefixtures("toy_for_kafka", "home")
+def test_the_end_of_a_nodes_log_is_shown(invoke):
+    invoke("up", "kafka")
+    shown = json.loads(invoke("logs", "kafka", "--lines", "1", "--json").stdout)
+    assert shown["node"] == 1 and len(shown["lines"]) == 1
+    assert invoke("logs", "kafka", "--node", "2").stdout.startswith("child ")
+    assert invoke("logs", "kafka", "--node", "9").exit_code == ExitCode.USAGE
+
+
+@pytest.mark.usefixtures("home")
+def test_there_is_no_log_of_what_does_not_run(invoke):
+    failed = invoke("logs", "kafka", "--json")
+    assert failed.exit_code == ExitCode.USAGE
+    assert json.loads(failed.stderr)["error"] == "NotFound"
+
+
+@pytest.mark.usefixtures("home")
+def test_what_cannot_be_combined_is_refused(invoke):
+    refused = invoke("up", "kafka", "--version", "3.9.2", "--transaction-version", "2")
+    assert refused.exit_code == ExitCode.USAGE
+    assert refused.stderr == "txnbridge: transaction_version is 2; known: none for this version\n"
+
+
+@pytest.mark.usefixtures("home")
+def test_an_unexpected_error_shows_its_traceback_with_debug(invoke, monkeypatch):
+    def fail(name: str) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(_detached, "find", fail)
+    assert "secret" not in invoke("status").stderr
+    assert "secret" in invoke("status", "--debug").stderr
