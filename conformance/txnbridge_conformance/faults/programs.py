@@ -202,6 +202,14 @@ def consume_transform_produce(case: Case) -> None:
                     break  # it comes again
 
 
+def process(case: Case) -> None:
+    """The same with a processor."""
+    source, target = case.topics
+    with connect(case.url, timeout=TIMEOUT) as bridge:
+        processor = bridge.processor(source, group=case.name, each=lambda m, txn: txn.send(target, m.value), max_wait=0)
+        processor.run(until_idle=True)
+
+
 def publish_by_sequence(case: Case) -> None:
     """Five messages without a transaction, numbered, once each."""
     (topic,) = case.topics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from txnbridge import Bridge, Capability, Consumer, InvalidState, Message, Outcome, OutcomeUnknown
+from txnbridge import Bridge, Capability, Consumer, InvalidState, Message, Outcome, OutcomeUnknown, Poison, Transaction
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
@@ -18,7 +18,7 @@ def next_of(bridge: Bridge, topic: str, group: str) -> object:
         return take(consumer, 1)[0].value
 
 
-# --- where a group begins and goes on ---------------------------------------------------------------------------------
+# --- where a group begins and goes on -------------------------------------------------------------------------------
 
 
 def test_a_new_group_starts_at_the_earliest_message(bridge: Bridge, topic: str, group: str) -> None:
@@ -92,7 +92,7 @@ def test_what_a_killed_member_had_in_hand_comes_again(
     assert next_of(bridge, topic, group) == b"1"
 
 
-# --- acknowledging ----------------------------------------------------------------------------------------------------
+# --- acknowledging --------------------------------------------------------------------------------------------------
 
 
 @proves(Capability.ATOMIC_ACK)
@@ -251,7 +251,40 @@ def test_a_member_that_was_replaced_while_it_slept_commits_nothing(
     assert values(seen(bridge, target)) == [b"1"]
 
 
-# --- members of a group -----------------------------------------------------------------------------------------------
+# --- processors -----------------------------------------------------------------------------------------------------
+
+
+@proves(Capability.ATOMIC_ACK)
+def test_a_processor_passes_every_message_on_once(connect: Connect, new_topic: NewTopic, group: str) -> None:
+    source, target = new_topic(partitions=3), new_topic()
+    bridge = connect()
+    for number in range(0, 40, 20):
+        with bridge.transaction() as txn:
+            for each in range(number, number + 20):
+                txn.send(source, b"%d" % each, partition=each % 3)
+        processor = bridge.processor(source, group=group, each=lambda m, txn: txn.send(target, m.value), max_wait=0)
+        processor.run(until_idle=True)
+    assert sorted(m.value for m in seen(bridge, target)) == sorted(b"%d" % number for number in range(40))
+
+
+@proves(Capability.ATOMIC_ACK)
+def test_a_processor_sets_poison_aside_with_its_reason(bridge: Bridge, new_topic: NewTopic, group: str) -> None:
+    source, target, dead = new_topic(), new_topic(), new_topic()
+    send(bridge, source, b"1", b"bad", b"2")
+
+    def each(message: Message, txn: Transaction) -> None:
+        if message.value == b"bad":
+            raise Poison("it is bad")
+        txn.send(target, message.value)
+
+    bridge.processor(source, group=group, each=each, dead_letter=dead, max_wait=0).run(until_idle=True)
+    assert values(seen(bridge, target)) == [b"1", b"2"]
+    (letter,) = seen(bridge, dead)
+    assert letter.value == b"bad"
+    assert "it is bad" in letter.headers.values()
+
+
+# --- members of a group ---------------------------------------------------------------------------------------------
 
 
 def test_members_share_the_partitions_and_take_over_from_those_who_leave(
@@ -339,7 +372,7 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
     with one.consumer(topic, group, sharing="key") as first, two.consumer(topic, group, sharing="key") as other:
         with one.transaction() as txn:
             for _ in range(2):
-                txn.send_many(topic, [(b"", key) for key in keys])
+                txn.send_many(topic, [(b"1", key) for key in keys])
         found: dict[object, set[int]] = {}
         count = 0
         while count < 40:
@@ -352,7 +385,7 @@ def test_members_share_one_partition_key_by_key(connect: Connect, topic: str, gr
     assert {number for members in found.values() for number in members} == {0, 1}
 
 
-# --- again and elsewhere ----------------------------------------------------------------------------------------------
+# --- again and elsewhere --------------------------------------------------------------------------------------------
 
 
 @proves(Capability.REDELIVERY)

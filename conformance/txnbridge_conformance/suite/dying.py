@@ -86,12 +86,13 @@ def test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies(
 
 
 @proves(Capability.ATOMIC_ACK)
-def test_a_message_is_passed_on_once_wherever_its_process_dies(walk: Walk, bridge: Bridge) -> None:
+@pytest.mark.parametrize("how", ["by hand", "with a processor"])
+def test_a_message_is_passed_on_once_wherever_its_process_dies(walk: Walk, bridge: Bridge, how: str) -> None:
     def check(case: Case) -> None:
         assert values(seen(bridge, case.topics[1])) == [b"1", b"2"]
 
     died_at = walk(
-        programs.consume_transform_produce,
+        programs.consume_transform_produce if how == "by hand" else programs.process,
         check,
         topics=2,
         before=lambda case: send(bridge, case.topics[0], b"1", b"2"),

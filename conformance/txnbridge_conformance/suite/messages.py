@@ -52,7 +52,7 @@ def test_keys_arrive_as_bytes_and_no_key_as_none(bridge: Bridge, topic: str) -> 
 
 def test_headers_arrive(bridge: Bridge, topic: str) -> None:
     with bridge.transaction() as txn:
-        txn.send(topic, b"", headers={"kind": "new", "from": "Köln", "empty": ""})
+        txn.send(topic, b"1", headers={"kind": "new", "from": "Köln", "empty": ""})
     (message,) = seen(bridge, topic)
     assert dict(message.headers) == {"kind": "new", "from": "Köln", "empty": ""}
 
@@ -107,7 +107,7 @@ def test_send_many_sends_what_send_does(bridge: Bridge, topic: str) -> None:
     ]
 
 
-# --- partitions and order ---------------------------------------------------------------------------------------------
+# --- partitions and order -------------------------------------------------------------------------------------------
 
 
 @needs(Capability.CHOOSE_PARTITION)

@@ -158,7 +158,7 @@ def test_many_prepared_transactions_wait_side_by_side(connect: Connect, topic: s
     assert sorted(m.value for m in seen(bridge, topic)) == [b"0", b"2", b"5", b"7"]
 
 
-# --- status -----------------------------------------------------------------------------------------------------------
+# --- status ---------------------------------------------------------------------------------------------------------
 
 
 @proves(Capability.STATUS_LOOKUP)
@@ -256,7 +256,7 @@ def test_a_damaged_token_is_refused(bridge: Bridge, topic: str) -> None:
     assert bridge.abort(token) is Outcome.ABORTED
 
 
-# --- deadlines --------------------------------------------------------------------------------------------------------
+# --- deadlines ------------------------------------------------------------------------------------------------------
 
 
 @proves(Capability.DEADLINE)

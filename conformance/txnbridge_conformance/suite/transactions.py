@@ -232,7 +232,7 @@ def test_what_was_committed_survives_a_kill_of_the_broker(
     assert values(seen(bridge, topic)) == [b"hello"]
 
 
-# --- isolation --------------------------------------------------------------------------------------------------------
+# --- isolation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["commit", "abort"])
