@@ -23,6 +23,8 @@ from txnbridge import Conflict, Fenced, TransactionAborted, TxnBridgeError
 from txnbridge.spi import (
     Backend,
     Begin,
+    Capabilities,
+    Capability,
     Deadline,
     Decision,
     Evidence,
@@ -30,6 +32,7 @@ from txnbridge.spi import (
     Outcome,
     Status,
     TokenState,
+    absent,
     encode_item,
     hookimpl,
 )
@@ -122,6 +125,16 @@ class Broken(Around):
 
 class Sound(Broken):
     """Breaks nothing."""
+
+
+class DeclaresTooLittle(Broken):
+    """Keeps every promise, and says that it keeps two of them less."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        missing = absent("so it says")
+        found: Capabilities = self.inner.capabilities
+        return found.but({Capability.TOMBSTONES: missing, Capability.TIMESTAMPS: missing})
 
 
 BROKEN: list[type[Broken]] = []
@@ -1159,5 +1172,5 @@ def backend_of(broker: type[Broken]) -> Backend:
 
 @hookimpl
 def txnbridge_backends() -> list[Backend]:
-    brokers: list[type[Broken]] = [Sound, *BROKEN]
+    brokers: list[type[Broken]] = [Sound, DeclaresTooLittle, *BROKEN]
     return [backend_of(broker) for broker in brokers]

@@ -1,0 +1,90 @@
+"""Somebody else's backend adopts the suite with three short files, and what it declares is held against it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import suite
+
+from tests.conformance import broken
+from txnbridge import Capability
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The three files, and an installed distribution that brings the broken brokers as a plug-in."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["txnbridge_conformance.plugin"]\n')
+    (tmp_path / "test_conformance.py").write_text("from txnbridge_conformance.suite import *\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntxnbridge_url = embedded:{tmp}/broker.db\n")
+    installed = tmp_path / "site" / "broken-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (installed / "entry_points.txt").write_text(f"[txnbridge]\nbroken = {broken.__name__}\n")
+    return tmp_path
+
+
+def run(project: Path, *arguments: str) -> str:
+    """What pytest says in that project."""
+    root = Path(__file__).parents[2]  # where the broken brokers are imported from
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "--strict-markers", *arguments],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (project / "site", root)))},
+        capture_output=True,
+        text=True,
+    ).stdout
+
+
+def test_three_short_files_are_enough(project):
+    said = run(project, "-k", "test_a_committed_message_is_read or test_what_was_committed_is_read_by_another_process")
+    assert "2 passed" in said, said
+
+
+def test_without_a_url_it_says_what_is_missing(project):
+    (project / "pytest.ini").write_text("[pytest]\n")
+    said = run(project, "-k", "test_a_committed_message_is_read")
+    assert "set txnbridge_url in the pytest settings" in said, said
+
+
+def test_an_outdated_declaration_is_a_failure(project):
+    url = f"{broken.scheme_of(broken.DeclaresTooLittle)}:{project}/broker.db"
+    said = run(project, f"--txnbridge-url={url}", "-k", "test_a_message_without_a_value_arrives_without_one")
+    assert "1 failed" in said, said
+    assert "tombstones is declared absent (so it says); if this passes, the declaration is out of date" in said
+
+
+def test_a_test_that_needs_what_is_absent_is_skipped_by_name(project):
+    url = f"{broken.scheme_of(broken.DeclaresTooLittle)}:{project}/broker.db"
+    said = run(project, f"--txnbridge-url={url}", "-rs", "-k", "test_a_new_group_may_start_at_a_time")
+    assert "1 skipped" in said, said
+    assert "needs timestamps, which is absent: so it says" in said
+
+
+def test_a_broken_broker_fails(project):
+    url = f"{broken.scheme_of(broken.DropsTombstones)}:{project}/broker.db"
+    arguments = ["-k", "test_a_message_without_a_value_arrives_without_one or test_a_committed_message_is_read"]
+    said = run(project, f"--txnbridge-url={url}", *arguments)
+    assert "1 failed, 1 passed" in said, said
+
+
+def modules() -> list[object]:
+    """Every module of the suite."""
+    return [importlib.import_module(f"{suite.__name__}.{found.name}") for found in pkgutil.iter_modules(suite.__path__)]
+
+
+def test_no_test_hides_another_of_its_name():
+    names = [name for module in modules() for name in vars(module) if name.startswith("test_")]
+    assert sorted(names) == sorted(name for name in vars(suite) if name.startswith("test_"))
+
+
+def test_every_capability_has_a_test_that_proves_it():
+    marks = [mark for module in modules() for test in vars(module).values() for mark in getattr(test, "pytestmark", ())]
+    proved = {capability for mark in marks if mark.name == "proves" for capability in mark.args}
+    # Half messages have no public interface yet.
+    assert {capability for capability in Capability if capability not in proved} == {Capability.HALF_MESSAGES}
