@@ -60,8 +60,8 @@ def abort_pending(connection: sqlite3.Connection, number: int) -> None:
     """What a prepared transaction reserved is given back, to be delivered again.
 
     The reader that has the partition has passed these messages by, so they are left for it in `pending_acks` under the
-    negative of the new `positions.rewinds`: it delivers again what carries a number that it has not seen yet. They are
-    forgotten once acknowledged, or when the partition goes to another member, who reads everything from the start.
+    negative of the new `positions.rewinds`: it delivers again what carries a number that it has not seen yet, until
+    they are acknowledged. (A later owner of the partition reads everything that is not acknowledged anyway.)
     """
     for group_id, partition_id, ranges in _pending(connection, number):
         where = (group_id, partition_id)
@@ -91,14 +91,6 @@ def forget_partitions(connection: sqlite3.Connection, partition_ids: Iterable[in
     ids = [(partition_id,) for partition_id in partition_ids]
     for table in ("assignments", "positions", "acks", "pending_acks", "leases"):
         connection.executemany(f"DELETE FROM {table} WHERE partition_id = ?", ids)
-
-
-def forget_returned(connection: sqlite3.Connection, group_id: int, partition_id: int, below: int = NEVER) -> None:
-    """Drop the marks of what aborted prepared transactions gave back, up to an offset."""
-    connection.execute(
-        "DELETE FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < 0 AND last < ?",
-        (group_id, partition_id, below),
-    )
 
 
 def taken(connection: sqlite3.Connection, group_id: int, partition_id: int) -> list[Range]:
@@ -267,7 +259,10 @@ def advance(connection: sqlite3.Connection, group_id: int, partition_id: int, re
         reached = max(reached, last + 1)
         connection.execute("DELETE FROM acks WHERE group_id = ? AND partition_id = ? AND first = ?", (*where, first))
     connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (reached, *where))
-    forget_returned(connection, group_id, partition_id, reached)
+    connection.execute(
+        "DELETE FROM pending_acks WHERE group_id = ? AND partition_id = ? AND number < 0 AND last < ?",
+        (*where, reached),
+    )
 
 
 def _add_range(connection: sqlite3.Connection, group_id: int, partition_id: int, first: int, last: int) -> None:

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_embedded import groups
 from txnbridge_embedded.assignment import assign
 from txnbridge_embedded.cursor import read_bounds
 from txnbridge_embedded.store import Connection, Store, now_ms
@@ -141,8 +140,6 @@ def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms:
         after = _next_holder(before, target[id], before.member in members, now, lease_ms)
         if after != before:
             _store(connection, group_id, id, after)
-            if after.epoch != before.epoch:
-                groups.forget_returned(connection, group_id, id)  # the new owner reads everything from the position on
     connection.execute("UPDATE groups SET generation = generation + 1 WHERE id = ?", (group_id,))
 
 
