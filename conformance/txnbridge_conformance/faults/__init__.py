@@ -1,5 +1,19 @@
-"""Processes that die or stop at a chosen event, and the programs that do.
+"""Faults: a proxy that makes the network fail, and processes that die or stop at a chosen event.
 
-`txnbridge.testing.Child` runs a function of one of these modules and kills or pauses it at an event;
+    with faults.proxy(broker) as proxy:
+        late = proxy.hold(requests="EndTxn")
+        ...                                 # connect to proxy.url and commit
+        late.wait()
+        proxy.cut()
+        late.release()
+
+`txnbridge.testing.Child` runs a function of `programs` and kills or pauses it at an event;
 `txnbridge.testing.crash_everywhere` walks it through all its events.
 """
+
+from __future__ import annotations
+
+from txnbridge_conformance.faults._frames import Request
+from txnbridge_conformance.faults._proxy import Hold, Proxy, proxy
+
+__all__ = ["Hold", "Proxy", "Request", "proxy"]
