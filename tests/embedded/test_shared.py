@@ -203,6 +203,14 @@ def test_a_group_that_retention_overtakes_is_told_until_it_accepts_the_loss(brok
     assert position(broker) == 10
 
 
+def test_a_group_for_which_nothing_is_left_is_told_too(broker, join):
+    fill(broker, 3)
+    member = join()
+    trim(broker, 3)
+    with pytest.raises(PositionLost, match=r"is 0 in orders\[0\].*before 3"):
+        member.poll()
+
+
 def test_what_is_being_worked_on_when_retention_takes_it_is_not_lost(broker, join):
     fill(broker, 6)
     member = join()
