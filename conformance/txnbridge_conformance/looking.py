@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterable
 
 from txnbridge import Bridge, Consumer, Message
 
-# In seconds: as long as a loaded machine may take for what otherwise takes milliseconds. No run that passes waits so
-# long. Set it lower where a test is to fail.
-PATIENCE = float(os.environ.get("TXNBRIDGE_PATIENCE", "60"))
-
 _MARKER = b"marker "
+
+
+def patience() -> float:
+    """For how many seconds something is waited for that must come.
+
+    As long as a loaded machine may take for what otherwise takes milliseconds: no run that passes waits so long. The
+    environment variable is for tests that are to fail, and for the processes that they start.
+    """
+    return float(os.environ.get("TXNBRIDGE_PATIENCE", "60"))
 
 
 def mark(bridge: Bridge, topic: str) -> set[bytes]:
@@ -33,7 +38,7 @@ def mark(bridge: Bridge, topic: str) -> set[bytes]:
 def seen(bridge: Bridge, topic: str) -> list[Message]:
     """Everything that is committed in a topic, without markers; what is not in here was not committed before now.
 
-    Raises `AssertionError` if something holds readers back for longer than `PATIENCE`.
+    Raises `AssertionError` if something holds readers back for longer than `patience()`.
     """
     markers = mark(bridge, topic)
     with bridge.consumer(topic) as consumer:
@@ -44,12 +49,12 @@ def up_to(consumer: Consumer, markers: Iterable[bytes]) -> list[Message]:
     """Read on until all of these markers have come; returns the messages before them, without markers."""
     missing = set(markers)
     found: list[Message] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience()
     while missing:
-        found += (batch := consumer.poll(timeout=min(1, PATIENCE)))
+        found += (batch := consumer.poll(timeout=min(1, patience())))
         missing -= {message.value for message in batch}
         if missing and time.monotonic() > deadline:
-            raise AssertionError(f"{len(missing)} markers are held back from {consumer!r} for {PATIENCE:g} s")
+            raise AssertionError(f"{len(missing)} markers are held back from {consumer!r} for {patience():g} s")
     return [message for message in found if not is_marker(message)]
 
 
@@ -61,20 +66,20 @@ def is_marker(message: Message) -> bool:
 def take(consumer: Consumer, count: int) -> list[Message]:
     """Read until this many messages have come, not one more."""
     found: list[Message] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience()
     while len(found) < count:
-        found += consumer.poll(count - len(found), timeout=min(1, PATIENCE))
+        found += consumer.poll(count - len(found), timeout=min(1, patience()))
         if time.monotonic() > deadline:
-            raise AssertionError(f"{consumer!r} delivered {len(found)} of {count} messages within {PATIENCE:g} s")
+            raise AssertionError(f"{consumer!r} delivered {len(found)} of {count} messages within {patience():g} s")
     return found
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
     """Wait until something is so, because it is promised to become so."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience()
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"{what}: not within {PATIENCE:g} s")
+            raise AssertionError(f"{what}: not within {patience():g} s")
         time.sleep(0.01)
 
 

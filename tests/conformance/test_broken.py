@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from txnbridge_conformance import looking, suite
+from txnbridge_conformance import suite
 from txnbridge_conformance.suite import *  # noqa: F403
 from txnbridge_conformance.suite import dying
 
@@ -43,11 +43,10 @@ def capabilities(txnbridge_url: str) -> Capabilities:
 
 @pytest.fixture(autouse=True)
 def _short_patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What must not come need not be waited for; the children are told as well."""
+    """What must not come need not be waited for."""
     if any(mark.kwargs["raises"] == FAILURES for mark in request.node.iter_markers("xfail")):
-        patience = 5.0 if request.config.getoption("--full") else 0.9  # more than a lease
-        monkeypatch.setattr(looking, "PATIENCE", patience)
-        monkeypatch.setenv("TXNBRIDGE_PATIENCE", str(patience))
+        # More than a lease.
+        monkeypatch.setenv("TXNBRIDGE_PATIENCE", "5" if request.config.getoption("--full") else "0.9")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -20,7 +20,7 @@ from txnbridge import (
     TxnBridgeError,
 )
 from txnbridge_conformance.faults import programs
-from txnbridge_conformance.looking import PATIENCE, seen, send, take, values
+from txnbridge_conformance.looking import patience, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, NewTopic, RunChild
 from txnbridge_conformance.promises import needs, proves
 
@@ -159,7 +159,7 @@ def test_threads_share_a_bridge_and_nothing_is_lost_or_doubled(connect: Connect,
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE)
+        thread.join(patience())
     assert failed == []
     expected = sorted(b"%d/%d" % (worker, number) for worker in range(6) for number in range(20))
     assert sorted(m.value for m in seen(bridge, topic)) == expected
@@ -207,7 +207,7 @@ def test_a_bridge_out_of_writers_makes_the_next_transaction_wait_no_longer_than_
         begun = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             bridge.transaction(timeout=0.2)
-        assert time.monotonic() - begun < PATIENCE
+        assert time.monotonic() - begun < patience()
     assert values(seen(bridge, topic)) == [b"hello"]
 
 
@@ -291,5 +291,5 @@ def test_a_reader_sees_all_of_a_transaction_or_nothing(bridge: Bridge, topic: st
             read = values(bridge.read(topic, limit=10_000))
             assert {read.count(value) for value in read} <= {size}
     finally:
-        writer.join(PATIENCE)
+        writer.join(patience())
     assert len(seen(bridge, topic)) == rounds * size
