@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._kafka_wire import ask
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 
@@ -83,3 +84,8 @@ def create_topic(port: int, name: str, replicas: int = 1) -> int:
 def topics(port: int) -> bytes:
     """The answer that lists all topics; it holds their names."""
     return ask(port, METADATA, 4, struct.pack(">i?", -1, False))
+
+
+def topic_appears(port: int, name: str) -> bool:
+    """Whether a topic is there, or comes soon: a broker hears of it a moment after the controller has stored it."""
+    return wait_until(lambda: name.encode() in topics(port), 30)

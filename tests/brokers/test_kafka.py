@@ -14,7 +14,7 @@ from txnbridge_conformance.brokers._kafka import TRANSACTION_VERSIONS, VERSIONS
 from txnbridge_conformance.brokers._kafka_wire import _parse, ask, cluster
 
 from tests.brokers import programs
-from tests.brokers.kit import create_topic, port_of, state, topics
+from tests.brokers.kit import create_topic, port_of, state, topic_appears
 from txnbridge.errors import InvalidOption
 from txnbridge.testing import Child
 
@@ -50,7 +50,7 @@ def test_a_broker_that_started_takes_a_topic_at_once(kafka_broker):
     port = port_of(kafka_broker)
     assert kafka_broker.url == f"kafka://127.0.0.1:{port}"
     assert create_topic(port, "at-once") == 0
-    assert b"at-once" in topics(port)
+    assert topic_appears(port, "at-once")
 
 
 def test_committed_data_is_there_after_kill_and_restart(kafka_broker):
@@ -60,7 +60,7 @@ def test_committed_data_is_there_after_kill_and_restart(kafka_broker):
     with pytest.raises(ConnectionRefusedError):
         cluster(port)
     kafka_broker.restart()
-    assert b"survivor" in topics(port)
+    assert topic_appears(port, "survivor")
 
 
 def test_a_broker_that_was_stopped_starts_again(kafka_broker):
@@ -120,7 +120,7 @@ def test_the_older_version_starts_and_starts_again(start_kafka):
     broker = start_kafka(version="3.9.2")
     assert create_topic(port_of(broker), "older") == 0
     broker.restart()
-    assert b"older" in topics(port_of(broker))
+    assert topic_appears(port_of(broker), "older")
 
 
 @pytest.mark.full
@@ -136,7 +136,7 @@ def test_three_nodes_do_without_any_one_of_them(start_kafka, version):
         assert create_topic(alive, f"without-{node}", replicas=2) == 0
         broker.start(node)
         assert wait_until(partial(sees, ports[node - 1], 3), 60)
-    assert all(f"without-{node}".encode() in topics(ports[0]) for node in broker.nodes)
+    assert all(topic_appears(ports[0], f"without-{node}") for node in broker.nodes)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._kafka_wire import ask, cluster
 
-from tests.brokers.kit import CREATE_TOPICS, create_topic, port_of, topics
+from tests.brokers.kit import CREATE_TOPICS, create_topic, port_of, topic_appears, topics
 from tests.faults.kit import API_VERSIONS, METADATA, Client
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
@@ -57,7 +57,7 @@ def test_a_request_of_one_kind_is_held_while_others_pass(kafka_broker, proxy):
         proxy.cut()
     hold.release()
     hold.answered()
-    assert name.encode() in topics(port_of(kafka_broker))
+    assert topic_appears(port_of(kafka_broker), name)
 
 
 def test_a_held_answer_is_about_something_that_happened(kafka_broker, proxy):
@@ -66,7 +66,7 @@ def test_a_held_answer_is_about_something_that_happened(kafka_broker, proxy):
         topic = text("held-answer") + struct.pack(">ihii", 1, 1, 0, 0)
         client.send(CREATE_TOPICS, struct.pack(">i", 1) + topic + struct.pack(">i?", 10_000, False), version=2)
         hold.answered()
-        assert b"held-answer" in topics(port_of(kafka_broker))
+        assert topic_appears(port_of(kafka_broker), "held-answer")
         hold.release()
         assert client.receive()[0] == 1
 

@@ -68,13 +68,14 @@ class Hold:
         self.release()
 
     def answered(self, timeout: float = 30) -> None:
-        """Wait until the broker has answered every request that was held, also if its client is gone.
+        """Wait until something is held, and until the broker has answered all of it, also if the client is gone.
 
         Raises `AssertionError` if that took longer.
         """
+        deadline = time.monotonic() + timeout
+        self.wait(timeout)
         with self._changed:
             caught = list(self._caught)
-        deadline = time.monotonic() + timeout
         for request in caught:
             if not request.answered.wait(max(0.0, deadline - time.monotonic())):
                 raise AssertionError(f"{request} was not answered within {timeout:g} s")

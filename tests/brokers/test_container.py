@@ -1,0 +1,157 @@
+"""Kafka in a container, up to what the engine is asked for: there is an engine of a few lines, and no container."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._kafka_container import KafkaContainer, engine_answers
+
+from txnbridge.errors import BackendMissing
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("testcontainers"), reason="needs testcontainers")
+
+
+class Engine(ThreadingHTTPServer):
+    """Agrees to everything, and remembers what it was asked to create and to do."""
+
+    daemon_threads = False  # so that closing it waits for them
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.created: dict[str, Any] = {}
+        self.done: list[str] = []
+        self.status = "created"
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Engine
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, document: object, code: int = 200) -> None:
+        body = b"OK" if self.path.endswith("/_ping") else json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.answer(None)
+
+    def do_GET(self) -> None:
+        if self.path.endswith("/version"):
+            self.answer({"ApiVersion": "1.45", "MinAPIVersion": "1.24", "Version": "1", "Os": "linux", "Arch": "amd64"})
+        elif "/containers/" in self.path:
+            self.answer(
+                {"Id": "c1", "Name": "/c1", "State": {"Status": self.server.status}, "Image": "i1", "Config": {}}
+            )
+        else:
+            self.answer({"Id": "i1", "RepoTags": []} if "/images/" in self.path else {})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if "/containers/create" in self.path:
+            self.server.created = json.loads(body)
+            self.answer({"Id": "c1", "Warnings": []}, 201)
+            return
+        found = re.search(r"/containers/c1/(\w+)", self.path)
+        if found:
+            self.server.done.append(found[1])
+            states = {"start": "running", "unpause": "running", "pause": "paused", "kill": "exited", "stop": "exited"}
+            self.server.status = states.get(found[1], self.server.status)
+        self.answer({"StatusCode": 0})
+
+    def do_DELETE(self) -> None:
+        self.server.done.append("remove")
+        self.answer({})
+
+
+@pytest.fixture
+def engine(monkeypatch) -> Iterator[Engine]:
+    from testcontainers.core.config import testcontainers_config
+
+    with Engine() as engine:
+        thread = threading.Thread(target=engine.serve_forever)
+        thread.start()
+        monkeypatch.setenv("DOCKER_HOST", engine.url)
+        # It would remove containers of killed test runs, and is a container itself.
+        monkeypatch.setattr(testcontainers_config, "ryuk_disabled", True)
+        yield engine
+        engine.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def answering(monkeypatch) -> None:
+    """As if a broker answered in the container."""
+    monkeypatch.setattr(KafkaContainer, "_answers", lambda self: True)
+
+
+@pytest.mark.usefixtures("answering")
+def test_where_an_engine_answers_it_is_asked_for_one_node(engine):
+    with brokers.kafka(settings={"log.retention.ms": "1000"}) as broker:
+        assert isinstance(broker, KafkaContainer)
+        port = int(broker.url.rpartition(":")[2])
+        ((listen, upstream),) = broker.routes
+    assert engine.created["Image"] == "apache/kafka:4.3.1"
+    bound = engine.created["HostConfig"]["PortBindings"]
+    assert bound == {f"{p}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(p)}] for p in (port, upstream)}
+    given = dict(line.split("=", 1) for line in engine.created["Env"])
+    assert given["KAFKA_ADVERTISED_LISTENERS"] == f"PLAINTEXT://127.0.0.1:{port},PROXY://127.0.0.1:{listen}"
+    assert given["KAFKA_TRANSACTION_STATE_LOG_REPLICATION_FACTOR"] == "1"
+    assert given["KAFKA_LOG_RETENTION_MS"] == "1000"
+    assert engine.done == ["start", "remove"]
+
+
+@pytest.mark.usefixtures("answering")
+def test_each_call_becomes_one_of_the_engine(engine):
+    with brokers.kafka(container=True) as broker:
+        broker.pause()
+        broker.resume()
+        broker.restart()
+        broker.stop()
+        broker.start()
+    assert engine.done == ["start", "pause", "unpause", "kill", "wait", "start", "stop", "start", "remove"]
+
+
+def test_a_container_that_does_not_answer_is_removed(engine):
+    with pytest.raises(brokers.CannotStart, match=r"did not answer within 0\.1 s"):
+        brokers.kafka(container=True, start_timeout=0.1)
+    assert engine.done[-1] == "remove"
+
+
+def test_what_a_container_cannot_do_is_done_by_processes(engine, monkeypatch):
+    started = object()
+    monkeypatch.setattr(brokers, "KafkaProcess", lambda **options: started)
+    assert brokers.kafka(nodes=3) is started
+    assert brokers.kafka(transaction_version=1) is started
+    assert brokers.kafka(container=False) is started
+
+
+@pytest.mark.parametrize("engine", ["unix:///no/such/socket", "tcp://127.0.0.1:1"])
+def test_without_an_engine_there_is_none(monkeypatch, engine):
+    monkeypatch.setenv("DOCKER_HOST", engine)
+    assert not engine_answers()
+
+
+def test_without_testcontainers_there_is_no_engine_and_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "testcontainers", None)
+    assert not engine_answers()
+    monkeypatch.setitem(sys.modules, "testcontainers.core.container", None)
+    with pytest.raises(BackendMissing, match=r"pip install 'txnbridge\[brokers\]'"):
+        brokers.kafka(container=True)
