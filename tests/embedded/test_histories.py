@@ -105,6 +105,7 @@ def start() -> Iterator[Callable[..., Child]]:
         yield lambda *task, **options: stack.enter_context(Child(*task, **options))
 
 
+@pytest.mark.timeout(180)  # 4 s where there is a free core
 @pytest.mark.parametrize("seed", range(2))
 def test_readers_see_exactly_the_committed_messages_in_order_whatever_writers_do(opened, path, start, seed):
     opened().admin.create_topic("orders", PARTITIONS, Deadline(10))
