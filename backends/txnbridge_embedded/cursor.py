@@ -12,8 +12,8 @@ from txnbridge_embedded import headers
 from txnbridge_embedded.ranges import Range, merged, without
 from txnbridge_embedded.store import MAX_OFFSET, OFFSET_BITS, Connection, Store
 
-# Rows are fetched in portions, the first so small that it does not fill the memory whatever is in it, the others by what
-# the ones before were like.
+# Rows are fetched in portions, the first so small that it does not fill the memory whatever is in it, the others by
+# what the ones before were like.
 _FIRST_ROWS = 4
 _SAMPLES = 16
 _SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms

@@ -7,7 +7,7 @@ import pytest
 from tests.embedded import kit
 from tests.embedded.members import GROUP, Member, settle
 from tests.embedded.test_reader import trim
-from txnbridge.errors import Conflict, InvalidOption, InvalidState, PositionLost
+from txnbridge.errors import Conflict, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Deadline
 
 ORDERS = ("orders", 0)
@@ -423,6 +423,17 @@ def test_leaving_hands_over_at_once(broker, join):
     first.close()
     second.reader.poll(0, Deadline(0.001))
     assert second.partitions == [0, 1]  # with one look: no lease had to run out
+
+
+def test_leaving_while_the_file_is_locked_ends_in_time_and_leaves_the_lease_to_run_out(opened, join):
+    broker, other = opened(lease_seconds=0.3), opened()
+    fill(broker, 1)
+    first, second = Member(broker), join(broker=broker)
+    with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
+        with pytest.raises(DeadlineExceeded):
+            first.reader.close(Deadline(0.2))
+    first.close()  # which changes nothing any more
+    assert numbers(second.take(1)) == [0]
 
 
 def test_a_reader_that_was_taken_for_dead_joins_again_as_another_member(broker, join):
