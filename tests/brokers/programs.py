@@ -6,7 +6,7 @@ import os
 import time
 
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _jars
+from txnbridge_conformance.brokers import _detached, _jars
 
 from tests.brokers.kit import Toy, port_of
 from txnbridge.testing import tell
@@ -35,3 +35,7 @@ def hold_kafka() -> None:
 
 def fetch() -> str:
     return str(_jars.fetch("toy-1", [_jars.Artifact("a", "b", "1")], bar=False))
+
+
+def start_detached(never_answers: str) -> None:
+    _detached.up("toy", {}, lambda folder: Toy(never_answers, folder))

@@ -16,9 +16,11 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _cli, _detached, _jars, _kafka
 from txnbridge_conformance.brokers._broker import wait_until
 
+from tests.brokers import programs
 from tests.brokers.kit import Toy, create_topic, state
 from txnbridge.cli import main
 from txnbridge.cli._common import ExitCode
+from txnbridge.testing import Child
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 
@@ -135,6 +137,16 @@ def test_a_start_that_fails_leaves_nothing(home, invoke, monkeypatch):
     assert failed.exit_code == ExitCode.UNAVAILABLE
     assert failed.stderr == "txnbridge: node 1 ended instead of starting; its log ends: no luck\n"
     assert not home.exists()
+
+
+def test_a_start_that_is_killed_leaves_nothing(home):
+    folder = home.with_name("toy")
+    with Child(programs.start_detached, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)") as starter:
+        log = folder / "node-1.log"
+        assert wait_until(lambda: log.exists() and bool(log.read_text()), 30)
+        pid = int(log.read_text())
+        starter.kill()
+    assert wait_until(lambda: not state(pid) and not folder.exists(), 30)
 
 
 @pytest.mark.usefixtures("toy_for_kafka", "home")

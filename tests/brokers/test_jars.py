@@ -163,7 +163,8 @@ def test_a_test_that_needs_what_is_not_installed_is_skipped_with_the_reason(pyte
         "def test_two(start_kafka): start_kafka(version='3.9.2')\n"
         "def test_three(): pass"
     )
-    result = pytester.runpytest("-rs", "-p", "no:cacheprovider")
+    # In a process of its own, or the modules that it imports would be there twice.
+    result = pytester.runpytest_subprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(skipped=2, passed=1)
     result.stdout.fnmatch_lines(["*needs a Kafka broker: *java does not run: install Java 17*"])
 
