@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from txnbridge.errors import InvalidOption, InvalidState, NotFound, StorageFailed, TxnBridgeError
+from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, StorageFailed, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Advice,
@@ -32,6 +32,7 @@ INTERNAL = "_txnbridge-"
 # A log that is so much longer than the point where it is copied means that a reader keeps an old snapshot.
 _LONG_WAL_BYTES = 256 << 20
 _LITTLE_ROOM_BYTES = 256 << 20
+_STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's own machine: some milliseconds between two looks at the clock
 
 
 class EmbeddedAdmin(Admin):
@@ -231,11 +232,18 @@ class EmbeddedAdmin(Admin):
             yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")
 
     def _damage(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
+        # Looking through a large file lasts, and only this stops it in time.
+        connection.set_progress_handler(lambda: deadline.expired, _STATEMENTS_BETWEEN_LOOKS)
         try:
             with self._store.reading(connection, deadline):
                 found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
         except StorageFailed as error:
             found = [str(error)]
+        except BrokerUnavailable:
+            deadline.check(f"looking through all of {self._store.path}")
+            raise
+        finally:
+            connection.set_progress_handler(None, 0)
         if found != ["ok"]:
             remedy = "stop all its users and restore a copy; `sqlite3 FILE .recover` saves what can be read"
             yield Advice("problem", "file", "; ".join(found), remedy)

@@ -161,12 +161,8 @@ def _remove_piece(store: Store, connection: Connection, number: int, deadline: D
             )
             return True
         partition, first, last = row
-        end = remove_messages(connection, partition, first, last)
-        where = (partition, first)
-        if end == last:
-            connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", where)
-        else:
-            connection.execute("UPDATE undecided SET first = ? WHERE partition_id = ? AND first = ?", (end + 1, *where))
+        if remove_messages(connection, partition, first, last) == last:
+            connection.execute("DELETE FROM undecided WHERE partition_id = ? AND first = ?", (partition, first))
         return False
 
 

@@ -177,8 +177,9 @@ class EmbeddedPublisher(Publisher):
             error = DeliveryFailed(f"{type(bug).__name__}: {bug}")
             error.__cause__ = bug
         with self._state:
+            if error is None:
+                self._stored = sent
             self._error = error
-            self._stored = self._stored if error else sent
             self._state.notify_all()
         return error is None
 

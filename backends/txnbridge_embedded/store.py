@@ -86,14 +86,15 @@ class Store:
     def __init__(
         self, path: Path, *, durable: bool = True, max_bytes: int | None = None, create_topics: int = 1
     ) -> None:
-        self.path = path
+        # SQLite puts its log beside the file itself, wherever a symbolic link to it is; so do we with what is ours.
+        self.path = path.resolve()
         self.cluster = ""
         self.durable = durable
         self._max_bytes = max_bytes
         self._create_topics = create_topics
         self._inode: tuple[int, int] | None = None
         self._keeper: Connection | None = None
-        self._wal = _WalLength(Path(f"{path}-wal"))
+        self._wal = _WalLength(Path(f"{self.path}-wal"))
         self._topics: dict[str, tuple[float, Topic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------

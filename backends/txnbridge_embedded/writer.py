@@ -16,6 +16,7 @@ from txnbridge.errors import (
     EvidenceLost,
     Fenced,
     InvalidState,
+    NotFound,
     OutcomeUnknown,
     TransactionAborted,
     TransactionTimedOut,
@@ -192,6 +193,9 @@ class EmbeddedWriter(Writer):
         """What it means for the whole transaction that a part of it, or its end, met this error."""
         if isinstance(error, TransactionAborted | Fenced):
             return error
+        if isinstance(error, NotFound):  # deleted, and perhaps made anew
+            for topic in self._outgoing.topics():
+                self._store.forget_topic(topic.name)
         text = f"transaction {self._begin.transaction} was aborted: {error}"
         return TransactionTimedOut(text) if isinstance(error, DeadlineExceeded) else DeliveryFailed(text)
 

@@ -8,7 +8,7 @@ from txnbridge_embedded.admin import EmbeddedAdmin
 from txnbridge_embedded.store import now_ms
 
 from tests.embedded.kit import begin, commit, offsets, open_writer, prepare, rows, send, values
-from txnbridge.errors import InvalidOption, InvalidState, NotFound
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Deadline, TopicInfo
 
 
@@ -260,3 +260,12 @@ def test_the_doctor_tells_that_the_file_cannot_be_written(broker):
         found = [a for a in broker.admin.check(Deadline(0.2)) if a.level == "problem"]
     busy.close()
     assert [advice.subject for advice in found] == ["writing"]
+
+
+def test_the_doctor_stops_at_its_deadline_in_a_file_that_is_too_large_for_it(broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_embedded.admin._STATEMENTS_BETWEEN_LOOKS", 1)
+    commit(open_writer(broker), "orders", b"1")
+    deadline = Deadline(1000)
+    deadline.at = 0
+    with pytest.raises(DeadlineExceeded, match="looking through all of"):
+        broker.admin.check(deadline)

@@ -192,6 +192,19 @@ def test_the_log_is_copied_and_begins_anew(broker, path):
     assert path.stat().st_size > 4 * CHECKPOINT_BYTES
 
 
+def test_a_symbolic_link_leads_to_the_same_file_log_and_turn(opened, broker, path, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.db"
+    link.symlink_to(path)
+    through = opened(link)
+    assert through.cluster == broker.cluster
+    writer = open_writer(through)
+    for _ in range(3 * (CHECKPOINT_BYTES >> 20)):
+        commit(writer, "orders", bytes(1 << 20))
+    assert log_bytes(path) < 2 * CHECKPOINT_BYTES
+    assert list(link.parent.iterdir()) == [link]
+
+
 def test_a_reader_that_keeps_an_old_state_lets_the_log_grow_and_loses_nothing(broker, path):
     writer = open_writer(broker)
     commit(writer, "orders", b"first")

@@ -418,6 +418,19 @@ def test_a_preparing_writer_of_an_older_owner_is_refused(opened):
         open_preparing(first, "billing")
 
 
+def test_a_writer_whose_instance_is_retired_commits_nothing(broker):
+    writer = open_writer(broker)
+    begin(writer)
+    send(writer, "orders", b"1")
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "retiring"):
+        connection.execute("UPDATE writers SET retired = 1")
+    with pytest.raises(TransactionAborted, match="taken for dead"):
+        writer.commit(Deadline(5))
+    writer.reopen(Deadline(5))
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
+
+
 # --- what became of it -----------------------------------------------------------------------------------------------
 
 
@@ -616,13 +629,18 @@ def test_an_interrupt_right_after_the_commit_does_not_undo_it(broker):
     assert values(broker, "orders") == [b"1"]
 
 
-def test_a_topic_that_is_deleted_meanwhile_aborts_the_whole_transaction(broker):
+def test_a_topic_that_another_process_deletes_meanwhile_aborts_the_whole_transaction(opened):
+    broker, other = opened(), opened()
     writer = open_writer(broker)
     commit(writer, "orders", b"0")
     begin(writer)
     send(writer, "audit", b"1")
     send(writer, "orders", b"1")
-    broker.admin.delete_topic("orders", Deadline(5))
+    other.admin.delete_topic("orders", Deadline(5))
     with pytest.raises(DeliveryFailed, match="deleted"):
         writer.commit(Deadline(5))
     assert values(broker, "audit") == []
+    begin(writer)
+    send(writer, "orders", b"2")  # the new topic of this name, at once
+    writer.commit(Deadline(5))
+    assert values(broker, "orders") == [b"2"]
