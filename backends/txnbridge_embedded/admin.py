@@ -261,13 +261,18 @@ class EmbeddedAdmin(Admin):
 
     def _remove_garbage(self, connection: Connection, deadline: Deadline) -> None:
         """Remove the messages of deleted topics, piece by piece."""
-        while True:
-            with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
-                row = connection.execute("SELECT partition_id FROM garbage LIMIT 1").fetchone()
-                if row is None:
-                    return
-                if endings.remove_messages(connection, row[0], 0, MAX_OFFSET) == MAX_OFFSET:
-                    connection.execute("DELETE FROM garbage WHERE partition_id = ?", row)
+        with self._store.reading(connection, deadline):
+            deleted = connection.execute("SELECT partition_id FROM garbage").fetchall()
+        for (partition,) in deleted:
+            while not self._remove_piece(connection, partition, deadline):
+                pass
+
+    def _remove_piece(self, connection: Connection, partition: int, deadline: Deadline) -> bool:
+        with self._store.writing(connection, deadline, "removing the messages of a deleted topic"):
+            done = endings.remove_messages(connection, partition, 0, MAX_OFFSET) == MAX_OFFSET
+            if done:
+                connection.execute("DELETE FROM garbage WHERE partition_id = ?", (partition,))
+            return done
 
 
 def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partition]:

@@ -55,7 +55,7 @@ class EmbeddedBroker(Broker):
         self.settings = settings
         self.events = context.events
         self._lock = threading.Lock()
-        self._connection = store.connect()
+        self._connection: Connection | None = store.connect()
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # open ones
         self._left: list[Instance] = []  # of closed writers and publishers
@@ -71,13 +71,19 @@ class EmbeddedBroker(Broker):
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
         try:
+            if self._connection is None:
+                self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
-            self._connection.close()  # whatever state it is in
-            self._connection = self.store.connect()
+            self._disconnect()  # whatever state it is in
             raise
         finally:
             self._lock.release()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +180,7 @@ class EmbeddedBroker(Broker):
                 publisher.close(deadline)
         with suppress(TxnBridgeError), self.session(deadline) as connection:
             self._leave(connection, deadline)
-        self._connection.close()
+        self._disconnect()
         self.store.close()
 
     def _leave(self, connection: Connection, deadline: Deadline) -> None:

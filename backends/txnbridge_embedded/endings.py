@@ -111,12 +111,12 @@ def abort_open(
 
 def end_expired(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> int:
     """Abort whatever is past its deadline and finish what others left half aborted; how many were past it."""
-    now = now_ms()
-    expired = connection.execute(
-        "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
-        " AND deadline_at < ?",
-        (now,),
-    ).fetchall()
+    with store.reading(connection, deadline):
+        expired = connection.execute(
+            "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state IN ('open', 'prepared')"
+            " AND deadline_at < ?",
+            (now_ms(),),
+        ).fetchall()
     ended = 0
     for number, transaction in expired:
         with (
@@ -136,13 +136,15 @@ def end_expired(store: Store, connection: Connection, deadline: Deadline, events
 def finish_aborts(store: Store, connection: Connection, deadline: Deadline, events: Emitter) -> None:
     """Remove the messages of every aborted transaction, piece by piece; what time does not allow is left to others."""
     try:
-        for number, transaction in connection.execute(
-            "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state = 'aborting'"
-        ).fetchall():
+        with store.reading(connection, deadline):
+            aborted = connection.execute(
+                "SELECT number, id FROM transactions WHERE ended_at IS NULL AND state = 'aborting'"
+            ).fetchall()
+        for number, transaction in aborted:
             with events.step("step:purge", transaction):
                 while not _remove_piece(store, connection, number, deadline):
                     pass
-    except (TxnBridgeError, sqlite3.Error) as error:
+    except TxnBridgeError as error:
         # The decision stands, and readers pass what is left once somebody has removed it.
         _log.debug("aborted messages are left for others to remove: %s", error)
 

@@ -16,7 +16,9 @@ def trim(store: Store, connection: Connection, topic: Topic, deadline: Deadline)
         return True
     done = True
     for partition in topic.partitions:
-        if _may_go(connection, topic, partition) is not None:
+        with store.reading(connection, deadline):
+            found = _may_go(connection, topic, partition)
+        if found is not None:
             with store.writing(connection, deadline, "removing messages past their retention"):
                 done &= _trim_piece(connection, topic, partition)
     return done

@@ -283,9 +283,11 @@ class Store:
         copy that starts when everything is copied already, and stalls while a writer begins the log anew, takes the
         new log for copied. Nobody begins it anew while the lock is held.
         """
+        keeper = self._keeper
+        if keeper is None:  # closed meanwhile, by another thread
+            return
         try:
-            assert self._keeper is not None
-            self._keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # such as a full disk: the log keeps everything, the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
 
