@@ -41,6 +41,13 @@ class LoneReader(PollingReader):
     def _owner(self) -> str:
         return "this reader's position"
 
+    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
+        with self._reading(deadline):
+            for cursor, offset in offsets.items():
+                self._check_kept(cursor, offset)
+        for cursor, offset in offsets.items():
+            cursor.replay(offset)
+
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._look(deadline)
         for cursor in self._cursors.values():

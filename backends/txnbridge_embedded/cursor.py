@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -99,9 +100,9 @@ class Cursor:
         self.paused = False
         self.lost = False  # retention has passed it, and the reader's user has been told
         self.next = next  # the next offset to read
-        self.taken: list[Range] = []  # offsets from there on that are acknowledged or reserved
+        self.taken: deque[Range] = deque()  # offsets from there on that are acknowledged or reserved
         self._owner = owner
-        self._again: list[Range] = []  # offsets below `next` that are to be delivered again
+        self._again: deque[Range] = deque()  # offsets below `next` that are to be delivered again
         self._handed = next  # what lies below was handed out before
         self._times: dict[int, int] = {}  # how often, where more than once
 
@@ -114,14 +115,14 @@ class Cursor:
     def ready(self) -> bool:
         """Whether there is something to read."""
         while self.taken and self.taken[0][0] <= self.next:
-            self.next = max(self.next, self.taken.pop(0)[1] + 1)
+            self.next = max(self.next, self.taken.popleft()[1] + 1)
         return not self.paused and (bool(self._again) or self.next < self.bounds.end)
 
     def seek(self, offset: int) -> None:
         """Go on from here. What was handed out already and comes again counts as delivered again."""
         self.next = offset
         self.lost = False
-        self._again = list(without(self._again, [(offset, MAX_OFFSET)]))
+        self._again = deque(without(self._again, [(offset, MAX_OFFSET)]))
 
     def replay(self, offset: int) -> None:
         """Go on from here as if nothing had been read yet."""
@@ -131,7 +132,7 @@ class Cursor:
     def repeat(self, ranges: Iterable[Range]) -> None:
         """Deliver these again, as far as they were passed already; the rest comes anyway."""
         passed = without(merged(ranges), [(self.next, MAX_OFFSET)])
-        self._again = merged([*self._again, *passed])
+        self._again = deque(merged([*self._again, *passed]))
 
     def forget_below(self, offset: int) -> None:
         """Keep no counts of what is acknowledged."""
@@ -146,7 +147,9 @@ class Cursor:
         if self._again:
             first, last = self._again[0]
             rows, size, reached = self._read(connection, first, last + 1, limit, room)
-            self._again = list(without(self._again, [(first, reached - 1)]))
+            self._again.popleft()
+            if reached <= last:
+                self._again.appendleft((reached, last))
         else:
             stop = min(self.taken[0][0], self.bounds.end) if self.taken else self.bounds.end
             rows, size, reached = self._read(connection, self.next, stop, limit, room)

@@ -22,15 +22,14 @@ class GroupReader(PollingReader):
         self._group = str(self._subscription.group)
         self._group_id = -1
         self._context: AckContext | None = None
-        self._join(deadline)
+        start = self._subscription.start
+        self._join(start, self._search(start, deadline) if isinstance(start, int) else {}, deadline)
         self._heartbeat = members.Heartbeat(self._store, self._settings.lease_seconds, self._member)
         # For one that is dropped without `close`. (Not at exit, where it could run in a forked child.)
         weakref.finalize(self, self._heartbeat.stop).atexit = False
 
-    def _join(self, deadline: Deadline) -> None:
-        now = now_ms()
-        topics, start = self._subscription.topics, self._subscription.start
-        found = self._search(start, deadline) if isinstance(start, int) else None
+    def _join(self, start: str | int, found: Mapping[int, int], deadline: Deadline) -> None:
+        now, topics = now_ms(), self._subscription.topics
         with self._writing("join", deadline) as connection:
             self._group_id = members.enter_group(connection, self._group, self._subscription.sharing)
             members.record_starts(connection, self._group_id, topics, start, found)
@@ -46,7 +45,7 @@ class GroupReader(PollingReader):
     def _join_again(self, deadline: Deadline) -> None:
         """After others took this member for dead: as a new one, because nothing of the old one counts any more."""
         self._lose(list(self._cursors))
-        self._join(deadline)
+        self._join("earliest", {}, deadline)  # where the group begins is recorded, except for what has come since then
         self._heartbeat.member = self._member
 
     def _is_member(self, connection: Connection) -> bool:

@@ -21,6 +21,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import Deadline
@@ -61,7 +62,7 @@ def record_starts(
     group_id: int,
     topics: Iterable[str],
     start: str | int = "earliest",
-    found: Mapping[int, int] | None = None,
+    found: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Record where the group begins in each partition where that is not recorded yet.
 
@@ -78,7 +79,7 @@ def record_starts(
         elif start == "earliest":
             offset = b.kept
         else:
-            offset = (found or {}).get(b.id, b.end)
+            offset = found.get(b.id, b.end)
         connection.execute(
             "INSERT INTO positions(group_id, partition_id, next) VALUES (?, ?, ?)", (group_id, b.id, offset)
         )

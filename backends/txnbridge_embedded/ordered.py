@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -113,13 +114,13 @@ class OrderedReader(GroupReader):
         cursor.bounds = bounds
         cursor.forget_below(bounds.position or 0)
         if cursor.partition in view.returned:
-            cursor.taken = view.taken[cursor.partition]
+            cursor.taken = deque(view.taken[cursor.partition])
             cursor.repeat(without(view.returned[cursor.partition], cursor.taken))
 
     def _arrive(self, partition: Partition, view: View) -> Cursor:
         bounds = view.bounds[partition]
         cursor = Cursor(bounds, bounds.position or 0, self._owner(), view.mine[partition].epoch)
-        cursor.taken = view.taken[partition]
+        cursor.taken = deque(view.taken[partition])
         return cursor
 
     def _give_up(self, wanted: Sequence[Partition], came: Sequence[Cursor], deadline: Deadline) -> None:
@@ -153,7 +154,7 @@ class OrderedReader(GroupReader):
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
             for cursor, offset in offsets.items():
                 found = bounds.get(cursor.partition, cursor.bounds)
-                cursor.taken = groups.taken(connection, self._group_id, cursor.id)
+                cursor.taken = deque(groups.taken(connection, self._group_id, cursor.id))
                 cursor.seek(max(offset, found.position or 0))
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:

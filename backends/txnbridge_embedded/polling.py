@@ -6,9 +6,9 @@ import sqlite3
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.cursor import Bounds, Cursor, position_lost
 from txnbridge_embedded.endings import end_expired
@@ -75,6 +75,10 @@ class PollingReader(Reader):
         """Look at the file and follow what has changed; the bounds of all partitions of the topics."""
 
     @abstractmethod
+    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
+        """Move cursors."""
+
+    @abstractmethod
     def _leave(self, deadline: Deadline) -> None:
         """Tell others that this reader goes."""
 
@@ -87,14 +91,20 @@ class PollingReader(Reader):
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         looked = False
         while True:
+            trouble: BrokerUnavailable | None = None
             try:
                 if time.monotonic() >= self._look_at:
-                    self._look(deadline)
                     looked = True
+                    self._look(deadline)
+            except BrokerUnavailable as error:
+                trouble = error  # first hand out what is there all the same
+            try:
                 if messages := self._take(max_messages, deadline):
                     return messages
-            except DeadlineExceeded:  # somebody keeps the file locked; nothing was handed out
-                looked = True
+            except BrokerUnavailable as error:
+                trouble = error
+            if trouble is not None and not isinstance(trouble, DeadlineExceeded):
+                raise trouble
             if looked and deadline.expired:
                 return []
             self._watch.wait(min(deadline.left(), self._look_at - time.monotonic()))
@@ -194,13 +204,6 @@ class PollingReader(Reader):
         offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
         self._seek(offsets, Deadline(SHORT_CALL))
 
-    def _seek(self, offsets: Mapping[Cursor, int], deadline: Deadline) -> None:
-        with self._reading(deadline):
-            for cursor, offset in offsets.items():
-                self._check_kept(cursor, offset)
-        for cursor, offset in offsets.items():
-            cursor.replay(offset)
-
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
         """The first offset that is kept. Raises `PositionLost` for one before that."""
         row = self._connection.execute("SELECT first FROM partitions WHERE id = ?", (cursor.id,)).fetchone()
@@ -226,10 +229,9 @@ class PollingReader(Reader):
                 f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
             ) from None
 
-    @contextmanager
-    def _reading(self, deadline: Deadline) -> Iterator[Connection]:
-        with self._store.reading(self._connection, deadline) as connection:
-            yield connection
+    def _reading(self, deadline: Deadline) -> AbstractContextManager[Connection]:
+        """One snapshot."""
+        return self._store.reading(self._connection, deadline)
 
     @contextmanager
     def _writing(self, step: str, deadline: Deadline, connection: Connection | None = None) -> Iterator[Connection]:

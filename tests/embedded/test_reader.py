@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
+from txnbridge_embedded import polling
 from txnbridge_embedded.schema import OFFSET_BITS
 
 from tests.embedded import kit
-from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.errors import InvalidOption, InvalidState, NotFound, PositionLost, StorageFailed
 from txnbridge.spi import Deadline, Decision, Message, Subscription
 
 ORDERS = ("orders", 0)
@@ -325,6 +326,22 @@ def test_reading_goes_on_while_another_process_keeps_the_file_locked(broker, ope
     other = opened()
     with other.session(Deadline(10)) as connection, other.store.writing(connection, Deadline(10), "holding the lock"):
         assert take_values(reader, 1) == [b"order"]
+
+
+def test_what_can_be_read_comes_before_the_trouble_of_ending_what_is_overdue(broker, reading, monkeypatch):
+    kit.prepare(broker, "orders", b"overdue", hold=0.001)
+    kit.commit(kit.open_writer(broker), "marker", b"marker")
+    reader = reading("orders", "marker")
+
+    def fail(*_):
+        raise StorageFailed("no room")
+
+    monkeypatch.setattr(polling, "end_expired", fail)
+    with broker.session(Deadline(10)) as connection, broker.store.writing(connection, Deadline(10), "waiting"):
+        connection.execute("UPDATE transactions SET deadline_at = 0")
+    assert take_values(reader, 1) == [b"marker"]
+    with pytest.raises(StorageFailed, match="no room"):
+        reader.poll(1, Deadline(10))
 
 
 def test_a_reader_without_a_group_has_nothing_to_give_back(broker, reading):
