@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def txnbridge_commands() -> list[click.Command]:
     """The commands that start real brokers."""
-    from txnbridge_conformance.brokers._cli import command
+    from txnbridge_conformance.brokers.commands import command
 
     return [command]

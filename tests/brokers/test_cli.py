@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _cli, _detached, _jars, _kafka
+from txnbridge_conformance.brokers import _detached, _jars, _kafka, commands
 from txnbridge_conformance.brokers._broker import wait_until
 
 from tests.brokers import programs
@@ -43,7 +43,7 @@ def toy_for_kafka(monkeypatch):
     """What the command line starts is a toy, so that a test is about the command line alone."""
     monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
     monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
-    monkeypatch.setitem(_cli._ANSWERING, "kafka", lambda url: 2)
+    monkeypatch.setitem(commands._ANSWERING, "kafka", lambda url: 2)
 
 
 @pytest.fixture
