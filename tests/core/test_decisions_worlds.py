@@ -51,6 +51,34 @@ def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     assert told["EvidenceLost"] == told["OutcomeUnknown"] == told["BrokerUnavailable"] == 0
 
 
+def test_a_snapshot_says_the_same_as_all_that_it_covers():
+    """Whoever begins to read at or in front of the record that a snapshot covers ends up knowing the same ids."""
+    compared = 0
+    for seed in range(60):
+        archive = World(seed, CALM).run().log.archive
+        whole = fold(archive)
+        covered = {record.covers for _, record in decoded(archive) if isinstance(record, Snapshot)}
+        for index, (position, _) in enumerate(archive):
+            if index and position in covered:
+                part = fold(archive[index:])
+                assert knowledge(part) == knowledge(whole)
+                compared += 1
+    assert compared > 60
+
+
+def knowledge(folded):
+    """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
+    known = folded.ids.to_json(folded.log)
+    return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.born}
+
+
+def fold(records):
+    folded = state.State(lambda nonce, position, counts: None, trust_birth=records[0][0] == (0,))
+    for position, raw in records:
+        assert folded.take(position, raw)
+    return folded
+
+
 def test_a_seed_is_one_interleaving():
     first, second = (World(7, CALM).run() for _ in range(2))
     assert [kind.kind for _, kind in decoded(first.log.archive)] == [k.kind for _, k in decoded(second.log.archive)]
