@@ -384,10 +384,7 @@ class PreparingWriter(EmbeddedWriter):
             raise aborted from error.__cause__
 
     def commit(self, deadline: Deadline) -> None:
-        if not self._prepared:
-            raise InvalidState("this writer's transaction is not prepared")
-        if self._decide(Decision.COMMIT, deadline) is not Outcome.COMMITTED:
-            raise TransactionAborted(f"transaction {self._begin.transaction} was aborted before")
+        raise InvalidState("a transaction that is to be prepared is committed by its token")
 
     def abort(self, deadline: Deadline) -> None:
         if not self._prepared:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from txnbridge_embedded import endings, retention
 from txnbridge_embedded.admin import EmbeddedAdmin
+from txnbridge_embedded.schema import MAX_PARTITION_ID
 from txnbridge_embedded.store import now_ms
 
 from tests.embedded.kit import begin, commit, offsets, open_writer, prepare, rows, send, values
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
-from txnbridge.spi import Deadline, TopicInfo
+from txnbridge.spi import Deadline, Decision, TopicInfo
 
 
 def create(broker, name="orders", partitions=1, **kept):
@@ -38,6 +39,21 @@ def test_a_topic_that_cannot_be_is_refused(broker, asked):
     with pytest.raises(InvalidOption):
         create(broker, **asked)
     assert broker.admin.topics(Deadline(5)) == []
+
+
+def test_a_file_that_has_given_all_its_partition_ids_makes_no_more_topics(broker):
+    create(broker)
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
+        connection.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = 'partitions'", (MAX_PARTITION_ID - 1,))
+    create(broker, "last")
+    with pytest.raises(InvalidOption, match="at most"):
+        create(broker, "one too many")
+    assert [topic.name for topic in broker.admin.topics(Deadline(5))] == ["last", "orders"]
+
+
+def test_a_transaction_that_is_not_there_cannot_be_ended(broker):
+    with pytest.raises(NotFound, match="nobody"):
+        broker.admin.end("nobody", Decision.ABORT, Deadline(5))
 
 
 def test_internal_topics_are_told_apart(broker):
@@ -248,7 +264,8 @@ def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):
 def test_the_doctor_names_what_weakens_a_promise(opened, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1 << 20})())
     broker = opened(durability="survives-process-kill-only")
-    assert {subject for subject, _ in findings(broker, "warning")} == {"durability", "disk"}
+    monkeypatch.setattr("txnbridge_embedded.admin._LONG_WAL_BYTES", 0)
+    assert {subject for subject, _ in findings(broker, "warning")} == {"durability", "disk", "log"}
 
 
 def test_the_doctor_tells_that_the_file_cannot_be_written(broker):

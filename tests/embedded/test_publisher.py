@@ -196,6 +196,15 @@ def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker
     assert values(broker, "orders") == []
 
 
+def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(broker, monkeypatch):
+    publisher = broker.publisher(None, Deadline(5))
+    broker.admin.create_topic("orders", 1, Deadline(5))
+    monkeypatch.setattr("txnbridge_embedded.publisher.store", lambda *_: 1 / 0)
+    publish(publisher, "orders", b"1")
+    with pytest.raises(DeliveryFailed, match="ZeroDivisionError"):
+        publisher.flush(Deadline(10))
+
+
 def test_a_flush_ends_at_its_deadline(broker):
     publisher = broker.publisher(None, Deadline(5))
     broker.admin.create_topic("orders", 1, Deadline(5))

@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 from txnbridge_embedded import outgoing
 from txnbridge_embedded.murmur import murmur2, partition_of
+from txnbridge_embedded.schema import MAX_OFFSET
 from txnbridge_embedded.store import CommitUnclear
 
 from tests.embedded.kit import begin, commit, offsets, open_preparing, open_writer, read, rows, send, token_of, values
 from txnbridge.errors import (
+    DeadlineExceeded,
     DeliveryFailed,
     Fenced,
     InvalidOption,
@@ -289,6 +291,32 @@ def test_flush_stores_what_was_taken_and_shows_it_to_nobody(broker):
     assert values(broker, "orders") == [b"1", b"2"]
 
 
+def test_an_abort_is_certain_also_while_the_file_cannot_be_written(opened):
+    broker, other = opened(), opened()
+    writer = open_writer(broker)
+    begin(writer, timeout=0.3)
+    send(writer, "orders", b"1")
+    writer.flush(Deadline(5))
+    busy = other.store.connect()
+    with other.store.writing(busy, Deadline(5), "being busy"):
+        writer.abort(Deadline(0.1))
+    busy.close()
+    commit(writer, "orders", b"behind")
+    time.sleep(0.3)
+    assert values(other, "orders") == [b"behind"]  # what was left of it was removed at its deadline
+
+
+def test_a_partition_that_has_given_all_its_offsets_takes_nothing_more(broker):
+    writer = open_writer(broker)
+    commit(writer, "orders", b"0")
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
+        connection.execute("UPDATE partitions SET next = ?", (MAX_OFFSET - 1,))
+    commit(writer, "orders", b"last")
+    with pytest.raises(DeliveryFailed, match="all its"):
+        commit(writer, "orders", b"one too many")
+    assert offsets(broker, "orders")[-1] == MAX_OFFSET - 1
+
+
 def test_a_writer_that_closes_aborts_what_it_stored(broker):
     writer = open_writer(broker)
     begin(writer)
@@ -399,6 +427,20 @@ def test_an_owner_that_was_shut_out_cannot_take_its_id_back_by_reopening(opened)
         old.reopen(Deadline(5))
     commit(new, "orders", b"1")
     assert values(second, "orders") == [b"1"]
+
+
+def test_an_id_is_opened_by_its_first_preparing_writer(opened):
+    old = open_writer(opened(), "billing")
+    open_preparing(opened(), "billing").close()
+    with pytest.raises(Fenced):
+        commit(old, "orders", b"1")
+
+
+def test_calls_that_share_the_connection_end_at_their_deadline(broker):
+    with broker.session(Deadline(5)):
+        with pytest.raises(DeadlineExceeded, match="other calls"):
+            broker.admin.topics(Deadline(0.05))
+    assert broker.admin.topics(Deadline(5)) == []
 
 
 def test_writers_without_an_id_do_not_shut_each_other_out(opened):
