@@ -55,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # The walks take ten seconds each, so they are left to the brokers that name them.
         others = everything and metafunc.function.__module__ != dying.__name__
         brokers = [b for b in BROKEN if _names(b, metafunc) or (others and not b.thoroughly)]
-        brokers += [Sound] if everything else []
+        brokers += [Sound] if everything or not brokers else []
         metafunc.parametrize(
             "txnbridge_url", brokers, ids=lambda broker: broker.__name__, indirect=True, scope="module"
         )

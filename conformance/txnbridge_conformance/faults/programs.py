@@ -65,7 +65,7 @@ def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: f
     with connect(url, transactional_id=transactional_id, timeout=timeout) as bridge:
         txn = bridge.transaction()
         # More than a client buffers.
-        txn.send_many(topic, (b"left open" * 1_200 for _ in range(1_200)))
+        txn.send_many(topic, (b"left open" * 1_200 for _ in range(850)))
         tell(txn.id)
         time.sleep(600)  # it is killed, or paused, long before
 

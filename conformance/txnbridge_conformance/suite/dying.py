@@ -114,8 +114,7 @@ def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_
     walk: Walk, bridge: Bridge
 ) -> None:
     def leave(case: Case) -> None:
-        with Child(programs.prepare_one, case.url, case.topics[0], b"prepared", case.name, 600.0) as child:
-            case.remember(child.result())
+        case.remember(programs.prepare_one(case.url, case.topics[0], b"prepared", case.name, 600.0))
         with Child(programs.open_and_wait, case.url, case.topics[1], case.name, 600.0) as child:
             child.told()  # and it is killed
 

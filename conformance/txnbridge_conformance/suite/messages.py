@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 
 from txnbridge import Bridge, Capability, Topic, codecs
-from txnbridge_conformance.looking import patience, seen, send, values
+from txnbridge_conformance.looking import seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_conformance.promises import needs, proves
 
@@ -163,7 +163,7 @@ def test_every_reader_reads_a_partition_in_the_same_order(connect: Connect, topi
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(patience())
+        thread.join()
     one, two = (seen(bridge, topic) for bridge in writers)
     assert len(one) == 60
     assert [(m.position, m.value) for m in one] == [(m.position, m.value) for m in two]

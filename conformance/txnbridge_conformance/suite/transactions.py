@@ -159,7 +159,7 @@ def test_threads_share_a_bridge_and_nothing_is_lost_or_doubled(connect: Connect,
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(patience())
+        thread.join()
     assert failed == []
     expected = sorted(b"%d/%d" % (worker, number) for worker in range(6) for number in range(20))
     assert sorted(m.value for m in seen(bridge, topic)) == expected
@@ -291,5 +291,5 @@ def test_a_reader_sees_all_of_a_transaction_or_nothing(bridge: Bridge, topic: st
             read = values(bridge.read(topic, limit=10_000))
             assert {read.count(value) for value in read} <= {size}
     finally:
-        writer.join(patience())
+        writer.join()
     assert len(seen(bridge, topic)) == rounds * size
