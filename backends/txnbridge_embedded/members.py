@@ -134,7 +134,7 @@ def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms:
     target = assign(
         {member: [names[topic] for topic in read] for member, read in members.items()},
         {id: names[topic] for id, topic in partitions.items()},
-        _intended(held, members),
+        {id: row.member for id, row in held.items() if row.member is not None},
     )
     for id in partitions:
         before = held.get(id, Held(None, 0))
@@ -142,17 +142,6 @@ def share_out(connection: sqlite3.Connection, group_id: int, now: int, lease_ms:
         if after != before:
             _store(connection, group_id, id, after)
     connection.execute("UPDATE groups SET generation = generation + 1 WHERE id = ?", (group_id,))
-
-
-def _intended(held: Mapping[int, Held], members: Mapping[str, object]) -> dict[int, str]:
-    """Who shall have each partition according to the last sharing, so that a move in progress is not taken back."""
-    intended = {}
-    for id, row in held.items():
-        for candidate in (row.wanted, row.member):
-            if candidate in members:
-                intended[id] = str(candidate)
-                break
-    return intended
 
 
 def _next_holder(row: Held, target: str, owner_lives: bool, now: int, lease_ms: int) -> Held:
