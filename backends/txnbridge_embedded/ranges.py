@@ -9,7 +9,13 @@ Range = tuple[int, int]
 
 def runs(offsets: Iterable[int]) -> list[Range]:
     """The runs of consecutive offsets among some offsets."""
-    return merged((offset, offset) for offset in offsets)
+    ordered = sorted(offsets)
+    # Nearly always one run, which is told faster as a whole; the number first, or the list could be endless.
+    if ordered and ordered[-1] - ordered[0] + 1 == len(ordered):
+        first, last = ordered[0], ordered[-1]
+        if ordered == list(range(first, last + 1)):
+            return [(first, last)]
+    return merged((offset, offset) for offset in ordered)
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
