@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class CauseText(Exception):
+class _CauseText(Exception):
     """Stands in for a broker's own error that came out of a pickle: its class and message as text."""
 
 
@@ -46,7 +46,7 @@ def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, An
     error.args = args
     error.__dict__.update(state)
     if cause is not None:
-        error.__cause__ = CauseText(cause)
+        error.__cause__ = _CauseText(cause)
     return error
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "HalfStore",
     "Headers",
     "Identity",
+    "Item",
     "Ledger",
     "LedgerEntry",
     "Level",
