@@ -163,8 +163,8 @@ def crash_everywhere(
     must find what it left behind by itself. `fresh()` makes each start; by default it is the URL of a new embedded
     broker. Each run has `timeout` seconds; so many starts as `at_once` go side by side, which helps programs that wait.
 
-    Returns where it was killed. Raises `AssertionError`, with the event after which the promise was
-    broken, and if there was no event to kill at: then nothing was checked.
+    Returns where it was killed. Raises `AssertionError`, with the event after which the promise was broken, and if
+    there was no event to kill at: then nothing was checked.
     """
     killed_at: list[Point] = []
     with ExitStack() as stack:
