@@ -107,8 +107,8 @@ class OrderedReader(GroupReader):
         for partition, cursor in self._cursors.items():
             self._refresh(cursor, view.bounds[partition], view)
         came = [self._arrive(p, view) for p in view.mine if p not in self._cursors and p not in self._leaving]
-        self._give_up([p for p, held in view.mine.items() if held.wanted is not None], came, deadline)
-        self._add(cursor for cursor in came if cursor.partition not in self._leaving)
+        self._give_up([p for p in self._cursors if view.mine[p].wanted is not None], deadline)
+        self._add(came)
 
     def _refresh(self, cursor: Cursor, bounds: Bounds, view: View) -> None:
         cursor.bounds = bounds
@@ -123,14 +123,13 @@ class OrderedReader(GroupReader):
         cursor.taken = deque(view.taken[partition])
         return cursor
 
-    def _give_up(self, wanted: Sequence[Partition], came: Sequence[Cursor], deadline: Deadline) -> None:
+    def _give_up(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
         """Let others have what they want, once no transaction of ours holds acknowledgements of it."""
-        here = {p: self._cursors[p] for p in wanted if p in self._cursors}
-        if here:
-            self._forget(here)
-            self._leaving.update(here)  # first, so that it is not lost sight of whatever the listener does
-            self._listener.revoking(list(here))
-        self._leaving.update({cursor.partition: cursor for cursor in came if cursor.partition in wanted})
+        if wanted:
+            # First this, so that they are not lost sight of whatever the listener does.
+            self._leaving.update({partition: self._cursors[partition] for partition in wanted})
+            self._forget(wanted)
+            self._listener.revoking(wanted)
         if self._leaving:
             with suppress(DeadlineExceeded):  # then the next look tries again
                 now = now_ms()

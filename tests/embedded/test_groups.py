@@ -20,10 +20,27 @@ ME = AckContext(GROUP, "shipping", "partition", "me", {PARTITION: (PARTITION_ID,
 SHARED = AckContext(GROUP, "shipping", "message", "me", {PARTITION: (PARTITION_ID, 0)})
 
 
+@pytest.fixture(autouse=True)
+def _closed():
+    """What a test has opened is closed at its end."""
+    yield
+    while opened:
+        opened.pop().close()
+
+
+opened: list[sqlite3.Connection] = []
+
+
+def empty_file():
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    opened.append(connection)
+    schema.create(connection)
+    return connection
+
+
 def file(stored, first=0, start=0):
     """A file with one partition that holds messages at the given offsets, given to `me` with epoch 3."""
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    schema.create(connection)
+    connection = empty_file()
     connection.execute("INSERT INTO topics(name, created_at) VALUES ('orders', 0)")
     end = max(stored, default=-1) + 1
     connection.execute(
@@ -205,8 +222,7 @@ LEASE = 1000
 
 def group_of(partitions):
     """A file with a topic and a group that nobody has joined."""
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    schema.create(connection)
+    connection = empty_file()
     connection.execute("INSERT INTO topics(name, created_at) VALUES ('orders', 0)")
     for number in range(partitions):
         connection.execute("INSERT INTO partitions(topic_id, number) VALUES (1, ?)", (number,))
@@ -315,6 +331,10 @@ class Acknowledging(RuleBasedStateMachine):
             self.acked |= offsets
         else:
             groups.abort_pending(self.connection, number)
+
+    def teardown(self):
+        opened.remove(self.connection)
+        self.connection.close()
 
     @invariant()
     def the_file_says_what_the_sets_say(self):
