@@ -223,7 +223,7 @@ class Processor:
     def lag(self) -> int | None:
         """Messages (positions, on some brokers) left in its partitions, looked up about once a second while it runs.
 
-        None until it has looked for the first time.
+        None while it has none, and until it has looked for the first time.
         """
         return self._lag
 
@@ -465,7 +465,7 @@ class Processor:
         self._failures = 0
         self._blamed = None
         self._look_at_lag(self._consumer, now=until_idle)
-        return until_idle and self._lag == 0 and bool(self._consumer.assignment)
+        return until_idle and self._lag == 0
 
     def _poll(self, consumer: Consumer) -> list[_Item]:
         """A batch by size and time, in the order of each partition."""
@@ -491,7 +491,8 @@ class Processor:
 
     def _look_at_lag(self, consumer: Consumer, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
-            self._lag = sum(consumer.lag().values())
+            lag = consumer.lag()
+            self._lag = sum(lag.values()) if lag else None
             self._lag_at = time.monotonic()
 
     def _process(self, items: list[_Item]) -> None:
