@@ -459,7 +459,7 @@ class Processor:
                 self._consumer._take_back()
             if self._stopping and not self._forced and self._passes_by_itself(error):
                 self._count_failure(error)
-                _log.warning("%r: %s; stopped, so it comes again at the next start", self, told(error))
+                _log.warning("%r: %s; stopped: what was not committed comes again", self, told(error))
                 return True
             raise
         self._failures = 0
