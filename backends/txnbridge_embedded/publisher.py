@@ -46,12 +46,15 @@ class EmbeddedPublisher(Publisher):
         self._closed = closed
         self._room = settings.spill_bytes
         self._lookups = store.connect()  # the caller's; the other is the thread's
-        self._connection = store.connect()
         try:
-            self._owner = self._open(deadline)
+            self._connection = store.connect()
+            try:
+                self._owner = self._open(deadline)
+            except BaseException:
+                self._connection.close()
+                raise
         except BaseException:
             self._lookups.close()
-            self._connection.close()
             raise
         self._instance: Instance | None = None
         self._state = threading.Condition()  # guards all below

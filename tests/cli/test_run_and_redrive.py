@@ -44,7 +44,8 @@ number = 3
 """
 READY = """
 import shop, txnbridge
-processor = shop.shipping(txnbridge.connect("{url}"))
+bridge = txnbridge.connect("{url}")
+processor = shop.shipping(bridge)
 """
 
 
@@ -57,6 +58,8 @@ def shop(tmp_path, monkeypatch) -> Iterator[Path]:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     yield folder
+    if ready := sys.modules.get("ready"):
+        ready.bridge.close()
     for name in ("shop", "ready", "broken"):
         sys.modules.pop(name, None)
 
