@@ -285,7 +285,7 @@ class Writer(ABC):
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """What a token of the current (or just ended) transaction holds. Never blocks."""
+        """What a token of the current (or just ended) transaction holds; true also after a `reopen`. Never blocks."""
 
     @abstractmethod
     def commit(self, deadline: Deadline) -> None:
