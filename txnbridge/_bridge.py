@@ -391,13 +391,19 @@ class Bridge:
         return outcome
 
     def _resolve(self, token: Token | None, deadline: Deadline) -> Outcome | None:
-        """The outcome of a transaction of ours whose answer was lost; None while nobody can tell."""
+        """The outcome of a transaction of ours whose answer was lost; None while nobody can tell.
+
+        Raises `EvidenceLost` if nobody ever can.
+        """
         if token is None or not self.capabilities[Capability.STATUS_LOOKUP]:
             return None
         with self._events.step("resolve", token.transaction, decision=None) as found:
             while True:
                 try:
                     status = self._broker.status(token, self._ledger(token), deadline)
+                except EvidenceLost as error:
+                    error.token = str(token)
+                    raise
                 except (OutcomeUnknown, BrokerUnavailable):
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
@@ -405,7 +411,12 @@ class Bridge:
                     return Outcome.COMMITTED
                 if status.state is TokenState.ABORTED:
                     return Outcome.ABORTED
-                if status.permanent or deadline.left() <= _RETRY_SECONDS:
+                if status.permanent:
+                    raise EvidenceLost(
+                        f"what would tell the outcome of transaction {token.transaction} is gone: {status.reason}",
+                        token=str(token),
+                    )
+                if deadline.left() <= _RETRY_SECONDS:
                     return None
                 time.sleep(_RETRY_SECONDS)
 

@@ -285,10 +285,18 @@ class Transaction:
         with self._exclusive("the end of the block"):
             if self._state in _UNFINISHED:
                 if error is None:
-                    self._finish()
+                    self._finish_or_abort()
                 else:
                     self._abort_after(error, quiet)
         return quiet
+
+    def _finish_or_abort(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:
+            if self._state in _UNFINISHED:  # the broker was not asked, and nobody but this block would end it
+                self._abort_after(error, quiet=False)
+            raise
 
     def _finish(self) -> None:
         """The end of a block without an exception."""

@@ -166,7 +166,26 @@ def test_a_commit_that_certainly_did_not_happen_is_aborted(bridge: Bridge, write
     assert txn.outcome is Outcome.ABORTED
 
 
-def test_a_commit_that_could_not_be_asked_is_aborted_at_the_end_of_the_block(bridge: Bridge, writer: ToyWriter) -> None:
+def test_a_block_whose_commit_could_not_be_asked_is_aborted(bridge: Bridge, writer: ToyWriter) -> None:
+    writer.raises["commit"] = [BrokerUnavailable("gone")]
+    with pytest.raises(BrokerUnavailable), bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.ABORTED
+    assert writer.calls == ["begin", "send", "commit", "abort"]
+    with bridge.transaction():  # the only writer is free again
+        pass
+
+
+def test_evidence_that_is_gone_is_not_waited_for(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
+    broker.answers["status"] = [Status(TokenState.UNKNOWN, reason="trimmed", permanent=True)]
+    with pytest.raises(EvidenceLost, match="trimmed") as caught, bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.UNKNOWN and caught.value.token == str(txn.token)
+
+
+def test_a_commit_that_could_not_be_asked_leaves_only_abort(bridge: Bridge, writer: ToyWriter) -> None:
     writer.raises["commit"] = [BrokerUnavailable("gone")]
     txn = bridge.transaction()
     with pytest.raises(BrokerUnavailable):

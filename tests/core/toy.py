@@ -216,7 +216,7 @@ class ToyBroker(Broker):
         return self._answer("abort", Outcome.ABORTED)  # type: ignore[no-any-return]
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        return self._answer("status", Status(TokenState.UNKNOWN, permanent=True))  # type: ignore[no-any-return]
+        return self._answer("status", Status(TokenState.UNKNOWN))  # type: ignore[no-any-return]
 
     @property
     def admin(self) -> Admin:
