@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Topic, codecs
 from txnbridge_conformance.looking import seen, send, values
@@ -159,11 +159,8 @@ def test_every_reader_reads_a_partition_in_the_same_order(connect: Connect, topi
         for number in range(30):
             send(bridge, topic, b"%s%d" % (name, number))
 
-    threads = [threading.Thread(target=write, args=(bridge, b"%d/" % n)) for n, bridge in enumerate(writers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, writers, [b"0/", b"1/"]))
     one, two = (seen(bridge, topic) for bridge in writers)
     assert len(one) == 60
     assert [(m.position, m.value) for m in one] == [(m.position, m.value) for m in two]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -146,21 +146,13 @@ def test_transactions_of_one_bridge_at_the_same_time_are_apart(bridge: Bridge, t
 
 def test_threads_share_a_bridge_and_nothing_is_lost_or_doubled(connect: Connect, topic: str) -> None:
     bridge = connect(writers=3)
-    failed: list[BaseException] = []
 
     def work(worker: int) -> None:
-        try:
-            for number in range(20):
-                send(bridge, topic, b"%d/%d" % (worker, number))
-        except BaseException as error:
-            failed.append(error)
+        for number in range(20):
+            send(bridge, topic, b"%d/%d" % (worker, number))
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
     expected = sorted(b"%d/%d" % (worker, number) for worker in range(6) for number in range(20))
     assert sorted(m.value for m in seen(bridge, topic)) == expected
 
@@ -277,19 +269,15 @@ def test_a_reader_that_waits_before_an_undecided_transaction_skips_nothing(
 @proves(Capability.ISOLATION, chance=True)
 def test_a_reader_sees_all_of_a_transaction_or_nothing(bridge: Bridge, topic: str) -> None:
     rounds, size = 12, 40
-    done = threading.Event()
 
     def write() -> None:
         for number in range(rounds):
             send(bridge, topic, *[b"%d" % number] * size)
-        done.set()
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        while not done.is_set():
+    with ThreadPoolExecutor() as pool:
+        writing = pool.submit(write)
+        while not writing.done():
             read = values(bridge.read(topic, limit=10_000))
             assert {read.count(value) for value in read} <= {size}
-    finally:
-        writer.join()
+        writing.result()
     assert len(seen(bridge, topic)) == rounds * size
