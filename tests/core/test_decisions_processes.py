@@ -196,13 +196,17 @@ def test_four_processes_race_a_thousand_times_and_nobody_disagrees(tmp_path):
     broker = open_broker(path)
     log = broker.decision_log("races", Deadline(10))
     reader = Decisions(log)
+    won: Counter[int] = Counter()
     for race in range(RACES):
         if race % 4 == 2:
             continue
         claim = reader.read(("race" if race % 2 else "query", race)).claim
         answers = {shift.answers[race] for shift in shifts} - {("Fenced", "")}
         assert answers <= ({(claim.decision.name, claim.nonce)} if claim else set())
-    # All of that happened, and most of what was asked was decided.
+        if claim:
+            won[claim.data["by"]] += 1
+    # All of that happened: everybody won some races, and most of what was asked was decided.
+    assert min(won[number] for number in range(WORKERS)) >= 10, won
     assert sum(shift.killed for shift in shifts) >= 5
     assert sum(shift.lost for shift in shifts) >= 10
     begin = log.begin(Deadline(10))
