@@ -48,7 +48,7 @@ class Follower:
         self._state = self._new_state()
 
     def _new_state(self, trust_birth: bool = True) -> State:
-        return State(self._tell, getattr(self._log, "origin", None), trust_birth)
+        return State(self._tell, self._log.origin, trust_birth)
 
     def _tell(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:

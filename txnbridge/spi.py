@@ -509,7 +509,13 @@ class Admin(ABC):
 
 
 class DecisionLog(ABC):
-    """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key."""
+    """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key.
+
+    `origin` is where every new log's first record stands, None if that cannot be known: by it a log that retention has
+    emptied is told from a new one.
+    """
+
+    origin: Position | None = None
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Position | None:
@@ -530,7 +536,10 @@ class DecisionLog(ABC):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterable[tuple[Position, bytes]]:
-        """Every record from `first` to `last`, both included; None means the log's own begin or end."""
+        """Every record from `first` to `last`, both included; None means the log's own begin or end.
+
+        Raises `PositionLost`, also on the way, if a record in between is gone.
+        """
 
     @abstractmethod
     def trim(self, before: Position, deadline: Deadline) -> None:

@@ -20,6 +20,8 @@ _TRIM_ROWS = 10_000  # records removed at once, some milliseconds: nobody waits 
 class EmbeddedLog(DecisionLog):
     """One log. A position is the record's number, from 0."""
 
+    origin = (0,)
+
     def __init__(self, broker: EmbeddedBroker, name: str, deadline: Deadline) -> None:
         self._broker = broker
         with broker.session(deadline) as connection:

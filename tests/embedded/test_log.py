@@ -7,7 +7,8 @@ from txnbridge_embedded import log as log_module
 
 from tests.embedded.kit import open_broker, rows
 from tests.embedded.test_writer import failing
-from txnbridge.errors import OutcomeUnknown, PositionLost
+from txnbridge import Decision, connect
+from txnbridge.errors import EvidenceLost, OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -147,3 +148,12 @@ def test_a_long_log_is_read_in_passing(broker):
     count = sum(1 for _ in log.read(None, None, Deadline(30)))
     assert count == 100_000
     assert len(read(log, (99_990,))) == 10
+
+
+def test_a_log_whose_records_are_all_gone_is_not_taken_for_a_new_one(path):
+    with connect(f"embedded:{path}") as bridge:
+        bridge.decisions("l").claim("x", Decision.COMMIT)
+        log = bridge._broker.decision_log("l", Deadline(5))
+        log.trim((10,), Deadline(5))
+        with pytest.raises(EvidenceLost):
+            bridge.decisions("l").claim("x", Decision.ABORT)
