@@ -145,7 +145,16 @@ class Bridge:
         self._commit_writer: Callable[[Writer, Deadline], None] = _commit_writer  # the testing kit loses answers here
         self._backend_name = backend.name
         ours, clients = resolve_options(backend.options, options, backend.name)
-        context = Context(self._name, self._events, identity.application, self._timeout, hold, create_topics, clients)
+        context = Context(
+            bridge=self._name,
+            events=self._events,
+            application=identity.application,
+            timeout=self._timeout,
+            hold=hold,
+            create_topics=create_topics,
+            client_options=clients,
+            ledger=lambda application, id: LazyLedger(lambda deadline: self._log_of(application, deadline).ledger(id)),
+        )
         deadline = Deadline(self._timeout)
         with self._events.step("bridge.open", url=str(url)):
             self._broker: Broker = backend.open(url, ours, context, deadline)
@@ -375,7 +384,7 @@ class Bridge:
         with self._events.step("resolve", parsed.transaction, decision="commit" if commit else "abort") as found:
             while True:
                 try:
-                    outcome = end(parsed, deadline)
+                    outcome = end(parsed, self._ledger(parsed), deadline)
                     break
                 except EvidenceLost as error:
                     error.token = str(parsed)

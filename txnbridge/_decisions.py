@@ -411,6 +411,19 @@ class Decisions:
             noted = state.tokens.entries.get((path, transaction), ())
             return [LedgerEntry(entry.about, transaction, entry.data, entry.under.name) for entry in noted]
 
+    def _all_noted(self, id: str, kind: str, deadline: Deadline) -> list[LedgerEntry]:
+        path = _path(id)
+        with self._follower.following(deadline) as state:
+            _require_readable(state)
+            _require_founded(state)
+            found = [
+                (entry.position, LedgerEntry(entry.about, transaction, entry.data, entry.under.name))
+                for (owner, transaction), noted in state.tokens.entries.items()
+                for entry in noted
+                if owner == path and entry.about == kind
+            ]
+        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
     def close(self) -> None:
         """Let go of the log. Safe to repeat."""
         if not self._closed:
@@ -514,6 +527,9 @@ class _Ledger(Ledger):
 
     def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
         return self._decisions._noted(self._id, transaction, self._begin, deadline)
+
+    def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
+        return self._decisions._all_noted(self._id, kind, deadline)
 
 
 @dataclass(frozen=True)

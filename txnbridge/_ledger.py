@@ -29,3 +29,6 @@ class LazyLedger(Ledger):
 
     def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
         return self._find_ledger(deadline).find(transaction, deadline)
+
+    def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
+        return self._find_ledger(deadline).entries(kind, deadline)

@@ -16,7 +16,7 @@ Rules for every method
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,10 @@ class Url:
         return self.text
 
 
+def _no_ledger(application: str, id: str) -> Ledger:
+    raise NotImplementedError("whoever opened this broker gave it no ledgers")
+
+
 @dataclass(frozen=True)
 class Context:
     """What the core tells a backend when it opens a broker."""
@@ -125,6 +129,8 @@ class Context:
     hold: float | None
     create_topics: int | None  # partitions of a missing topic; 0: never create; None: the backend's own default
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # names with a dot: the client's own
+    # The ledger of any id, in the decision log of an application: what an administrator and a group need.
+    ledger: Callable[[str, str], Ledger] = field(default=_no_ledger, repr=False)
 
 
 class Backend(ABC):
@@ -183,14 +189,14 @@ class Broker(ABC):
         """Start reading committed messages. Raises `NotFound` for a missing topic that may not be created."""
 
     @abstractmethod
-    def commit(self, token: Token, deadline: Deadline) -> Outcome:
+    def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         """Commit a prepared transaction from anywhere; the true outcome, also when it is not the one asked for.
 
         Safe to repeat. Raises `OutcomeUnknown` if it was asked and not answered, `EvidenceLost` if nobody can tell.
         """
 
     @abstractmethod
-    def abort(self, token: Token, deadline: Deadline) -> Outcome:
+    def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         """As `commit`, with the other decision."""
 
     @abstractmethod
@@ -438,7 +444,10 @@ class TopicInfo:
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """One transaction that has not ended, as an administrator sees it."""
+    """One transaction that has not ended, as an administrator sees it.
+
+    `transaction` is what `Admin.end` takes: its own id where the broker knows it, else the broker's name for it.
+    """
 
     transaction: str
     state: str  # "open", "prepared", or what the broker calls it while it ends
@@ -449,6 +458,7 @@ class OpenTransaction:
     groups: tuple[str, ...] = ()
     messages: int | None = None
     token: Token | None = None  # a prepared one's, where the broker can make it again
+    transactional_id: str = ""  # empty where the broker does not know it
 
 
 @dataclass(frozen=True)
@@ -587,6 +597,10 @@ class Ledger(ABC):
     @abstractmethod
     def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
         """Every counting record about a transaction, oldest first. Raises `EvidenceLost` if they may be gone."""
+
+    @abstractmethod
+    def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
+        """Every counting record of one kind, oldest first, that a living transaction can still need."""
 
 
 # --- half messages ---------------------------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ class EmbeddedAdmin(Admin):
             transaction=transaction,
             state=state,
             owner=f"{identity} at {host}" if identity else host,
+            transactional_id=identity or "",
             since=begun_at,
             expires_at=deadline_at,
             partitions=tuple(_partitions_of(connection, number)),

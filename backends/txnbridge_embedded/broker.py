@@ -133,10 +133,10 @@ class EmbeddedBroker(Broker):
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
-    def commit(self, token: Token, deadline: Deadline) -> Outcome:
+    def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return self._end(token, Decision.COMMIT, deadline)
 
-    def abort(self, token: Token, deadline: Deadline) -> Outcome:
+    def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return self._end(token, Decision.ABORT, deadline)
 
     def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:

@@ -93,6 +93,7 @@ def test_transactions_as_json(invoke, prepared):
         "transaction",
         "state",
         "owner",
+        "transactional_id",
         "since",
         "expires_at",
         "partitions",

@@ -614,13 +614,13 @@ class InMemory(Broken):
     "test_a_prepared_transaction_is_listed_until_it_ends",
 )
 class KeepsWhatIsPreparedInItsProcess(InMemory):
-    def commit(self, token: Any, deadline: Deadline) -> Outcome:
+    def commit(self, token: Any, ledger: Any, deadline: Deadline) -> Outcome:
         if (writer := self.kept.pop(token.transaction, None)) is None:
             return Outcome.ABORTED
         writer.elsewhere(writer.sent)
         return Outcome.COMMITTED
 
-    def abort(self, token: Any, deadline: Deadline) -> Outcome:
+    def abort(self, token: Any, ledger: Any, deadline: Deadline) -> Outcome:
         self.kept.pop(token.transaction, None)
         return Outcome.ABORTED
 
@@ -736,7 +736,7 @@ class AbortsWhenAsked(Broken):
     def status(self, token: Any, ledger: Any, deadline: Deadline) -> Status:
         status: Status = self.inner.status(token, ledger, deadline)
         if token.prepared:
-            self.inner.abort(token, deadline)
+            self.inner.abort(token, ledger, deadline)
         return status
 
 

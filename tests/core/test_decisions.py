@@ -874,6 +874,24 @@ def test_a_ledger_keeps_what_a_backend_records_about_a_transaction(join):
     assert join().ledger("Y").find("t1", Deadline(5)) == []
 
 
+def test_a_ledger_lists_what_counts_of_one_kind_in_its_order(join):
+    owner = join()
+    ledger = owner.ledger("X")
+    ledger.opened({}, Deadline(5))
+    for transaction in ("t2", "t1", "t3"):
+        ledger.record("prepare", transaction, {"of": transaction}, Deadline(5))
+    ledger.record("outcome", "t1", {}, Deadline(5))
+    newer = join().ledger("X")
+    newer.opened({}, Deadline(5))
+    with pytest.raises(Fenced):
+        ledger.record("prepare", "t4", {}, Deadline(5))
+    newer.record("prepare", "t5", {}, Deadline(5))
+    found = join().ledger("X").entries("prepare", Deadline(5))
+    assert [entry.transaction for entry in found] == ["t2", "t1", "t3", "t5"]
+    assert found[1].data == {"of": "t1"}
+    assert join().ledger("Y").entries("prepare", Deadline(5)) == []
+
+
 def test_a_ledger_entry_whose_answer_was_lost_is_kept_once(join, log):
     owner = join()
     owner.ledger("X").opened({}, Deadline(5))

@@ -209,10 +209,10 @@ class ToyBroker(Broker):
             raise answer
         return answer
 
-    def commit(self, token: Token, deadline: Deadline) -> Outcome:
+    def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return self._answer("commit", Outcome.COMMITTED)  # type: ignore[no-any-return]
 
-    def abort(self, token: Token, deadline: Deadline) -> Outcome:
+    def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return self._answer("abort", Outcome.ABORTED)  # type: ignore[no-any-return]
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:

@@ -8,7 +8,7 @@ from txnbridge_embedded.admin import EmbeddedAdmin
 from txnbridge_embedded.schema import MAX_PARTITION_ID
 from txnbridge_embedded.store import now_ms
 
-from tests.embedded.kit import begin, commit, offsets, open_writer, prepare, rows, send, values
+from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
 from txnbridge.spi import Deadline, Decision, TopicInfo
 
@@ -95,7 +95,7 @@ def test_a_topic_that_a_prepared_transaction_needs_is_not_deleted(broker):
     token = prepare(broker, "orders", b"1")
     with pytest.raises(InvalidState, match=token.transaction):
         broker.admin.delete_topic("orders", Deadline(5))
-    broker.commit(token, Deadline(5))
+    broker.commit(token, NO_LEDGER, Deadline(5))
     broker.admin.delete_topic("orders", Deadline(5))
     assert broker.admin.topics(Deadline(5)) == []
 
@@ -186,7 +186,7 @@ def test_nothing_is_removed_beyond_what_is_undecided(broker, clock):
     clock.now += 10**9
     trim(broker)
     assert rows(broker, "SELECT count(*) FROM messages") == [(2,)]
-    broker.commit(token, Deadline(5))
+    broker.commit(token, NO_LEDGER, Deadline(5))
     assert values(broker, "orders") == [b"prepared", b"behind"]
     trim(broker)
     assert values(broker, "orders") == []

@@ -169,7 +169,7 @@ def do_everything(path, last):
         token = token_of(broker, preparing, transaction, prepared=True)
         preparing.close()
         tell((f"{name} token", token))
-        end_by_token(token, Deadline(10))
+        end_by_token(token, NO_LEDGER, Deadline(10))
         tell((name, None))
     publisher = broker.publisher("import", Deadline(10))
     for sequence in range(3):
@@ -338,7 +338,7 @@ def test_a_prepared_transaction_that_does_not_fit_is_not_prepared(opened):
     with pytest.raises(DeliveryFailed, match="no room"):
         writer.prepare(Deadline(10))
     with pytest.raises(EvidenceLost):
-        broker.commit(token_of(broker, writer, transaction, prepared=True), Deadline(10))
+        broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(10))
     commit(open_writer(broker), "orders", b"marker")
     assert values(broker, "orders") == [b"marker"]
 
@@ -354,8 +354,8 @@ def test_a_prepared_transaction_can_be_ended_on_a_full_disk(opened):
         tokens.append(token_of(broker, writer, transaction, prepared=True))
     fill(open_writer(broker), "orders", 1000)
     fill(open_writer(broker), "orders", 1)
-    assert broker.commit(tokens[0], Deadline(10)) is Outcome.COMMITTED
-    assert broker.abort(tokens[1], Deadline(10)) is Outcome.ABORTED
+    assert broker.commit(tokens[0], NO_LEDGER, Deadline(10)) is Outcome.COMMITTED
+    assert broker.abort(tokens[1], NO_LEDGER, Deadline(10)) is Outcome.ABORTED
     assert len(values(broker, "kept")) == 10
     assert values(broker, "dropped") == []
 

@@ -38,7 +38,7 @@ def write(path: Path, name: str, seed: int, count: int, timeout: float) -> dict[
             token = kit.token_of(broker, using, transaction, prepared=True)
             preparing = kit.open_preparing(broker)
             time.sleep(chance.random() * 0.02)
-            (broker.commit if committed else broker.abort)(token, Deadline(30))
+            (broker.commit if committed else broker.abort)(token, kit.NO_LEDGER, Deadline(30))
         else:
             (using.commit if committed else using.abort)(Deadline(30))
         tell((f"{name}-{number}", committed))

@@ -109,7 +109,7 @@ def test_aborted_messages_between_do_not_hold_the_position_back(broker, join):
     kit.commit(writer, "orders", b"0")
     token = kit.prepare(broker, "orders", b"aborted", b"aborted")
     kit.commit(writer, "orders", b"1")
-    broker.abort(token, Deadline(10))
+    broker.abort(token, kit.NO_LEDGER, Deadline(10))
     member = join()
     member.ack(*member.take(2))
     assert position(broker) == 4
@@ -181,10 +181,10 @@ def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_an
     member = join()
     messages = member.take(6)
     aborted, committed = member.reserve(messages[1], messages[2]), member.reserve(messages[4])
-    broker.abort(aborted, Deadline(10))
+    broker.abort(aborted, kit.NO_LEDGER, Deadline(10))
     again = member.take(4)  # 6 and 7 come for the first time
     assert sorted((int(m.value), m.deliveries) for m in again) == [(1, 2), (2, 2), (6, 1), (7, 1)]
-    broker.commit(committed, Deadline(10))
+    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
     member.ack(*again, messages[0], messages[3], messages[5])
     assert position(broker) == 8
 
@@ -197,12 +197,12 @@ def test_what_a_prepared_transaction_acknowledged_is_taken_until_it_is_decided(b
     second = join()
     assert numbers(second.take(3)) == [3, 4, 5]
     assert second.reader.lag(Deadline(10)) == {ORDERS: 3}
-    broker.abort(token, Deadline(10))
+    broker.abort(token, kit.NO_LEDGER, Deadline(10))
     assert [(int(m.value), m.partition) for m in second.take(3)] == [(0, 0), (1, 0), (2, 0)]
     second.close()
     third = join()
     committed = third.reserve(*third.take(3))
-    broker.commit(committed, Deadline(10))
+    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
     third.close()
     fourth = join()
     assert numbers(fourth.take(3)) == [3, 4, 5]
@@ -214,7 +214,7 @@ def test_two_prepared_transactions_aborted_between_two_looks_come_again_once_eac
     member = join()
     messages = member.take(6)
     for token in [member.reserve(messages[0]), member.reserve(messages[3], messages[4])]:
-        broker.abort(token, Deadline(10))
+        broker.abort(token, kit.NO_LEDGER, Deadline(10))
     assert numbers(member.take(3)) == [0, 3, 4]
     member.ack(*messages[1:3], messages[5], messages[0], *messages[3:5])
     fill(broker, 1)
@@ -228,7 +228,7 @@ def test_a_prepared_acknowledgement_conflicts_with_any_other(broker, join):
     token = member.reserve(messages[1])
     with pytest.raises(Conflict, match="reserved by a prepared transaction"):
         member.ack(messages[1])
-    broker.abort(token, Deadline(10))
+    broker.abort(token, kit.NO_LEDGER, Deadline(10))
     member.ack(messages[1])
 
 

@@ -8,6 +8,7 @@ import pytest
 from txnbridge_embedded import endings
 
 from tests.embedded.kit import (
+    NO_LEDGER,
     begin,
     commit,
     open_preparing,
@@ -53,7 +54,7 @@ def test_a_prepared_transaction_that_is_aborted_is_never_seen(broker):
     token = prepare(broker, "orders", b"1")
     commit(open_writer(broker), "orders", b"behind")
     assert values(broker, "orders") == []
-    assert broker.abort(token, Deadline(5)) is Outcome.ABORTED
+    assert broker.abort(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert values(broker, "orders") == [b"behind"]
     assert status(broker, token).state is TokenState.ABORTED
     assert rows(broker, "SELECT * FROM undecided") == []
@@ -63,13 +64,13 @@ def test_a_large_prepared_transaction_comes_whole(opened):
     broker = opened(spill_bytes=1000)
     token = prepare(broker, "orders", *LARGE)
     assert values(broker, "orders") == []
-    broker.commit(token, Deadline(5))
+    broker.commit(token, NO_LEDGER, Deadline(5))
     assert values(broker, "orders") == LARGE
 
 
 def test_an_empty_transaction_can_be_prepared(broker):
     token = prepare(broker, "orders")
-    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
 
 
 @pytest.mark.parametrize("first", list(Outcome)[:2])
@@ -147,15 +148,15 @@ def test_hold_counts_from_the_deadline_of_the_transaction(opened, hold, expected
 def test_an_outcome_is_forgotten_after_a_while_and_then_unknown_for_ever(opened):
     broker = opened(keep_seconds=0.001)
     token = prepare(broker, "orders", b"1")
-    broker.commit(token, Deadline(5))
+    broker.commit(token, NO_LEDGER, Deadline(5))
     time.sleep(0.01)
     open_writer(broker)
     found = status(broker, token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     with pytest.raises(EvidenceLost):
-        broker.commit(token, Deadline(5))
+        broker.commit(token, NO_LEDGER, Deadline(5))
     with pytest.raises(EvidenceLost):
-        broker.abort(token, Deadline(5))
+        broker.abort(token, NO_LEDGER, Deadline(5))
 
 
 def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(broker):
@@ -166,9 +167,9 @@ def test_a_transaction_that_is_not_prepared_yet_cannot_be_committed_by_a_token(b
     token = token_of(broker, writer, transaction, prepared=True)
     assert status(broker, token).state is TokenState.UNKNOWN
     with pytest.raises(InvalidState):
-        broker.commit(token, Deadline(5))
+        broker.commit(token, NO_LEDGER, Deadline(5))
     writer.prepare(Deadline(5))
-    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
 
 
 def test_prepare_after_the_deadline_is_refused(broker):
@@ -197,7 +198,7 @@ def test_the_writer_learns_when_its_prepared_transaction_was_committed_elsewhere
     writer = open_preparing(broker)
     transaction = begin(writer, prepare=True)
     writer.prepare(Deadline(5))
-    broker.commit(token_of(broker, writer, transaction, prepared=True), Deadline(5))
+    broker.commit(token_of(broker, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
     with pytest.raises(InvalidState, match="committed"):
         writer.abort(Deadline(5))
 
@@ -218,7 +219,8 @@ def test_a_prepare_that_failed_in_the_middle_is_looked_up(broker, happens):
     failing(broker.store, happens=happens)
     if happens:
         writer.prepare(Deadline(5))
-        assert broker.commit(token_of(broker, writer, transaction, prepared=True), Deadline(5)) is Outcome.COMMITTED
+        token = token_of(broker, writer, transaction, prepared=True)
+        assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     else:
         with pytest.raises(DeliveryFailed):
             writer.prepare(Deadline(5))
@@ -250,8 +252,8 @@ def test_a_decision_that_failed_in_the_middle_may_be_repeated(broker, happens):
     token = prepare(broker, "orders", b"1")
     failing(broker.store, happens=happens)
     with pytest.raises(OutcomeUnknown):
-        broker.commit(token, Deadline(5))
-    assert broker.commit(token, Deadline(5)) is Outcome.COMMITTED
+        broker.commit(token, NO_LEDGER, Deadline(5))
+    assert broker.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     assert values(broker, "orders") == [b"1"]
 
 
@@ -272,7 +274,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
     with monkeypatch.context() as patch:
         patch.setattr(endings, "_remove_piece", two_pieces_and_die)
         with pytest.raises(SystemExit):
-            broker.abort(token, Deadline(5))
+            broker.abort(token, NO_LEDGER, Deadline(5))
     assert rows(broker, "SELECT state FROM transactions") == [("aborting",)]
     assert len(rows(broker, "SELECT * FROM messages")) == 5
     assert status(broker, token).state is TokenState.ABORTED
@@ -304,7 +306,7 @@ def test_others_write_between_the_pieces_of_a_large_abort(opened, monkeypatch):
 
     monkeypatch.setattr(endings, "remove_messages", remove)
     monkeypatch.setattr(endings, "_remove_piece", piece)
-    broker.abort(token, Deadline(5))
+    broker.abort(token, NO_LEDGER, Deadline(5))
     assert len(between) == 10
     assert len(values(other, "audit")) == 11
 
@@ -323,5 +325,5 @@ def test_an_administrator_sees_and_ends_what_is_open_or_prepared(broker):
     with pytest.raises(InvalidState):
         broker.admin.end(transaction, Decision.COMMIT, Deadline(5))
     assert broker.admin.end(transaction, Decision.ABORT, Deadline(5)) is Outcome.ABORTED
-    assert broker.commit(prepared.token, Deadline(5)) is Outcome.COMMITTED
+    assert broker.commit(prepared.token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     assert broker.admin.transactions(Deadline(5)) == []

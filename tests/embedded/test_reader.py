@@ -108,7 +108,7 @@ def test_what_is_prepared_is_invisible_and_holds_back_what_came_after_it(broker,
     marked = reading("orders", "marker")
     assert take_values(marked, 1) == [b"marker"]
     assert reader.lag(Deadline(10)) == {ORDERS: 0}
-    broker.commit(token, Deadline(10))
+    broker.commit(token, kit.NO_LEDGER, Deadline(10))
     assert take_values(reader, 2) == take_values(marked, 2) == [b"prepared", b"after"]
 
 
@@ -116,9 +116,9 @@ def test_what_is_aborted_is_never_seen_and_leaves_no_lag(broker, reading):
     reader = reading()
     token = kit.prepare(broker, "orders", b"aborted", b"aborted")
     kit.commit(kit.open_writer(broker), "orders", b"after")
-    broker.abort(token, Deadline(10))
+    broker.abort(token, kit.NO_LEDGER, Deadline(10))
     assert take_values(reader, 1) == [b"after"]
-    broker.abort(kit.prepare(broker, "orders", b"aborted at the end"), Deadline(10))
+    broker.abort(kit.prepare(broker, "orders", b"aborted at the end"), kit.NO_LEDGER, Deadline(10))
     assert reader.lag(Deadline(10)) == {ORDERS: 0}
     kit.commit(kit.open_writer(broker), "orders", b"last")
     assert take_values(reader, 1) == [b"last"]
@@ -149,7 +149,7 @@ def test_a_reader_that_starts_at_the_latest_sees_all_that_becomes_visible_from_t
     token = kit.prepare(broker, "orders", b"prepared before, committed after")
     reader = reading(start="latest")
     kit.commit(writer, "orders", b"new")
-    broker.commit(token, Deadline(10))
+    broker.commit(token, kit.NO_LEDGER, Deadline(10))
     assert take_values(reader, 2) == [b"prepared before, committed after", b"new"]
 
 

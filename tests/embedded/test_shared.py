@@ -134,8 +134,8 @@ def test_what_a_prepared_transaction_acknowledged_comes_again_after_its_abort_an
     first.close()
     assert numbers(second.take(1)) == [3]  # which it gave back by leaving; the others are nobody's
     assert second.poll() == []
-    broker.abort(aborted, Deadline(10))
-    broker.commit(committed, Deadline(10))
+    broker.abort(aborted, kit.NO_LEDGER, Deadline(10))
+    broker.commit(committed, kit.NO_LEDGER, Deadline(10))
     again = second.take(2)
     assert [(int(m.value), m.deliveries) for m in again] == [(0, 2), (2, 2)]
     second.ack(*again)
@@ -163,7 +163,7 @@ def test_an_undecided_message_holds_back_what_came_after_it(broker, join):
     fill(broker, 1, topic="marker")
     member = join("orders", "marker")
     assert sorted((m.topic, int(m.value)) for m in member.take(2)) == [("marker", 0), ("orders", 0)]
-    broker.abort(token, Deadline(10))
+    broker.abort(token, kit.NO_LEDGER, Deadline(10))
     (message,) = member.take(1)
     assert message.position == (2,)
 

@@ -184,7 +184,7 @@ def _prepare_and_end(case: Case, decision: str) -> None:
 def _abort_what_nobody_remembers(bridge: Bridge, case: Case) -> None:
     """It was prepared, and its token died with its process: an administrator ends it."""
     for left in bridge.admin.transactions():
-        if left.transaction.startswith(f"{case.name}/"):
+        if left.transactional_id == case.name and left.state == "prepared":
             bridge.admin.abort(left.transaction)
 
 
