@@ -1,0 +1,692 @@
+"""The requests that confluent-kafka lacks, sent by kafka-python: who is in a transaction, end it, mark it.
+
+The only module that imports kafka-python. Its request classes are not documented and have moved before, hence one
+minor version of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import socket
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from txnbridge.errors import (
+    AccessDenied,
+    BackendMissing,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.settings import Settings
+
+with warnings.catch_warnings():
+    # It reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 no longer does.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        from kafka import errors  # type: ignore[import-untyped]
+        from kafka.net.manager import KafkaConnectionManager  # type: ignore[import-untyped]
+        from kafka.net.selector import NetworkSelector  # type: ignore[import-untyped]
+        from kafka.protocol.admin import (  # type: ignore[import-untyped]
+            DescribeProducersRequest,
+            DescribeTransactionsRequest,
+            ListTransactionsRequest,
+        )
+        from kafka.protocol.metadata import (  # type: ignore[import-untyped]
+            ApiVersionsRequest,
+            FindCoordinatorRequest,
+            MetadataRequest,
+        )
+        from kafka.protocol.producer import (  # type: ignore[import-untyped]
+            AddOffsetsToTxnRequest,
+            EndTxnRequest,
+            InitProducerIdRequest,
+            WriteTxnMarkersRequest,
+        )
+    except ImportError:  # missing, or a version that moved them: `Requests` says so
+        pass
+
+T = TypeVar("T")
+
+DONE = 0
+INVALID_PRODUCER_EPOCH = 47
+INVALID_TXN_STATE = 48
+INVALID_PRODUCER_ID_MAPPING = 49
+PRODUCER_FENCED = 90
+TRANSACTION_ABORTABLE = 120
+
+# What the coordinator's last word means to whoever asked it to end a transaction.
+ANSWERS: Mapping[int, str] = {
+    DONE: "the decision is durable; repeating it says the same",
+    INVALID_PRODUCER_EPOCH: "timed out, or the id was opened again, perhaps after it had ended (old request versions)",
+    INVALID_TXN_STATE: "it has ended the other way, or nothing was ever added to it",
+    INVALID_PRODUCER_ID_MAPPING: "the id is not known, or it belongs to another producer",
+    PRODUCER_FENCED: "timed out, or the id was opened again, perhaps after it had ended",
+    TRANSACTION_ABORTABLE: "it can only be aborted",
+}
+
+_INVALID_TRANSACTION_TIMEOUT = 50
+_TRANSACTIONAL_ID_NOT_FOUND = 105
+# Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
+_NOT_NOW = {14, 15, 16, 51}
+# A partition without a leader at the moment, or with another one.
+_NO_LEADER = {5, 6}
+_UNKNOWN_TOPIC = 3
+_DENIED = {29, 30, 31, 53}
+_FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
+
+# The version that a coordinator must have finalised before EndTxn 5 is promised to work.
+_EPOCH_BUMPS = 2
+# A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
+_PATIENCE = 5.0
+# Markers take milliseconds to be written; a coordinator takes seconds to move.
+_PAUSES = (0.005, 0.02, 0.1, 0.3)
+# Enough for a few callers at once; more are made as needed and not kept.
+_IDLE = 4
+# A list of all transactions takes 60 bytes each; kafka-python's own limit of 1 MB is soon reached.
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the coordinator says of a transactional id.
+
+    `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
+    "PrepareEpochFence". `start` is in milliseconds, None where there is none; `timeout` in milliseconds.
+    """
+
+    id: str
+    state: str
+    pid: int
+    epoch: int
+    start: int | None
+    timeout: int
+    partitions: tuple[Partition, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on."""
+
+    code: int
+    pid: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class ActiveProducer:
+    """A producer as a partition's leader knows it; `start_offset` is where its open transaction begins."""
+
+    pid: int
+    epoch: int
+    start_offset: int | None
+    last_timestamp: int
+    coordinator_epoch: int
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of a coordinator's list of transactional ids."""
+
+    id: str
+    pid: int
+    state: str
+
+
+class _NotYetError(Exception):
+    """The broker answered that it cannot answer now."""
+
+
+class Requests:
+    """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
+
+    They raise `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that is
+    too old, and what is said at each.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        _check_version()
+        _silence()
+        self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
+        self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
+        self._idle: list[_Line] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
+        """What the coordinators say of transactional ids; one that they do not know is absent."""
+        found: dict[str, Described] = {}
+        left = list(dict.fromkeys(ids))
+        if not left:
+            return found
+
+        async def attempt(line: _Line) -> dict[str, Described]:
+            for node, keys in (await line.coordinators(left)).items():
+                answer = await line.ask(node, DescribeTransactionsRequest(transactional_ids=keys))
+                for each in answer.transaction_states:
+                    if each.error_code in _NOT_NOW:
+                        continue
+                    left.remove(each.transactional_id)
+                    if each.error_code == DONE:
+                        found[each.transactional_id] = _described(each)
+                    elif each.error_code != _TRANSACTIONAL_ID_NOT_FOUND:
+                        raise _refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
+            if left:
+                raise _NotYetError(f"the coordinator of {left[0]!r} is moving")
+            return found
+
+        return self._until(deadline, "describing transactions", attempt)
+
+    def end(self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline) -> Ended:
+        """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
+
+        The same decision may be repeated. Raises `OutcomeUnknown` if it was asked and no final answer came, any other
+        error only if it was certainly never asked or certainly refused.
+        """
+        what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
+        asked = False
+
+        async def attempt(line: _Line) -> Ended:
+            nonlocal asked
+            node = await line.coordinator(id)
+            newest = 5 if await line.transaction_version(node) >= _EPOCH_BUMPS else 4
+            request = EndTxnRequest(
+                transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
+            )
+            await line.connect(node)
+            before, asked = asked, True
+            answer = await line.ask(node, request)
+            if answer.error_code in _DENIED:
+                asked = before
+                raise _refused(answer.error_code, what)
+            if answer.error_code not in ANSWERS:
+                raise _NotYetError(f"the coordinator said {_name(answer.error_code)}")
+            return _ended(answer, pid, epoch)
+
+        try:
+            return self._until(deadline, what, attempt)
+        except TxnBridgeError as error:
+            if asked:
+                raise OutcomeUnknown(f"{what}: the coordinator was asked and gave no final answer") from error
+            raise
+
+    def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
+        """Open a transactional id, which ends what is open on it and shuts its owner out: its new pid and epoch."""
+        what = f"opening the transactional id {id!r}"
+
+        async def attempt(line: _Line) -> tuple[int, int]:
+            request = InitProducerIdRequest(
+                transactional_id=id,
+                transaction_timeout_ms=timeout_ms,
+                producer_id=-1,
+                producer_epoch=-1,
+                max_version=4,  # 5 adds an answer for clients that can recover from it; 6 is another protocol
+            )
+            answer = await line.ask(await line.coordinator(id), request)
+            _check(answer.error_code, what)
+            return answer.producer_id, answer.producer_epoch
+
+        return self._until(deadline, what, attempt)
+
+    def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
+        """Add a group's offsets to a transaction without writing any: an empty transaction becomes an open one.
+
+        Raises `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
+        """
+        what = f"adding a group to the transaction of {id!r}"
+
+        async def attempt(line: _Line) -> None:
+            request = AddOffsetsToTxnRequest(
+                transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
+            )
+            answer = await line.ask(await line.coordinator(id), request)
+            _check(answer.error_code, what)
+
+        self._until(deadline, what, attempt)
+
+    def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
+        """Every transactional id that any broker coordinates; with `states` only those in one of them."""
+        what = "listing transactions"
+
+        async def attempt(line: _Line) -> list[Listed]:
+            found: dict[str, Listed] = {}
+            for node in await line.nodes():
+                answer = await line.ask(node, ListTransactionsRequest(state_filters=list(states), max_version=0))
+                _check(answer.error_code, what)
+                for each in answer.transaction_states:
+                    found[each.transactional_id] = Listed(
+                        each.transactional_id, each.producer_id, each.transaction_state
+                    )
+            return list(found.values())
+
+        return self._until(deadline, what, attempt)
+
+    def producers(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, list[ActiveProducer]]:
+        """The producers that each partition's leader remembers; a partition that does not exist is absent."""
+        found: dict[Partition, list[ActiveProducer]] = {}
+        left = set(partitions)
+
+        async def attempt(line: _Line) -> dict[Partition, list[ActiveProducer]]:
+            leaders = await line.leaders(left)
+            left.intersection_update(partition for those in leaders.values() for partition in those)
+            for node, those in leaders.items():
+                topics = [
+                    DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
+                    for topic, numbers in _by_topic(those).items()
+                ]
+                answer = await line.ask(node, DescribeProducersRequest(topics=topics))
+                for partition, each in _each_partition(answer.topics):
+                    if each.error_code in _NO_LEADER:
+                        raise _NotYetError(f"the leader of {_title(partition)} is moving")
+                    left.discard(partition)
+                    if each.error_code == DONE:
+                        found[partition] = [_active(producer) for producer in each.active_producers]
+                    elif each.error_code != _UNKNOWN_TOPIC:
+                        raise _refused(each.error_code, f"asking for the producers of {_title(partition)}")
+            return found
+
+        return self._until(deadline, "asking for producers", attempt) if left else found
+
+    def write_markers(
+        self,
+        pid: int,
+        epoch: int,
+        commit: bool,
+        partitions: Sequence[Partition],
+        deadline: Deadline,
+        coordinator_epoch: int = 0,
+    ) -> None:
+        """Write the markers that end a transaction in its partitions, as its coordinator would have done.
+
+        It needs a right on the whole cluster. Raises `Fenced` if a partition knows a newer epoch.
+        """
+        left = set(partitions)
+
+        async def attempt(line: _Line) -> None:
+            for node, those in (await line.leaders(left)).items():
+                answer = await line.ask(node, _markers(pid, epoch, commit, coordinator_epoch, those))
+                for partition, each in _each_partition(answer.markers[0].topics):
+                    if each.error_code in _NO_LEADER | {_UNKNOWN_TOPIC}:
+                        continue
+                    _check(each.error_code, f"writing a transaction marker to {_title(partition)}")
+                    left.discard(partition)
+            if left:
+                raise _NotYetError(f"{_title(min(left))} has no leader")
+
+        self._until(deadline, "writing transaction markers", attempt)
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """The level of Kafka's feature transaction.version that the cluster has finalised; 0 where there is none."""
+
+        async def attempt(line: _Line) -> int:
+            return await line.transaction_version(line.any)
+
+        return self._until(deadline, "asking for the cluster's features", attempt)
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        """The cluster's own id."""
+
+        async def attempt(line: _Line) -> str:
+            return str((await line.metadata()).cluster_id)
+
+        return self._until(deadline, "asking for the cluster's id", attempt)
+
+    def close(self) -> None:
+        """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+    def _until(self, deadline: Deadline, what: str, attempt: Callable[[_Line], Awaitable[T]]) -> T:
+        """Try until it succeeds, is refused, or the deadline passes."""
+        reason, cause = "no time was left to ask", None
+        for pause in _pauses():
+            if deadline.expired:
+                break
+            try:
+                return self._once(attempt, min(deadline.left(), _PATIENCE))
+            except _NotYetError as error:
+                reason, cause = str(error), error.__cause__
+            except errors.IncompatibleBrokerVersion as error:
+                raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
+            except _login_errors() as error:
+                raise AccessDenied(f"{what}: the broker refuses the login ({type(error).__name__})") from error
+            except (errors.KafkaError, OSError) as error:
+                reason, cause = _reason(error), error
+            time.sleep(min(pause, deadline.left()))
+        raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s: {reason}") from cause
+
+    def _once(self, attempt: Callable[[_Line], Awaitable[T]], seconds: float) -> T:
+        """One attempt. Its connections are kept if it was answered, and dropped if not."""
+        line = self._take()
+        kept = False
+        try:
+            result = line.run(attempt, seconds)
+            kept = True
+        except (TxnBridgeError, _NotYetError):
+            kept = True
+            raise
+        except (errors.KafkaError, OSError):
+            self._try_another(line.server)
+            raise
+        finally:
+            self._give_back(line) if kept else line.close()
+        return result
+
+    def _take(self) -> _Line:
+        with self._lock:
+            if self._closed:
+                raise InvalidState("the connection to Kafka is closed")
+            line = self._idle.pop() if self._idle else None
+            server = self._servers[0]
+        if line is not None:
+            line.catch_up()
+            return line
+        return _Line(server, self._config)
+
+    def _give_back(self, line: _Line) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _try_another(self, server: str) -> None:
+        """A server that did not answer comes last from now on."""
+        with self._lock:
+            if self._servers[0] == server:
+                self._servers.append(self._servers.pop(0))
+
+
+class _Line:
+    """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
+
+    Nothing runs while nobody drives it. What it logs is dropped: it would be one line for each attempt at a broker
+    that is away, and its debug lines hold passwords. What matters is in the errors.
+    """
+
+    any = "bootstrap-0"  # kafka-python's name of the server that it was given
+
+    def __init__(self, server: str, config: Mapping[str, Any]) -> None:
+        self.server = server
+        self._versions: dict[Any, int] = {}
+        with _quiet():
+            self._sockets: list[socket.socket] = []
+            self._net = _loop(self._sockets)
+            self._manager = KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
+
+    def run(self, attempt: Callable[[_Line], Awaitable[T]], seconds: float) -> T:
+        with _quiet():
+            future = self._manager.call_soon(attempt, self)
+            self._net.poll(timeout_ms=seconds * 1000, future=future)
+        if not future.is_done:
+            raise errors.KafkaTimeoutError(f"no answer within {seconds:.3g} s")
+        if future.exception is not None:
+            raise future.exception
+        result: T = future.value
+        return result
+
+    def catch_up(self) -> None:
+        """Take notice of connections that were closed while nobody looked."""
+        with _quiet():
+            self._net.poll(timeout_ms=0)
+
+    def close(self) -> None:
+        with _quiet():
+            self._manager.close()
+            self._net.close()
+        for each in self._sockets:
+            each.close()
+
+    async def connect(self, node: Any) -> Any:
+        try:
+            # Without a background refresh of metadata, which would go on for ever.
+            return await self._manager.get_connection(node, refresh_metadata_on_err=False)
+        except (errors.KafkaError, OSError):
+            raise
+        except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
+            raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
+
+    async def ask(self, node: Any, request: Any) -> Any:
+        connection = await self.connect(node)
+        return await connection.send_request(request)
+
+    async def metadata(self, topics: Iterable[str] = ()) -> Any:
+        """An answer to a metadata request; from it the connections learn where the nodes are."""
+        asked = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+        answer = await self.ask(self.any, MetadataRequest(topics=asked, allow_auto_topic_creation=False))
+        self._manager.cluster.update_metadata(answer)
+        return answer
+
+    async def nodes(self) -> list[int]:
+        return [broker.node_id for broker in (await self.metadata()).brokers]
+
+    async def coordinator(self, id: str) -> int:
+        (node,) = await self.coordinators([id])
+        return node
+
+    async def coordinators(self, ids: Sequence[str]) -> dict[int, list[str]]:
+        """The coordinator of each transactional id."""
+        request = FindCoordinatorRequest(key_type=1, coordinator_keys=list(ids), min_version=4, max_version=4)
+        found: dict[int, list[str]] = defaultdict(list)
+        for each in (await self.ask(self.any, request)).coordinators:
+            _check(each.error_code, f"looking for the coordinator of {each.key!r}")
+            found[each.node_id].append(each.key)
+        if any(self._manager.cluster.broker_metadata(node) is None for node in found):
+            await self.metadata()
+        return found
+
+    async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
+        """The leader of each partition; one that does not exist is absent."""
+        wanted = set(partitions)
+        found: dict[int, list[Partition]] = defaultdict(list)
+        for topic in (await self.metadata(sorted({name for name, _ in wanted}))).topics:
+            if topic.error_code not in (DONE, _UNKNOWN_TOPIC):
+                _check(topic.error_code, f"asking for the topic {topic.name!r}")
+            for each in topic.partitions:
+                partition = (topic.name, each.partition_index)
+                if partition in wanted:
+                    if each.leader_id < 0:
+                        raise _NotYetError(f"{_title(partition)} has no leader")
+                    found[each.leader_id].append(partition)
+        return found
+
+    async def transaction_version(self, node: Any) -> int:
+        """The finalised level as a node says. It is asked once: a level that rises later disturbs no older request."""
+        if node not in self._versions:
+            answer = await self.ask(node, _features())
+            levels = {each.name: int(each.max_version_level) for each in answer.finalized_features or ()}
+            self._versions[node] = levels.get("transaction.version", 0)
+        return self._versions[node]
+
+
+def _features() -> Any:
+    name = "txnbridge"
+    return ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
+
+
+def _markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
+    kind = WriteTxnMarkersRequest.WritableTxnMarker
+    topics = [
+        kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in _by_topic(partitions).items()
+    ]
+    marker = kind(
+        producer_id=pid,
+        producer_epoch=epoch,
+        transaction_result=commit,
+        topics=topics,
+        coordinator_epoch=coordinator_epoch,
+    )
+    return WriteTxnMarkersRequest(markers=[marker], min_version=1)
+
+
+def _described(state: Any) -> Described:
+    return Described(
+        id=state.transactional_id,
+        state=state.transaction_state,
+        pid=state.producer_id,
+        epoch=state.producer_epoch,
+        start=None if state.transaction_start_time_ms < 0 else state.transaction_start_time_ms,
+        timeout=state.transaction_timeout_ms,
+        partitions=tuple((topic.topic, number) for topic in state.topics for number in topic.partitions),
+    )
+
+
+def _ended(answer: Any, pid: int, epoch: int) -> Ended:
+    if answer.API_VERSION >= 5 and answer.error_code == DONE:
+        return Ended(DONE, answer.producer_id, answer.producer_epoch)
+    return Ended(answer.error_code, pid, epoch)
+
+
+def _active(producer: Any) -> ActiveProducer:
+    start = producer.current_txn_start_offset
+    return ActiveProducer(
+        pid=producer.producer_id,
+        epoch=producer.producer_epoch,
+        start_offset=None if start < 0 else start,
+        last_timestamp=producer.last_timestamp,
+        coordinator_epoch=producer.coordinator_epoch,
+    )
+
+
+def _by_topic(partitions: Iterable[Partition]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for topic, number in sorted(partitions):
+        found[topic].append(number)
+    return found
+
+
+def _each_partition(topics: Iterable[Any]) -> Iterator[tuple[Partition, Any]]:
+    for topic in topics:
+        for each in topic.partitions:
+            yield (topic.name, each.partition_index), each
+
+
+def _title(partition: Partition) -> str:
+    return f"{partition[0]}[{partition[1]}]"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _check(code: int, what: str) -> None:
+    """Raises our error for a broker's error code, `_NotYetError` for one that passes by itself."""
+    if code in _NOT_NOW or code in _NO_LEADER:
+        raise _NotYetError(f"{what}: {_name(code)}")
+    if code != DONE:
+        raise _refused(code, what)
+
+
+def _refused(code: int, what: str) -> TxnBridgeError:
+    text = f"{what}: {_name(code)}"
+    if code in _DENIED:
+        return AccessDenied(text)
+    if code in _FENCED:
+        return Fenced(text)
+    if code == INVALID_TXN_STATE:
+        return InvalidState(text)
+    if code == TRANSACTION_ABORTABLE:
+        return TransactionAborted(text)
+    if code == _INVALID_TRANSACTION_TIMEOUT:
+        return InvalidOption(f"{text}; the broker's transaction.max.timeout.ms is the limit")
+    return BrokerUnavailable(text)
+
+
+def _name(code: int) -> str:
+    kind = errors.for_code(code)
+    return f"{getattr(kind, 'message', None) or kind.__name__} (error {code})"
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, errors.KafkaError) else f"{type(error).__name__}: {error}"
+
+
+def _login_errors() -> tuple[type[BaseException], ...]:
+    return (
+        errors.SaslAuthenticationFailedError,
+        errors.UnsupportedSaslMechanismError,
+        errors.IllegalSaslStateError,
+        errors.AuthorizationError,
+    )
+
+
+def _pauses() -> Iterator[float]:
+    yield from _PAUSES
+    while True:
+        yield _PAUSES[-1]
+
+
+# --- kafka-python ----------------------------------------------------------------------------------------------------
+
+
+def _check_version() -> None:
+    try:
+        version = importlib.metadata.version("kafka-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendMissing("kafka-python is not installed; pip install 'txnbridge[kafka]'") from None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if not (3, 0, 12) <= numbers < (3, 1):
+        raise BackendMissing(
+            f"kafka-python {version} is installed, and only >=3.0.12,<3.1 will do; pip install 'txnbridge[kafka]'"
+        )
+
+
+def _loop(sockets: list[socket.socket]) -> Any:
+    """An event loop that tells which sockets it waits for: kafka-python forgets to close those that never connected."""
+
+    class Loop(NetworkSelector):  # type: ignore[misc]
+        def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:
+            _remember(sockets, fileobj)
+            return super().wait_read(fileobj, timeout_at)
+
+        def wait_write(self, fileobj: Any, timeout_at: float | None = None) -> Any:
+            _remember(sockets, fileobj)
+            return super().wait_write(fileobj, timeout_at)
+
+    return Loop()
+
+
+def _remember(sockets: list[socket.socket], one: socket.socket) -> None:
+    if one not in sockets:
+        sockets[:] = [each for each in sockets if each.fileno() >= 0] + [one]
+
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    _here.quiet = True
+    try:
+        yield
+    finally:
+        _here.quiet = False
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not getattr(_here, "quiet", False)
+
+
+def _silence() -> None:
+    """Drop what kafka-python logs on our behalf; an application that uses it too keeps its own lines."""
+    # A filter counts only on the logger that is written to, hence on each.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("kafka."):
+            logging.getLogger(name).addFilter(_is_wanted)
