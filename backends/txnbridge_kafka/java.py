@@ -1,0 +1,254 @@
+"""Settings as Kafka's Java clients name them, in librdkafka's names: what comes with Spark or out of a Java service."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from txnbridge.errors import InvalidOption
+
+_RENAMED = {
+    "compression.gzip.level": "compression.level",
+    "compression.lz4.level": "compression.level",
+    "compression.zstd.level": "compression.level",
+    "fetch.max.wait.ms": "fetch.wait.max.ms",
+    "max.request.size": "message.max.bytes",
+    "sasl.mechanisms": "sasl.mechanism",  # librdkafka has both; from here on there is one
+    "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
+    "ssl.keystore.certificate.chain": "ssl.certificate.pem",
+    "ssl.keystore.key": "ssl.key.pem",
+    "ssl.truststore.certificates": "ssl.ca.pem",
+}
+
+
+def _kbytes(value: str) -> str:
+    return str(max(1, int(value) // 1024))
+
+
+def _buffer(value: str) -> str:
+    return "0" if value == "-1" else value  # as the system has it
+
+
+def _algorithm(value: str) -> str:
+    return value or "none"
+
+
+_CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
+    "buffer.memory": ("queue.buffering.max.kbytes", _kbytes),
+    "receive.buffer.bytes": ("socket.receive.buffer.bytes", _buffer),
+    "send.buffer.bytes": ("socket.send.buffer.bytes", _buffer),
+    "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
+}
+
+# Java classes that stand for what both of our clients do by themselves.
+_CLASSES = {
+    "sasl.login.callback.handler.class": (
+        "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
+        "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
+    )
+}
+_STORES = ("ssl.truststore", "ssl.keystore")
+
+NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, "sasl.jaas.config", "ssl.truststore.location"})
+
+
+def translate(given: Mapping[str, str]) -> dict[str, str]:
+    """The same settings in librdkafka's names. Raises `InvalidOption`, which never shows a value that may be secret."""
+    left = dict(given)
+    line = left.pop("sasl.jaas.config", None)
+    pairs = [pair for store in _STORES for pair in _store(store, left)]
+    pairs += [_renamed(name, value) for name, value in left.items() if not _is_known_class(name, value)]
+    if line is not None:
+        mechanism = dict(pairs).get("sasl.mechanism")
+        pairs = [pair for pair in pairs if pair[0] != "sasl.mechanism"] + [*login(line, mechanism).items()]
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found:
+            raise InvalidOption(f"{name!r} is given twice, under two of its names")
+        found[name] = value
+    return found
+
+
+def _is_known_class(name: str, value: str) -> bool:
+    if name in _CLASSES and value not in _CLASSES[name]:
+        raise InvalidOption(f"{name!r} names a Java class, which no client here can load; leave it out")
+    return name in _CLASSES
+
+
+def _renamed(name: str, value: str) -> tuple[str, str]:
+    target, convert = _CONVERTED.get(name, (_RENAMED.get(name, name), str))
+    try:
+        return target, convert(value)
+    except ValueError:
+        raise InvalidOption(f"option {name!r} must be a whole number") from None
+
+
+# --- stores ----------------------------------------------------------------------------------------------------------
+
+
+def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
+    """Take a store's settings out of `left`: where its PEM file is, in librdkafka's names."""
+    kind = left.pop(f"{store}.type", "").upper()
+    location = left.pop(f"{store}.location", None)
+    password = left.pop(f"{store}.password", None)
+    if location is None:
+        if password is not None or kind not in ("", "PEM"):
+            raise InvalidOption(f"'{store}.type' and '{store}.password' say nothing without '{store}.location'")
+        return []
+    if kind != "PEM":
+        raise InvalidOption(
+            f"'{store}.location' must be a PEM file here, named as one by {store}.type=PEM; convert the store by: "
+            f"{_conversion(store, location, kind)}"
+        )
+    if password is not None:
+        raise InvalidOption(f"'{store}.password': a PEM file has none; that of its key is 'ssl.key.password'")
+    if store == "ssl.truststore":
+        return [("ssl.ca.location", location)]
+    return [("ssl.certificate.location", location), ("ssl.key.location", location)]
+
+
+def _conversion(store: str, location: str, kind: str) -> str:
+    """The command that makes PEM of a store; it asks for the store's password."""
+    stem = re.sub(r"\.(jks|p12|pfx|pkcs12|keystore|truststore)$", "", location, flags=re.IGNORECASE)
+    source, pem, p12 = (shlex.quote(path) for path in (location, f"{stem}.pem", f"{stem}.converted.p12"))
+    if store == "ssl.truststore":
+        return f"keytool -list -rfc -keystore {source} > {pem}"
+    if kind == "JKS" or location.lower().endswith(".jks"):
+        convert = f"keytool -importkeystore -srckeystore {source} -destkeystore {p12} -deststoretype PKCS12"
+        return f"{convert} && openssl pkcs12 -in {p12} -nodes -out {pem}"
+    return f"openssl pkcs12 -in {source} -nodes -out {pem}"
+
+
+# --- JAAS ------------------------------------------------------------------------------------------------------------
+
+_FORM = 'MODULE required name="value" name="value";'
+_SKIPPED = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_TOKEN = re.compile(
+    r"""
+      (?P<mark>[=;])
+    | "(?P<double>(?:[^"\\\r\n]|\\.)*)"
+    | '(?P<single>(?:[^'\\\r\n]|\\.)*)'
+    | (?P<word>(?:(?!//|/\*)[^\s=;"'])+)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPE = re.compile(r"\\([0-3][0-7]{0,2}|[4-7][0-7]?|.)", re.DOTALL)
+_ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_FLAGS = {"required", "requisite", "sufficient", "optional"}
+
+
+class _Token(NamedTuple):
+    mark: str  # "=", ";", "" for text, "end"
+    text: str
+    at: int
+
+
+def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
+    """A JAAS line's login module and its options, read as Java reads it.
+
+    Raises `InvalidOption`, which says where the line is wrong and never shows any of it.
+    """
+    tokens = _tokens(line)
+    module = _text(next(tokens))
+    if _text(next(tokens)).lower() not in _FLAGS:
+        raise InvalidOption(f"'sasl.jaas.config' has no control flag behind the module: {_FORM}")
+    options: dict[str, str] = {}
+    while (token := next(tokens)).mark != ";":
+        name = _text(token)
+        if (token := next(tokens)).mark != "=":
+            raise _wrong(token)
+        options[name] = _text(next(tokens))
+    if next(tokens).mark != "end":
+        raise InvalidOption("'sasl.jaas.config' holds more than one login module; give the one for this cluster")
+    return module, options
+
+
+def _tokens(line: str) -> Iterator[_Token]:
+    at = _end(_SKIPPED, line, 0)
+    while at < len(line):
+        found = _TOKEN.match(line, at)
+        if found is None:
+            raise InvalidOption(f"'sasl.jaas.config': the quote at character {at + 1} is not closed")
+        kind, text = str(found.lastgroup), str(found[str(found.lastgroup)])
+        if kind in ("double", "single"):
+            text = _ESCAPE.sub(_unescape, text)
+        yield _Token(text if kind == "mark" else "", text, at)
+        at = _end(_SKIPPED, line, found.end())
+    while True:
+        yield _Token("end", "", at)
+
+
+def _end(pattern: re.Pattern[str], line: str, at: int) -> int:
+    found = pattern.match(line, at)
+    return found.end() if found else at
+
+
+def _unescape(found: re.Match[str]) -> str:
+    text = found[1]
+    return chr(int(text, 8)) if text in "01234567" or len(text) > 1 else _ESCAPES.get(text, text)
+
+
+def _text(token: _Token) -> str:
+    if token.mark:
+        raise _wrong(token)
+    return token.text
+
+
+def _wrong(token: _Token) -> InvalidOption:
+    where = "ends too early" if token.mark == "end" else f"is wrong at character {token.at + 1}"
+    return InvalidOption(
+        f"'sasl.jaas.config' {where}; it looks like: {_FORM} (a value with \" or \\ escapes them by \\)"
+    )
+
+
+_SECURITY = "org.apache.kafka.common.security."
+_PLAIN = _SECURITY + "plain.PlainLoginModule"
+_SCRAM = _SECURITY + "scram.ScramLoginModule"
+_OAUTH = _SECURITY + "oauthbearer.OAuthBearerLoginModule"
+# What each module calls the settings of the client.
+_MODULES = {
+    _PLAIN: {"username": "sasl.username", "password": "sasl.password"},
+    _SCRAM: {"username": "sasl.username", "password": "sasl.password"},
+    _OAUTH: {
+        "clientId": "sasl.oauthbearer.client.id",
+        "clientSecret": "sasl.oauthbearer.client.secret",
+        "scope": "sasl.oauthbearer.scope",
+    },
+}
+_MECHANISMS = {_PLAIN: ("PLAIN",), _SCRAM: ("SCRAM-SHA-256", "SCRAM-SHA-512"), _OAUTH: ("OAUTHBEARER",)}
+_EXTENSION = "extension_"
+
+
+def login(line: str, mechanism: str | None) -> dict[str, str]:
+    """A JAAS line in librdkafka's names, with the mechanism that belongs to it."""
+    module, options = parse_jaas(line)
+    if module not in _MODULES:
+        known = ", ".join(name.rpartition(".")[2] for name in _MODULES)
+        raise InvalidOption(f"the login module of 'sasl.jaas.config' is none of {known}; others need Java")
+    found = {"sasl.mechanism": _mechanism(module, mechanism)}
+    extensions = []
+    for name, value in options.items():
+        if module == _OAUTH and name.startswith(_EXTENSION):
+            extensions.append(f"{name[len(_EXTENSION) :]}={value}")
+        elif name in _MODULES[module]:
+            found[_MODULES[module][name]] = value
+        else:
+            known = ", ".join(_MODULES[module])
+            raise InvalidOption(f"'sasl.jaas.config': {module.rpartition('.')[2]} takes {known} here, and nothing else")
+    if extensions:
+        found["sasl.oauthbearer.extensions"] = ",".join(extensions)
+    return found
+
+
+def _mechanism(module: str, given: str | None) -> str:
+    fitting = _MECHANISMS[module]
+    if given is None and len(fitting) == 1:
+        return fitting[0]
+    if given is None or given.upper() not in fitting:
+        raise InvalidOption(
+            f"{module.rpartition('.')[2]} in 'sasl.jaas.config' needs sasl.mechanism={' or '.join(fitting)}"
+        )
+    return given.upper()

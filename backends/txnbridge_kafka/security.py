@@ -1,0 +1,219 @@
+"""TLS and SASL, given once in librdkafka's names: checked, completed, and put as kafka-python wants them."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import ssl
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption
+
+_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+_PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+_OAUTH = "OAUTHBEARER"
+_SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
+_OAUTH_NEEDS = (
+    "sasl.oauthbearer.token.endpoint.url",
+    "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.secret",
+)
+
+
+def secrets(client: Mapping[str, str]) -> Iterator[str]:
+    """The values that must not be shown."""
+    yield from (client[name] for name in _SECRETS if client.get(name))
+
+
+def complete(told: Mapping[str, str]) -> dict[str, str]:
+    """The settings with their security spelled out. Raises `InvalidOption` for a part that would have no effect.
+
+    A password that is not used, or a certificate that is not checked, would be a promise weakened in silence.
+    """
+    settings = {**told, "security.protocol": told.get("security.protocol", "PLAINTEXT").upper()}
+    protocol = settings["security.protocol"]
+    if protocol not in _PROTOCOLS:
+        raise InvalidOption(f"'security.protocol' is one of {', '.join(_PROTOCOLS)}")
+    for name in settings:
+        if name.startswith("ssl.") and not protocol.endswith("SSL"):
+            raise InvalidOption(f"{name!r} has no effect without security.protocol=SSL or SASL_SSL")
+        if name.startswith("sasl.") and not protocol.startswith("SASL"):
+            raise InvalidOption(f"{name!r} has no effect without security.protocol=SASL_SSL or SASL_PLAINTEXT")
+    if protocol.startswith("SASL"):
+        settings.update(_sasl(settings))
+    return settings
+
+
+def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
+    mechanism = settings.get("sasl.mechanism", "").upper()
+    if mechanism in _PASSWORDS:
+        needed: tuple[str, ...] = ("sasl.username", "sasl.password")
+        completed = {"sasl.mechanism": mechanism}
+    elif mechanism == _OAUTH:
+        needed = _OAUTH_NEEDS
+        completed = {"sasl.mechanism": mechanism, "sasl.oauthbearer.method": "oidc"}
+    else:
+        raise InvalidOption(f"'sasl.mechanism' is one of {', '.join((*_PASSWORDS, _OAUTH))}")
+    for name in needed:
+        if not settings.get(name):
+            raise InvalidOption(f"sasl.mechanism={mechanism} needs {name!r}")
+    return completed
+
+
+def raw(client: Mapping[str, str]) -> dict[str, Any]:
+    """The same for kafka-python."""
+    patience = int(client["socket.timeout.ms"])
+    found: dict[str, Any] = {
+        "client_id": client["client.id"],
+        "security_protocol": client["security.protocol"],
+        "request_timeout_ms": patience,
+        "socket_connection_setup_timeout_ms": int(client["socket.connection.setup.timeout.ms"]),
+        "reconnect_backoff_max_ms": int(client["reconnect.backoff.max.ms"]),
+    }
+    if client["security.protocol"].endswith("SSL"):
+        found["ssl_context"] = ssl_context(client)
+    if client["security.protocol"].startswith("SASL"):
+        found["sasl_mechanism"] = client["sasl.mechanism"]
+        if client["sasl.mechanism"] == _OAUTH:
+            found["sasl_oauth_token_provider"] = OAuthTokens(client, patience / 1000)
+        else:
+            found["sasl_plain_username"] = client["sasl.username"]
+            found["sasl_plain_password"] = client["sasl.password"]
+    return found
+
+
+# --- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
+    """What librdkafka would check and show, for Python's own TLS. Raises `InvalidOption` naming what cannot be used."""
+    context = _trusting(client, "ssl.ca")
+    if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif client.get("ssl.endpoint.identification.algorithm") == "none":
+        context.check_hostname = False
+    if "ssl.crl.location" in client:
+        with _naming("ssl.crl.location"):
+            context.load_verify_locations(client["ssl.crl.location"])
+        context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    if "ssl.cipher.suites" in client:
+        with _naming("ssl.cipher.suites"):
+            context.set_ciphers(client["ssl.cipher.suites"])
+    with contextlib.ExitStack() as files:
+        certificate = _file(client, "ssl.certificate", files)
+        key = _file(client, "ssl.key", files)
+        if certificate and key:
+            password = client.get("ssl.key.password", "")  # without one it would ask at the terminal
+            with _naming("the certificate and key under 'ssl.certificate…' and 'ssl.key…'"):
+                context.load_cert_chain(certificate, key, lambda: password)
+        elif certificate or key:
+            raise InvalidOption("a certificate to show needs both: ssl.certificate.location (or .pem) and ssl.key.…")
+    return context
+
+
+def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
+    """A context that trusts the authorities under an option, or, without it, those that the system trusts."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    location, pem = client.get(f"{option}.location"), client.get(f"{option}.pem")
+    if pem:
+        with _naming(f"{option}.pem"):
+            context.load_verify_locations(cadata=pem)
+    elif location and location != "probe":  # librdkafka's word for the system's
+        with _naming(f"{option}.location"):
+            if os.path.isdir(location):
+                context.load_verify_locations(capath=location)
+            else:
+                context.load_verify_locations(cafile=location)
+    else:
+        context.load_default_certs()
+    return context
+
+
+def _file(client: Mapping[str, str], option: str, files: contextlib.ExitStack) -> str | None:
+    """The file that an option names, or one that holds the text that it gives until `files` are closed."""
+    pem = client.get(f"{option}.pem")
+    if pem is None:
+        return client.get(f"{option}.location")
+    file = files.enter_context(tempfile.NamedTemporaryFile("w"))  # readable by its owner only
+    file.write(pem)
+    file.flush()
+    return file.name
+
+
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # also ssl.SSLError
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise InvalidOption(f"{option} cannot be used: {reason}") from None
+
+
+# --- OAuth -----------------------------------------------------------------------------------------------------------
+
+# A token is renewed when so much of its life has passed, as both Kafka's and librdkafka's clients do.
+_RENEWED_AFTER = 0.8
+# Where the endpoint does not say how long its token lives, it is asked for one each time.
+_UNSAID = 0.0
+
+
+class OAuthTokens:
+    """Tokens of a token endpoint for kafka-python, by client credentials, as librdkafka fetches its own."""
+
+    def __init__(self, client: Mapping[str, str], timeout: float) -> None:
+        self._url = client["sasl.oauthbearer.token.endpoint.url"]
+        self._credentials = f"{client['sasl.oauthbearer.client.id']}:{client['sasl.oauthbearer.client.secret']}"
+        self._scope = client.get("sasl.oauthbearer.scope")
+        self._extensions = client.get("sasl.oauthbearer.extensions", "")
+        self._tls = _trusting(client, "https.ca")
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._token = ""
+        self._renew_at = 0.0  # by time.monotonic()
+
+    def token(self) -> str:
+        """A token that is still good. Raises `AccessDenied` and `BrokerUnavailable`."""
+        with self._lock:
+            if time.monotonic() >= self._renew_at:
+                asked_at = time.monotonic()
+                answer = self._fetch()
+                self._token = str(answer["access_token"])
+                self._renew_at = asked_at + _RENEWED_AFTER * float(answer.get("expires_in", _UNSAID))
+            return self._token
+
+    def extensions(self) -> dict[str, str]:
+        """What is told to the broker beside the token."""
+        return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
+
+    def _fetch(self) -> dict[str, Any]:
+        form = {"grant_type": "client_credentials", **({"scope": self._scope} if self._scope else {})}
+        basic = base64.b64encode(self._credentials.encode()).decode()
+        headers = {"Authorization": f"Basic {basic}", "Accept": "application/json"}
+        request = urllib.request.Request(self._url, urllib.parse.urlencode(form).encode(), headers)
+        where = f"the token endpoint {self._url.partition('?')[0]}"
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout, context=self._tls) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code in (400, 401, 403):
+                hint = "check sasl.oauthbearer.client.id, .client.secret and .scope"
+                raise AccessDenied(f"{where} gave no token (HTTP {error.code}): {hint}") from None
+            raise BrokerUnavailable(f"{where} answered with HTTP {error.code}") from None
+        except (OSError, ValueError) as error:
+            raise BrokerUnavailable(f"{where} gave no token: {type(error).__name__}") from error
+        if not isinstance(answer, dict) or "access_token" not in answer:
+            raise BrokerUnavailable(f"{where} answered without an access_token")
+        return answer
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds secrets; it is not pickled")

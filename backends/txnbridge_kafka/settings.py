@@ -1,0 +1,266 @@
+"""What a bridge to Kafka was told, once, for both clients."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge.errors import InvalidOption
+from txnbridge.spi import Context, Option, Url
+from txnbridge_kafka import java, names, security
+
+PORT = 9092  # of a host without one, as everywhere with Kafka
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the rest of the backend asks about how to reach and use a cluster."""
+
+    bootstrap: str  # "host:port,host:port"
+    client: Mapping[str, Any] = field(repr=False)  # librdkafka's settings, for every confluent-kafka client
+    raw: Mapping[str, Any] = field(repr=False)  # the same for kafka-python's connections
+    timeout: float  # the bridge's default deadline in seconds
+    hold: float | None
+    application: str
+    create_topics: int  # partitions of a missing topic; 0: never create
+    prefix: str = "_txnbridge-"  # of every topic of our own
+    replicas: int = -1  # of topics that we create; -1: as the broker has it
+    prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
+    group_protocol: str = "classic"
+    assignment: str = "cooperative-sticky"
+    log_level: int = 6  # what of the client's log goes on to `logging`, as syslog counts: 3 errors, 6 info, 7 debug
+    # A client warns about settings that are not for its kind: what producers get besides `client`, and what consumers.
+    producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("settings hold secrets; they are not pickled")
+
+
+_DEFAULTS = Settings("", {}, {}, 0, None, "", 0)
+
+OPTIONS: Mapping[str, Option] = {
+    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin: the decision logs"),
+    "replicas": Option(int, _DEFAULTS.replicas, "copies of each topic that we create; -1: as the broker has it"),
+    "prepared_ids": Option(
+        int,
+        _DEFAULTS.prepared_ids,
+        "how many prepared transactions of one transactional id may wait for their end at once (1 to 1000)",
+    ),
+    "group_protocol": Option(
+        str,
+        _DEFAULTS.group_protocol,
+        "how groups share partitions: classic (members do it), consumer (the broker does, from 4.0 on)",
+        ("classic", "consumer"),
+    ),
+    "assignment": Option(
+        str,
+        _DEFAULTS.assignment,
+        "how members of a classic group share partitions",
+        ("cooperative-sticky", "range", "roundrobin"),
+    ),
+    "log_level": Option(
+        int,
+        _DEFAULTS.log_level,
+        "what of the client's log goes on to `logging`, as syslog counts: 3 errors, 4 warnings, 6 all but debugging",
+        tuple(range(8)),
+    ),
+}
+
+# A longest name of a topic is 249; the name of an application follows the prefix.
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_MOST_PREPARED_IDS = 1000  # each is remembered by the coordinator for seven days, and opened one after another
+
+_ALL_IN_ORDER = "a transaction needs each message stored once, in order, by all replicas in sync"
+_ACKS = "what was read is acknowledged in transactions, by the backend"
+_LOG = "by its log the backend knows that a connection was lost; what you see of it is the option log_level"
+_DEADLINE = "it follows from timeout= and hold= of connect() and transaction()"
+_JAVA_PARTITIONER = "murmur2_random"
+_PARTITIONER = "a key's partition is the one that Kafka's Java client picks"
+_CODECS = "values and keys are bytes, or what a topic's codec makes of them"
+_PLUGINS = "what listens is a plug-in of txnbridge: its events and headers"
+_REPORTS = "delivery reports are the writer's own"
+_POLL = "poll() and batches() say how many"
+_NOTHING_LIKE_IT = "neither client here has anything like it"
+_KEYS = "certificates and keys are PEM files or text here, because two clients need them"
+_OIDC = "the client's id and secret are shown to a token endpoint here, and nothing else"
+_KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
+
+# Settings with an owner, or none: not taken, with the reason.
+REFUSED: Mapping[str, str] = {
+    name: reason
+    for reason, listed in {
+        "the URL names the brokers": "bootstrap.servers metadata.broker.list bootstrap.controllers",
+        "it is connect(transactional_id=…)": "transactional.id",
+        _DEADLINE: "transaction.timeout.ms message.timeout.ms delivery.timeout.ms max.block.ms default.api.timeout.ms",
+        _ALL_IN_ORDER: "enable.idempotence enable.gapless.guarantee request.required.acks queuing.strategy "
+        "max.in.flight max.in.flight.requests.per.connection message.send.max.retries",
+        "only what is committed is read": "isolation.level",
+        _ACKS: "enable.auto.commit auto.commit.enable auto.commit.interval.ms enable.auto.offset.store "
+        "offset.store.method offset.store.path offset.store.sync.interval.ms",
+        "it is consumer(start=…)": "auto.offset.reset",
+        "it is consumer(group=…)": "group.id",
+        "it is the option group_protocol": "group.protocol group.protocol.type",
+        "it is the option assignment": "partition.assignment.strategy",
+        "it is connect(create_topics=…)": "allow.auto.create.topics",
+        "readers set it themselves": "enable.partition.eof",
+        _LOG: "log.connection.close log.queue log.thread.name",
+        "by it the backend learns its producer id": "statistics.interval.ms",
+        _REPORTS: "delivery.report.only.error produce.offset.report",
+        _PARTITIONER: "partitioner.class partitioner.ignore.keys partitioner.adaptive.partitioning.enable "
+        "partitioner.availability.timeout.ms",
+        _CODECS: "key.serializer value.serializer key.deserializer value.deserializer",
+        _PLUGINS: "interceptor.classes plugin.library.paths metric.reporters metrics.num.samples "
+        "metrics.recording.level metrics.sample.window.ms",
+        _POLL: "max.poll.records consume.callback.max.messages",
+        "there are no share groups here": "share.acknowledgement.mode share.acquire.mode",
+        "prepared transactions here need nothing of it": "transaction.two.phase.commit.enable",
+        "any value may be env:NAME or file:/path": "config.providers",
+        "both clients agree on TLS 1.2 or newer by themselves": "ssl.protocol ssl.enabled.protocols",
+        _KEYS: "ssl.engine.location ssl.engine.id ssl.providers ssl.engine.factory.class ssl.certificate.verify_cb",
+        _OIDC: "enable.sasl.oauthbearer.unsecure.jwt sasl.oauthbearer.config sasl.oauthbearer.grant.type "
+        "sasl.oauthbearer.metadata.authentication.type sasl.oauthbearer.assertion.algorithm "
+        "sasl.oauthbearer.assertion.claim.aud sasl.oauthbearer.assertion.claim.exp.seconds "
+        "sasl.oauthbearer.assertion.claim.iss sasl.oauthbearer.assertion.claim.jti.include "
+        "sasl.oauthbearer.assertion.claim.nbf.seconds sasl.oauthbearer.assertion.claim.sub "
+        "sasl.oauthbearer.assertion.file sasl.oauthbearer.assertion.jwt.template.file "
+        "sasl.oauthbearer.assertion.template.file sasl.oauthbearer.assertion.private.key.file "
+        "sasl.oauthbearer.assertion.private.key.passphrase sasl.oauthbearer.assertion.private.key.pem",
+        _KERBEROS: "sasl.kerberos.keytab sasl.kerberos.kinit.cmd sasl.kerberos.min.time.before.relogin "
+        "sasl.kerberos.principal sasl.kerberos.service.name sasl.kerberos.ticket.renew.jitter "
+        "sasl.kerberos.ticket.renew.window.factor",
+        _NOTHING_LIKE_IT: "metadata.max.idle.ms exclude.internal.topics security.providers ssl.provider "
+        "ssl.keymanager.algorithm ssl.trustmanager.algorithm ssl.secure.random.implementation "
+        "socket.connection.setup.timeout.max.ms internal.throw.on.fetch.stable.offset.unsupported "
+        "sasl.client.callback.handler.class sasl.login.class sasl.login.connect.timeout.ms sasl.login.read.timeout.ms "
+        "sasl.login.refresh.buffer.seconds sasl.login.refresh.min.period.seconds sasl.login.refresh.window.factor "
+        "sasl.login.refresh.window.jitter sasl.login.retry.backoff.max.ms sasl.login.retry.backoff.ms "
+        "sasl.oauthbearer.clock.skew.seconds sasl.oauthbearer.expected.audience sasl.oauthbearer.expected.issuer "
+        "sasl.oauthbearer.header.urlencode sasl.oauthbearer.jwks.endpoint.refresh.ms "
+        "sasl.oauthbearer.jwks.endpoint.retry.backoff.max.ms sasl.oauthbearer.jwks.endpoint.retry.backoff.ms "
+        "sasl.oauthbearer.jwks.endpoint.url sasl.oauthbearer.jwt.retriever.class "
+        "sasl.oauthbearer.jwt.validator.class sasl.oauthbearer.scope.claim.name",
+    }.items()
+    for name in listed.split()
+}
+
+
+def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
+    """What a URL, our options and the client's own say together.
+
+    Raises `InvalidOption` for a setting that nobody knows, that belongs to the backend, or whose value is wrong.
+    """
+    bootstrap = _bootstrap(url)
+    _check(options)
+    given = {name: _value(name, value) for name, value in context.client_options.items()}
+    for name in given:
+        if name in REFUSED:
+            raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
+    told = security.complete(java.translate(given))
+    client, producer, consumer = _sorted({**_defaults(context.timeout), **told})
+    raw = security.raw(client)
+    _ask_the_client(client, producer, consumer, options["group_protocol"])
+    return Settings(
+        bootstrap=bootstrap,
+        client={"bootstrap.servers": bootstrap, **client},
+        raw=raw,
+        timeout=context.timeout,
+        hold=context.hold,
+        application=context.application,
+        create_topics=context.create_topics or 0,
+        producer={"partitioner": _JAVA_PARTITIONER, **producer},
+        consumer=consumer,
+        **options,
+    )
+
+
+def _bootstrap(url: Url) -> str:
+    if not url.hosts:
+        raise InvalidOption(f"{url}: a broker's URL is kafka://host:9092,host2:9092")
+    if url.path not in ("", "/"):
+        raise InvalidOption(f"{url}: a Kafka URL has no path; a topic's name goes into send() and consumer()")
+    return ",".join(f"{f'[{name}]' if ':' in name else name}:{port or PORT}" for name, port in url.hosts)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    if not _PREFIX.fullmatch(options["prefix"]):
+        raise InvalidOption("option 'prefix' is 1 to 100 letters, digits, '_' and '-'")
+    if options["replicas"] != -1 and options["replicas"] < 1:
+        raise InvalidOption("option 'replicas' is at least 1, or -1 for the broker's default")
+    if not 1 <= options["prepared_ids"] <= _MOST_PREPARED_IDS:
+        raise InvalidOption(f"option 'prepared_ids' is 1 to {_MOST_PREPARED_IDS}")
+    if options["group_protocol"] == "consumer" and options["assignment"] != _DEFAULTS.assignment:
+        raise InvalidOption("with group_protocol=consumer the broker shares partitions: see 'group.remote.assignor'")
+
+
+def _value(name: str, value: Any) -> str:
+    """Every value as text, as both clients and the URL have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str | int | float | os.PathLike):
+        raise InvalidOption(f"option {name!r} must be text, a number or true or false")
+    return str(value)
+
+
+def _defaults(timeout: float) -> dict[str, str]:
+    """Where ours differ from the client's own. The user's settings win over these."""
+    # A half-open connection must be noticed, and another tried, well within one deadline.
+    patience = str(int(min(max(timeout / 3, 1.0), 10.0) * 1000))
+    return {
+        "client.id": "txnbridge",
+        "socket.timeout.ms": patience,
+        "socket.connection.setup.timeout.ms": patience,
+        # The client's own ten seconds between two attempts are too long for a deadline of thirty.
+        "reconnect.backoff.max.ms": "1000",
+        # Before the broker closes an idle connection (ten minutes), which could meet a request that is on its way.
+        "connections.max.idle.ms": "540000",
+        # Partitions may be added while we write and read; a request a minute costs nothing.
+        "topic.metadata.refresh.interval.ms": "60000",
+        # The producer's own default would create a mistyped topic wherever the broker lets it.
+        "allow.auto.create.topics": "false",
+    }
+
+
+def _sorted(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """For every client, for producers only, for consumers only."""
+    producer = {name: value for name, value in settings.items() if name in names.PRODUCER}
+    consumer = {name: value for name, value in settings.items() if name in names.CONSUMER}
+    own = {*producer, *consumer}
+    return {name: value for name, value in settings.items() if name not in own}, producer, consumer
+
+
+def _ask_the_client(
+    client: Mapping[str, str], producer: Mapping[str, str], consumer: Mapping[str, str], group_protocol: str
+) -> None:
+    """Let the client judge names and values, without a broker to connect to and without asking for a token."""
+    import logging
+
+    from confluent_kafka import Consumer, KafkaException, Producer
+
+    silent = logging.getLogger("txnbridge.kafka.settings")  # never polled, so nothing of it arrives
+    tried = {**client, "sasl.oauthbearer.method": "default"}
+    group = {"group.id": "settings", "group.protocol": group_protocol}
+    try:
+        Producer({**tried, **producer}, logger=silent)
+        Consumer({**tried, **consumer, **group}, logger=silent).close()
+    except KafkaException as error:
+        raise _refusal(error.args[0].str(), client) from None
+
+
+_UNKNOWN = re.compile(r'No such configuration property: "(.*)"')
+
+
+def _refusal(text: str, client: Mapping[str, str]) -> InvalidOption:
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        known = (names.COMMON | names.PRODUCER | names.CONSUMER | java.NAMES) - REFUSED.keys()
+        near = difflib.get_close_matches(unknown[1], known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return InvalidOption(f"the Kafka client has no setting {unknown[1]!r}{hint}")
+    for secret in security.secrets(client):
+        text = text.replace(secret, "…")
+    return InvalidOption(f"the Kafka client refuses a setting: {text.strip()}")
