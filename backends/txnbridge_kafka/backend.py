@@ -1,0 +1,68 @@
+"""What Kafka promises through us, and how a URL becomes a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txnbridge.errors import BackendMissing
+from txnbridge.spi import (
+    NATIVE,
+    Backend,
+    Broker,
+    Capabilities,
+    Capability,
+    Context,
+    Deadline,
+    Limits,
+    Url,
+    absent,
+    emulated,
+)
+from txnbridge_kafka.settings import OPTIONS, read
+
+_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
+_ONE_MEMBER = "a partition is read by one member of a group"
+
+CAPABILITIES = Capabilities(
+    "Kafka",
+    {
+        **dict.fromkeys(Capability, NATIVE),
+        Capability.FENCING: emulated(
+            "the broker fences each writer; the decision log says which owner of the id is newest"
+        ),
+        Capability.PREPARE: emulated(
+            "an open transaction whose producer is dropped; a record of it is in the decision log"
+        ),
+        Capability.RESOLVE_ANYWHERE: emulated("EndTxn with the producer id and epoch that the token carries"),
+        Capability.STATUS_LOOKUP: emulated(
+            "the coordinator's start time tells a transaction from others of its writer"
+        ),
+        Capability.REDELIVERY: emulated("the reader goes back; what came after the message comes again too"),
+        Capability.DECISION_LOG: emulated("a topic with one partition in which the first record for an id counts"),
+        Capability.INDIVIDUAL_ACK: absent(_ONE_POSITION),
+        Capability.SHARE_MESSAGE: absent(_ONE_MEMBER),
+        Capability.SHARE_KEY: absent(_ONE_MEMBER),
+        Capability.RESUME_SEQUENCE: absent("a producer's sequence ends with its session"),
+        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
+    },
+)
+
+
+class KafkaBackend(Backend):
+    """Apache Kafka from 2.5 on."""
+
+    name = "kafka"
+    schemes = ("kafka",)
+    capabilities = CAPABILITIES
+    # The defaults of its clients (message.max.bytes) and its broker (transaction.max.timeout.ms).
+    limits = Limits(message_bytes=1_000_000, prepared_seconds=900.0)
+    options = OPTIONS
+    steps = ("step:open", "step:fence", "step:end", "step:describe", "step:record", "step:repair")
+
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+        try:
+            from txnbridge_kafka.broker import KafkaBroker
+        except ModuleNotFoundError as error:
+            raise BackendMissing(f"{error.name} is not installed: pip install 'txnbridge[kafka]'") from error
+        return KafkaBroker(read(url, options, context), context, self, deadline)

@@ -1,0 +1,20 @@
+"""What every part of a bridge to one cluster shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txnbridge.spi import Emitter
+from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.topics import Topics
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The settings, and the ways to ask."""
+
+    settings: Settings
+    requests: Requests
+    topics: Topics
+    events: Emitter

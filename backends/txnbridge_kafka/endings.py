@@ -1,0 +1,104 @@
+"""What became of a transaction, and ending a prepared one: by what its coordinator remembers, or the log recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txnbridge.errors import EvidenceLost, InvalidToken, OutcomeUnknown
+from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
+from txnbridge_kafka.requests import Described, Requests
+
+_GONE = "its writer's id was opened again since, and no record of how it ended is left"
+
+
+def plain_status(requests: Requests, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
+    """What became of a transaction that was not prepared, and of which everything was stored before its commit.
+
+    All transactions of one opening share producer id and epoch; being stored, this one was the coordinator's last.
+    """
+    id, pid, epoch = _numbers(how, "pid", "epoch")
+    key = evidence_key(id, pid, f"epoch {epoch}")
+    found = requests.describe([id], deadline).get(id)
+    if found is None or found.pid != pid:
+        return _recorded(ledger, key, deadline)
+    if found.epoch == epoch:
+        return _status(found)
+    recorded = _recorded(ledger, key, deadline)
+    if (
+        recorded.permanent
+        and found.epoch == epoch + 1
+        and found.state in ABORTED
+        and _is_still_ours(ledger, how, deadline)
+    ):
+        return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
+    return recorded
+
+
+def _is_still_ours(ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> bool:
+    """Whether nobody opened the id since: then a raised epoch is that of a time-out, not of another opening."""
+    if "opening" not in how:
+        return True  # an id that nobody else knows, and whose own writer records what it opens again
+    newest = ledger.newest_opening(deadline)
+    return newest is not None and newest[0] == how["opening"]
+
+
+def _status(found: Described) -> Status:
+    if found.state in COMMITTED:
+        return Status(TokenState.COMMITTED)
+    if found.state == OPEN:
+        return Status(TokenState.UNKNOWN, reason="it is still open; its writer has not ended it yet")
+    return Status(TokenState.ABORTED)
+
+
+def _recorded(ledger: Ledger, key: str, deadline: Deadline) -> Status:
+    state = recorded_outcome(ledger, key, deadline)
+    if state is None:
+        return Status(TokenState.UNKNOWN, reason=_GONE, permanent=True)
+    return Status(TokenState(state))
+
+
+def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+    """What became of a prepared transaction: the coordinator's start time tells it from any other of its id."""
+    id, pid, _, start = read_how(token.how)
+    found = cluster.requests.describe([id], deadline).get(id)
+    # The state before the start: older brokers keep the start of the last transaction when an id is opened again.
+    if found is not None and found.pid == pid and found.state != "Empty" and found.start == start:
+        if found.state == OPEN:
+            return Status(TokenState.PREPARED, expires_at=token.expires_at)
+        return Status(TokenState.COMMITTED if found.state in COMMITTED else TokenState.ABORTED)
+    return _recorded(ledger, evidence_key(id, pid, f"start {start}"), deadline)
+
+
+def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
+    """Ask for an end, and say what is true, whoever was first. Safe to repeat."""
+    id, pid, epoch, _ = read_how(token.how)
+    with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
+        ended = cluster.requests.end(id, pid, epoch, commit, deadline)
+        told["code"] = ended.code
+    if ended.code == 0:
+        return Outcome.COMMITTED if commit else Outcome.ABORTED
+    # Refused: it had ended before, or its id was opened again. The code alone does not tell how it ended.
+    status = prepared_status(cluster, token, ledger, deadline)
+    if status.state is TokenState.COMMITTED:
+        return Outcome.COMMITTED
+    if status.state is TokenState.ABORTED:
+        return Outcome.ABORTED
+    if status.permanent:
+        raise EvidenceLost(f"transaction {token.transaction}: {status.reason}")
+    raise OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open")
+
+
+def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    """A prepared token's id, producer id, epoch and start. Raises `InvalidToken`."""
+    id, pid, epoch, start = _numbers(how, "pid", "epoch", "start")
+    return id, pid, epoch, start
+
+
+def _numbers(how: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
+    found = (how.get("id"), *(how.get(name) for name in names))
+    if not isinstance(found[0], str) or not all(type(number) is int for number in found[1:]):
+        raise InvalidToken(f"this token is damaged: it does not tell its id and, in numbers, its {' and '.join(names)}")
+    return found

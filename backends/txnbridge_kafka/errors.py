@@ -1,0 +1,79 @@
+"""Kafka's errors in our words."""
+
+from __future__ import annotations
+
+from confluent_kafka import KafkaError, KafkaException
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    NotFound,
+    StorageFailed,
+    TxnBridgeError,
+)
+
+_DENIED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError._AUTHENTICATION,
+}
+_MISSING = {
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_TOPIC,
+    KafkaError._UNKNOWN_PARTITION,
+}
+_TIMED_OUT = {
+    KafkaError._TIMED_OUT,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError._TIMED_OUT_QUEUE,
+    KafkaError._MSG_TIMED_OUT,
+}
+_STORAGE = {KafkaError.KAFKA_STORAGE_ERROR, KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND}
+_REFUSED = {
+    KafkaError._INVALID_ARG,
+    KafkaError.INVALID_CONFIG,
+    KafkaError.INVALID_PARTITIONS,
+    KafkaError.INVALID_REPLICATION_FACTOR,
+    KafkaError.INVALID_TRANSACTION_TIMEOUT,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.TOPIC_EXCEPTION,
+    KafkaError.INVALID_REQUEST,
+}
+
+
+def kafka_error(error: BaseException) -> KafkaError | None:
+    """The client's own error inside an exception of its own; None for any other exception."""
+    if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
+        # A fatal error that met a delivery callback: the client loses the first one's type.
+        error = error.__cause__
+    if isinstance(error, KafkaException):
+        found = error.args[0]
+        return found if isinstance(found, KafkaError) else None
+    return error if isinstance(error, KafkaError) else None
+
+
+def translate(error: BaseException, what: str) -> TxnBridgeError:
+    """An error of a client as ours; `what` says what was being done. To be raised `from` the client's own.
+
+    Right for calls that decide nothing about a transaction; those of a transaction are told apart in `producer`.
+    """
+    found = kafka_error(error)
+    if found is None:
+        return BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
+    code, text = found.code(), f"{what}: {found.str()} ({found.name()})"
+    if code in _DENIED:
+        return AccessDenied(text)
+    if code in _MISSING:
+        return NotFound(text)
+    if code in _TIMED_OUT:
+        return DeadlineExceeded(text)
+    if code in _STORAGE:
+        return StorageFailed(text)
+    if code in _REFUSED:
+        return InvalidOption(text)
+    return BrokerUnavailable(text)

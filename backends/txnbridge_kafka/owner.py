@@ -1,0 +1,85 @@
+"""This process as the owner of a transactional id, and what the decision log says of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from txnbridge.errors import EvidenceLost, Fenced
+from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
+from txnbridge_kafka.requests import Described
+
+# What the coordinator's states mean for the transaction that they are about.
+COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
+ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
+OPEN = "Ongoing"
+# Nothing will change by itself any more.
+SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
+
+# Kinds of ledger records. "prepare" has a meaning for the ledger itself.
+PREPARE, OUTCOME = "prepare", "outcome"
+
+
+class Owner:
+    """Knows whether this process is still the owner, and records what opening an id destroys at the coordinator."""
+
+    def __init__(self, identity: Identity, ledger: Ledger, prepared_ids: int) -> None:
+        self.identity = identity
+        self.ledger = ledger
+        self.prepared_ids = prepared_ids
+        self.opening: str | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
+        """Become the newest owner; what the one before had said of itself."""
+        with self._lock:
+            before = self.ledger.newest_opening(deadline)
+            about = {"writers": writers, "prepared_ids": self.prepared_ids, "host": self.identity.host}
+            self.opening = self.ledger.opened(about, deadline)
+            return before[1] if before else {}
+
+    def open_once(self, deadline: Deadline) -> None:
+        """An id that the bridge made up for itself is opened when something has to be recorded about it."""
+        if self.opening is None:
+            self.open(0, deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if somebody has opened the id since."""
+        if self.opening is None:
+            return
+        newest = self.ledger.newest_opening(deadline)
+        if newest is None or newest[0] != self.opening:
+            host = newest[1].get("host") if newest else None
+            raise Fenced(
+                f"{self.name} was opened by {host or 'another process'} since: this owner must stop", newer=host
+            )
+
+    def note_outcome(self, found: Described, deadline: Deadline, *, prepared: bool = False) -> None:
+        """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it."""
+        state = "committed" if found.state in COMMITTED else "aborted"
+        marks = [f"start {found.start}"] if prepared else [f"epoch {found.epoch}"]
+        if state == "aborted" and not prepared:
+            # A time-out raises the epoch, and the token has the one before. If that one had an end of its own, it was
+            # recorded before this, and the first record counts.
+            marks.append(f"epoch {found.epoch - 1}")
+        for mark in marks:
+            self.ledger.record(OUTCOME, evidence_key(found.id, found.pid, mark), {"state": state}, deadline)
+
+
+def evidence_key(id: str, pid: int, mark: str) -> str:
+    """Under which a transaction's outcome is recorded: plain ones by their epoch, prepared ones by their start."""
+    return f"{id}/{pid}/{mark}"
+
+
+def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline) -> str | None:
+    """ "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left."""
+    try:
+        entries: list[LedgerEntry] = ledger.find(key, deadline)
+    except EvidenceLost:
+        return None
+    return next((str(entry.data["state"]) for entry in entries if entry.kind == OUTCOME), None)

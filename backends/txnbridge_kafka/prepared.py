@@ -1,0 +1,238 @@
+"""Transactions that are prepared: under ids of their own, one transaction each time such an id is opened."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    Fenced,
+    InvalidState,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.owner import OPEN, PREPARE, Owner
+from txnbridge_kafka.requests import Described
+from txnbridge_kafka.writer import KafkaWriter, end_if_open
+
+_log = logging.getLogger("txnbridge")
+
+# While all ids are taken by unresolved transactions: how often to look whether one was resolved.
+_LOOK_SECONDS = 0.2
+# For opening an id ahead of its use, in the background.
+_AHEAD_SECONDS = 30.0
+
+
+def pool_id(name: str, number: int) -> str:
+    return f"{name}.p{number}"
+
+
+def pool_ids(name: str, count: int) -> list[str]:
+    return [pool_id(name, number) for number in range(count)]
+
+
+class PreparedWriter(KafkaWriter):
+    """Carries one transaction, which is prepared or aborted, and is then let go of."""
+
+    _start: int | None = None
+
+    def begin(self, begin: Begin) -> None:
+        timeout_ms = self._pool.timeout_ms(begin)
+        if timeout_ms != self._timeout_ms:
+            # The broker takes the time-out when an id is opened.
+            self._timeout_ms = timeout_ms
+            self._stale = "another time-out was asked for"
+        super().begin(begin)
+
+    def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
+        super().__init__(cluster, owner, id, timeout_ms)
+        self._pool = pool
+
+    def evidence(self) -> Evidence:
+        plain = super().evidence()
+        if self._start is None:
+            return plain
+        return replace(plain, how={**plain.how, "start": self._start}, expires_at=self._start + self._timeout_ms)
+
+    def prepare(self, deadline: Deadline) -> None:
+        assert self._producer is not None and self._opened is not None
+        opened = self._opened
+        nothing = not self._messages and not self._acks
+        self._store(self._producer, deadline)
+        if nothing:
+            # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
+            group = f"{self._cluster.settings.prefix}empty"
+            self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
+        found = self._cluster.requests.describe([self.id], deadline).get(self.id)
+        if found is None or found.state != OPEN or (found.pid, found.epoch) != (opened.pid, opened.epoch):
+            self._owner.check(deadline)
+            self._abort_from_outside(deadline)
+            raise TransactionTimedOut("the transaction was ended before it was prepared: its time was over")
+        self._start = found.start
+        with self._cluster.events.step("step:record", self._begun.transaction):
+            self._record(deadline)
+        self._drop()
+
+    def _record(self, deadline: Deadline) -> None:
+        """From here on the next owner spares it. Raises `Fenced`, and aborts, if there is one already."""
+        evidence = self.evidence()
+        data = {
+            **evidence.how,
+            "expires_at": evidence.expires_at,
+            "messages": evidence.messages,
+            "log": None if evidence.log is None else dict(evidence.log),
+        }
+        try:
+            self._owner.ledger.record(PREPARE, self._begun.transaction, data, deadline)
+        except Fenced:
+            self._abort_from_outside(deadline)
+            raise
+
+    def commit(self, deadline: Deadline) -> None:
+        raise InvalidState("a prepared transaction is committed by its token")
+
+    def close(self) -> None:
+        super().close()
+        self._pool.release(self)
+
+
+class Pool:
+    """The ids of prepared transactions of one owner: opened ahead, one at a time, never while unresolved."""
+
+    def __init__(self, cluster: Cluster, owner: Owner, timeout_ms: int, longest_ms: int) -> None:
+        self._cluster = cluster
+        self._owner = owner
+        self._timeout_ms = timeout_ms
+        self._longest_ms = longest_ms
+        self._ids = pool_ids(owner.name, owner.prepared_ids)
+        self._taken: set[str] = set()
+        self._next = 0
+        self._ready: deque[PreparedWriter] = deque()
+        self._lock = threading.Lock()
+        self._ahead: threading.Thread | None = None
+        self._closed = False
+
+    def timeout_ms(self, begin: Begin) -> int:
+        """What a transaction asks of the broker; without a hold it gets the pool's, the longest that is allowed."""
+        if begin.hold is None:
+            return self._timeout_ms
+        return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
+
+    def take(self, deadline: Deadline) -> PreparedWriter:
+        """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
+        self._owner.open_once(deadline)
+        with self._lock:
+            writer = self._ready.popleft() if self._ready else None
+        if writer is None:
+            writer = self._open_one(deadline)
+        self._open_ahead()
+        return writer
+
+    def release(self, writer: PreparedWriter) -> None:
+        with self._lock:
+            self._taken.discard(writer.id)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            ready, self._ready = list(self._ready), deque()
+        for writer in ready:
+            writer.close()
+        if self._ahead is not None:
+            self._ahead.join(_AHEAD_SECONDS)
+
+    # --- opening ahead ----------------------------------------------------------------------------------------------
+
+    def _open_ahead(self) -> None:
+        with self._lock:
+            if self._closed or self._ready or (self._ahead is not None and self._ahead.is_alive()):
+                return
+            self._ahead = threading.Thread(target=self._open_in_background, name="txnbridge-kafka-pool", daemon=True)
+            self._ahead.start()
+
+    def _open_in_background(self) -> None:
+        try:
+            writer = self._open_one(Deadline(_AHEAD_SECONDS), wait=False)
+        except TxnBridgeError as error:
+            # Whoever needs one next opens it in the foreground, and is told.
+            _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
+            return
+        with self._lock:
+            if not self._closed:
+                self._ready.append(writer)
+                return
+        writer.close()
+
+    def _open_one(self, deadline: Deadline, wait: bool = True) -> PreparedWriter:
+        while True:
+            found = self._find_free(deadline)
+            if found is not None:
+                id, before = found
+                break
+            if not wait or deadline.left() <= _LOOK_SECONDS:
+                raise DeadlineExceeded(self._all_taken(deadline if wait else Deadline(_LOOK_SECONDS)))
+            threading.Event().wait(_LOOK_SECONDS)
+        writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
+        try:
+            if before is not None and before.state != "Empty":
+                self._owner.note_outcome(before, deadline, prepared=True)
+            self._owner.check(deadline)
+            writer.open(deadline)
+        except BaseException:
+            writer.close()
+            raise
+        return writer
+
+    def _find_free(self, deadline: Deadline) -> tuple[str, Described | None] | None:
+        """The next id that holds nothing unresolved, marked as taken; None if there is none."""
+        with self._lock:
+            order = self._ids[self._next :] + self._ids[: self._next]
+            candidates = [id for id in order if id not in self._taken]
+        described = self._cluster.requests.describe(candidates, deadline)
+        for id in candidates:
+            found = described.get(id)
+            if found is not None and found.state == OPEN:
+                continue
+            if found is not None and found.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
+                continue  # it is being ended this moment
+            with self._lock:
+                if id in self._taken:
+                    continue
+                self._taken.add(id)
+                self._next = (self._ids.index(id) + 1) % len(self._ids)
+            return id, found
+        return None
+
+    def _all_taken(self, deadline: Deadline) -> str:
+        text = f"all {len(self._ids)} ids for prepared transactions of {self._owner.name} hold unresolved ones"
+        try:
+            oldest = next(iter(self._owner.ledger.entries(PREPARE, deadline)), None)
+        except TxnBridgeError:
+            oldest = None
+        if oldest is not None:
+            text += f"; the oldest known is {token_of(oldest, self._cluster, deadline)}"
+        return f"{text}: commit or abort some, or connect with a larger prepared_ids"
+
+
+def token_of(entry: LedgerEntry, cluster: Cluster, deadline: Deadline) -> Token:
+    """The token that was given out when this record was written."""
+    data: Mapping[str, Any] = entry.data
+    return Token(
+        broker="kafka",
+        cluster=cluster.requests.cluster_id(deadline),
+        transaction=entry.transaction,
+        how={name: data[name] for name in ("id", "pid", "epoch", "start", "opening") if name in data},
+        prepared=True,
+        expires_at=data["expires_at"],
+        messages=data["messages"],
+        log=data["log"],
+    )
