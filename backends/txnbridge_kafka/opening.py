@@ -10,6 +10,7 @@ from txnbridge.spi import Deadline
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import OPEN, PREPARE, Owner
 from txnbridge_kafka.prepared import pool_ids
+from txnbridge_kafka.requests import Described
 from txnbridge_kafka.writer import KafkaWriter, end_if_open
 
 # Opening waits for the broker, not for this process; but each has a client with threads of its own.
@@ -20,22 +21,28 @@ def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], dead
     """Say in the log that the id is ours, end what is left of older owners, and open every writer."""
     before = owner.open(len(writers), deadline)
     _end_unprepared(cluster, owner, int(before.get("prepared_ids", 0)), deadline)
+    _all_at_once(lambda writer: _open(cluster, owner, writer, deadline), writers)
+    # Of an owner with more writers than we have: nobody opens those, so they are fenced without a client.
     ours = {writer.id for writer in writers}
     older = [f"{owner.name}.{number}" for number in range(int(before.get("writers", 0)))]
-    _all_at_once(lambda id: _clear(cluster, owner, id, deadline), sorted(ours | set(older)))
-    # Of an owner with more writers than we have: nobody opens those, so they are fenced without a client.
-    _all_at_once(lambda id: _fence(cluster, id, deadline), [id for id in older if id not in ours])
-    _all_at_once(lambda writer: writer.open(deadline), writers)
+    _all_at_once(lambda id: _fence(cluster, owner, id, deadline), [id for id in older if id not in ours])
 
 
-def _clear(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
+def _open(cluster: Cluster, owner: Owner, writer: KafkaWriter, deadline: Deadline) -> None:
+    writer.past = _clear(cluster, owner, writer.id, deadline)
+    writer.open(deadline)
+
+
+def _clear(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> Described | None:
     """End what is open under a plain writer's id, and record how its last one ended."""
     found = end_if_open(cluster, id, deadline)
     if found is not None and found.state in ("CompleteCommit", "CompleteAbort"):
         owner.note_outcome(found, deadline)
+    return found
 
 
-def _fence(cluster: Cluster, id: str, deadline: Deadline) -> None:
+def _fence(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
+    _clear(cluster, owner, id, deadline)
     with cluster.events.step("step:fence", id=id):
         cluster.requests.fence(id, int(cluster.settings.timeout * 1000), deadline)
 

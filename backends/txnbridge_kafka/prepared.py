@@ -11,10 +11,8 @@ from typing import Any
 
 from txnbridge.errors import (
     DeadlineExceeded,
-    DeliveryFailed,
     Fenced,
     InvalidState,
-    TransactionAborted,
     TransactionTimedOut,
     TxnBridgeError,
 )
@@ -22,7 +20,7 @@ from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import OPEN, PREPARE, Owner
 from txnbridge_kafka.requests import Described
-from txnbridge_kafka.writer import KafkaWriter, end_if_open
+from txnbridge_kafka.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
@@ -183,6 +181,7 @@ class Pool:
             threading.Event().wait(_LOOK_SECONDS)
         writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
         try:
+            writer.past = before
             if before is not None and before.state != "Empty":
                 self._owner.note_outcome(before, deadline, prepared=True)
             self._owner.check(deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -154,10 +155,9 @@ class TransactionalProducer:
                 return None
 
     def _serve(self) -> None:
-        try:
-            self.poll(_LEAST_SECONDS)  # an abort that waits for deliveries needs their reports served
-        except (KafkaException, SystemError):
-            pass  # a fatal error: the call itself says so when it is made again
+        # An abort that waits for deliveries needs their reports served. A fatal error comes again with the call itself.
+        with suppress(KafkaException, SystemError):
+            self.poll(_LEAST_SECONDS)
 
 
 def _require(error: BaseException) -> KafkaError:

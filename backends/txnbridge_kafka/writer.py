@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,7 @@ from txnbridge.spi import (
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import plain_status
 from txnbridge_kafka.errors import translate
+from txnbridge_kafka.mending import OFFSETS_TOPIC, mend, offsets_partition
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner
 from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
@@ -75,9 +77,11 @@ class KafkaWriter(Writer):
         self._producer: TransactionalProducer | None = None
         self._stale = ""  # why the producer is not used for another transaction
         self._opened: Described | None = None  # what the coordinator said right after the id was opened
+        self.past: Described | None = None  # and before
         self._unknown = False  # whether a token was given out whose only evidence is at the coordinator
         self._log: Mapping[str, Any] | None = None
-        self._partitions: dict[str, int] = {}
+        self._partitions: dict[str, int] = {}  # of the topics that were looked at since the id was opened
+        self._mended_groups: set[str] = set()
         self._acks: dict[str, tuple[AckContext, dict[Partition, int]]] = {}
         self._messages = 0
 
@@ -95,6 +99,7 @@ class KafkaWriter(Writer):
             raise BrokerUnavailable(f"the coordinator does not know {self.id}, which was just opened; try again")
         self._producer, self._opened, self._stale = producer, found, ""
         self._partitions.clear()
+        self._mended_groups.clear()
 
     def reopen(self, deadline: Deadline) -> None:
         self._owner.check(deadline)
@@ -106,7 +111,7 @@ class KafkaWriter(Writer):
 
     def _end_leftover(self, opened: Described, deadline: Deadline) -> None:
         """End what is open, and keep what a token may be asked about: opening the id destroys that evidence."""
-        found = end_if_open(self._cluster, self.id, deadline, only=opened)
+        self.past = found = end_if_open(self._cluster, self.id, deadline, only=opened)
         if self._unknown and found is not None and found.pid == opened.pid and found.state != "Empty":
             self._owner.open_once(deadline)
             self._owner.note_outcome(found, deadline)
@@ -195,7 +200,14 @@ class KafkaWriter(Writer):
         count = self._cluster.topics.partitions(topic, deadline, at_least=(partition or 0) + 1)
         if partition is not None and partition >= count:
             raise NotFound(f"{topic} has {count} partitions, so there is no partition {partition}")
+        if topic not in self._partitions:
+            self._mend([(topic, number) for number in range(count)], deadline)
         self._partitions[topic] = count
+
+    def _mend(self, partitions: Sequence[Partition], deadline: Deadline) -> None:
+        if self.past is not None:
+            assert self._opened is not None
+            mend(self._cluster, self._owner, self._opened, self.past, partitions, deadline)
 
     def _wait_for_room(self) -> None:
         assert self._producer is not None
@@ -224,6 +236,11 @@ class KafkaWriter(Writer):
 
     def _send_acks(self, producer: TransactionalProducer, deadline: Deadline) -> None:
         for group, (context, offsets) in self._acks.items():
+            if group not in self._mended_groups:
+                if self.past is not None:
+                    count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
+                    self._mend([offsets_partition(group, count)], deadline)
+                self._mended_groups.add(group)
             wanted = [TopicPartition(topic, number, offset) for (topic, number), offset in offsets.items()]
             with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
                 error = producer.send_offsets(wanted, context.metadata, deadline)
@@ -331,10 +348,8 @@ class KafkaWriter(Writer):
         if producer is None:
             return
         if not self._stale:
-            try:
+            with suppress(BrokerUnavailable):
                 producer.flush(Deadline(min(_FLUSH_BEFORE_ABORT, deadline.left())))
-            except BrokerUnavailable:
-                pass
             if producer.abort(Deadline(deadline.left() / 2)) is None:
                 self._stale = producer.doubt()
                 return
