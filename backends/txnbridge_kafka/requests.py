@@ -203,7 +203,7 @@ class Requests:
         async def attempt(line: _Line) -> Ended:
             nonlocal asked
             node = await line.coordinator(id)
-            newest = 5 if await line.transaction_version(node) >= _EPOCH_BUMPS else 4
+            newest = 5 if await line.bumps_epochs(node) else 4
             request = EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )
@@ -425,7 +425,7 @@ class _Line:
 
     def __init__(self, server: str, config: Mapping[str, Any]) -> None:
         self.server = server
-        self._versions: dict[Any, int] = {}
+        self._levels: dict[Any, int] = {}
         with _quiet():
             self._sockets: list[socket.socket] = []
             self._net = _loop(self._sockets)
@@ -508,12 +508,15 @@ class _Line:
         return found
 
     async def transaction_version(self, node: Any) -> int:
-        """The finalised level as a node says. It is asked once: a level that rises later disturbs no older request."""
-        if node not in self._versions:
-            answer = await self.ask(node, _features())
-            levels = {each.name: int(each.max_version_level) for each in answer.finalized_features or ()}
-            self._versions[node] = levels.get("transaction.version", 0)
-        return self._versions[node]
+        """The finalised level, as a node says now."""
+        levels = (await self.ask(node, _features())).finalized_features or ()
+        return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
+
+    async def bumps_epochs(self, node: Any) -> bool:
+        """Whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
+        if node not in self._levels:
+            self._levels[node] = await self.transaction_version(node)
+        return self._levels[node] >= _EPOCH_BUMPS
 
 
 def _features() -> Any:

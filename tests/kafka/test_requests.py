@@ -1,0 +1,876 @@
+"""What Kafka answers to raw requests, row by row, and that every request ends by its deadline."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers.plugin import StartKafka
+from txnbridge_kafka import requests
+from txnbridge_kafka.requests import ANSWERS, Described, Ended, Requests
+from txnbridge_kafka.settings import Settings
+
+from tests.brokers.kit import create_topic, port_of, topic_appears
+from txnbridge.errors import (
+    AccessDenied,
+    BackendMissing,
+    DeadlineExceeded,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+    OutcomeUnknown,
+)
+from txnbridge.spi import Deadline
+
+pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
+
+COMMIT, ABORT = True, False
+LONG = 30.0
+# How late a call may end on a machine that does other things too.
+LATE = 2.0
+# So that a transaction can time out within a test; the brokers look twice a second.
+SHORT_MS = 1000
+
+_numbers = count(1)
+_silent = logging.getLogger("tests.kafka.librdkafka")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+
+def settings_for(bootstrap: str, **raw: Any) -> Settings:
+    return Settings(
+        bootstrap=bootstrap, client={}, raw=raw, timeout=LONG, hold=None, application="tests", create_topics=0
+    )
+
+
+@dataclass
+class World:
+    """A broker, our requests to it, and a producer to ask about: A in the comments."""
+
+    broker: brokers.Broker
+    requests: Requests
+    topic: str
+    version: int  # of EndTxn: what `end` uses here
+    id: str = field(default_factory=lambda: f"requests-{next(_numbers)}")
+    producers: list[Producer] = field(default_factory=list)
+
+    @property
+    def bootstrap(self) -> str:
+        return self.broker.url.removeprefix("kafka://")
+
+    def opened(self, id: str | None = None, timeout_ms: int = 60_000) -> Producer:
+        """A: a producer whose id is open."""
+        settings = {
+            "bootstrap.servers": self.bootstrap,
+            "transactional.id": id or self.id,
+            "transaction.timeout.ms": timeout_ms,
+        }
+        producer = Producer(settings, logger=_silent)
+        producer.init_transactions(LONG)
+        self.producers.append(producer)
+        return producer
+
+    def begun(self, timeout_ms: int = 60_000) -> tuple[int, int]:
+        """A writes one message in a transaction and does nothing more: its pid and epoch."""
+        self.write(self.opened(timeout_ms=timeout_ms))
+        return self.who()
+
+    def write(self, producer: Producer) -> None:
+        producer.begin_transaction()
+        producer.produce(self.topic, self.id.encode())
+        assert producer.flush(LONG) == 0
+
+    def described(self) -> Described:
+        return self.requests.describe([self.id], Deadline(LONG))[self.id]
+
+    def who(self) -> tuple[int, int]:
+        told = self.described()
+        return told.pid, told.epoch
+
+    def timed_out(self) -> tuple[int, int]:
+        """A's transaction was ended by the broker: A's pid and epoch before that."""
+        who = self.begun(timeout_ms=SHORT_MS)
+        assert wait_until(lambda: self.described().state == "CompleteAbort", LONG)
+        return who
+
+    def end(self, who: tuple[int, int], commit: bool) -> Ended:
+        return self.requests.end(self.id, *who, commit, Deadline(LONG))
+
+    def completed(self) -> Described:
+        """What the coordinator says once the markers are written: a kill before that may lose them."""
+        assert wait_until(lambda: self.described().state.startswith("Complete"), LONG)
+        return self.described()
+
+    def visible(self) -> list[bytes]:
+        """The messages of this world's producer that readers of committed messages see, up to the end."""
+        settings = {
+            "bootstrap.servers": self.bootstrap,
+            "group.id": self.id,
+            "enable.partition.eof": True,
+            "enable.auto.commit": False,
+        }
+        reader = Consumer(settings, logger=_silent)
+        reader.assign([TopicPartition(self.topic, 0, 0)])
+        found: list[bytes] = []
+        try:
+            while True:
+                message = reader.poll(LONG)
+                assert message is not None
+                error, value = message.error(), message.value()
+                if error is not None:
+                    assert error.code() == KafkaError._PARTITION_EOF
+                    return found
+                if value == self.id.encode():
+                    found.append(value)
+        finally:
+            reader.close()
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(broker: brokers.Broker, version: int | None = None) -> World:
+        ours = Requests(settings_for(broker.url.removeprefix("kafka://")))
+        topic = f"requests-topic-{next(_numbers)}"
+        assert create_topic(port_of(broker), topic) == 0
+        assert topic_appears(port_of(broker), topic)
+        newest = 5 if ours.transaction_version(Deadline(LONG)) >= 2 else 4
+        made.append(World(broker, ours, topic, version or newest))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.requests.close()
+
+
+@pytest.fixture
+def world(kafka_broker: brokers.Broker, make_world: Callable[..., World]) -> World:
+    return make_world(kafka_broker)
+
+
+@pytest.fixture
+def older_end(monkeypatch) -> None:
+    """A coordinator that has not finalised what EndTxn 5 needs."""
+    monkeypatch.setattr(requests, "_EPOCH_BUMPS", 99)
+
+
+# --- the answers to EndTxn -------------------------------------------------------------------------------------------
+
+# A situation is brought about, and says who asks: the table says what each decision is answered by EndTxn 4 and 5.
+Situation = Callable[[World], tuple[int, int]]
+
+
+def open_one(world: World) -> tuple[int, int]:
+    return world.begun()
+
+
+def committed_one(world: World) -> tuple[int, int]:
+    who = world.begun()
+    assert world.end(who, COMMIT).code == 0
+    return who
+
+
+def aborted_one(world: World) -> tuple[int, int]:
+    who = world.begun()
+    assert world.end(who, ABORT).code == 0
+    return who
+
+
+def timed_out(world: World) -> tuple[int, int]:
+    return world.timed_out()
+
+
+def timed_out_and_asked_with_the_epoch_since(world: World) -> tuple[int, int]:
+    pid, epoch = world.timed_out()
+    return pid, epoch + 1
+
+
+def opened_again_while_open(world: World) -> tuple[int, int]:
+    who = world.begun()
+    world.opened()
+    return who
+
+
+def committed_and_opened_again(world: World) -> tuple[int, int]:
+    who = committed_one(world)
+    world.completed()
+    world.opened()
+    return who
+
+
+def committed_by_the_old_way_and_asked_with_the_next_epoch(world: World) -> tuple[int, int]:
+    pid, epoch = committed_and_opened_again(world)
+    return pid, epoch + 1
+
+
+def empty(world: World) -> tuple[int, int]:
+    world.opened()
+    return world.who()
+
+
+def another_pid(world: World) -> tuple[int, int]:
+    pid, epoch = world.begun()
+    return pid + 100_000, epoch
+
+
+def unknown_id(world: World) -> tuple[int, int]:
+    return 1, 0
+
+
+def lower_epoch(world: World) -> tuple[int, int]:
+    world.opened()
+    world.producers.clear()
+    pid, epoch = world.begun()
+    assert epoch > 0
+    return pid, epoch - 1
+
+
+def higher_epoch(world: World) -> tuple[int, int]:
+    pid, epoch = world.begun()
+    return pid, epoch + 1
+
+
+def committed_and_asked_with_the_epoch_since(world: World) -> tuple[int, int]:
+    pid, epoch = committed_one(world)
+    assert world.completed().epoch == epoch + 1
+    return pid, epoch + 1
+
+
+def committed_and_asked_with_a_higher_epoch(world: World) -> tuple[int, int]:
+    pid, _epoch = committed_one(world)
+    return pid, world.completed().epoch + 1
+
+
+TABLE: list[tuple[Situation, bool, dict[int, int]]] = [
+    (open_one, COMMIT, {4: 0, 5: 0}),
+    (open_one, ABORT, {4: 0, 5: 0}),
+    (committed_one, COMMIT, {4: 0, 5: 0}),
+    (aborted_one, ABORT, {4: 0, 5: 0}),
+    (committed_one, ABORT, {4: 48, 5: 48}),
+    (aborted_one, COMMIT, {4: 48, 5: 48}),
+    (timed_out, COMMIT, {4: 90, 5: 48}),
+    (timed_out, ABORT, {4: 90, 5: 0}),
+    (timed_out_and_asked_with_the_epoch_since, COMMIT, {4: 48, 5: 48}),
+    (opened_again_while_open, COMMIT, {4: 90, 5: 90}),
+    (opened_again_while_open, ABORT, {4: 90, 5: 90}),
+    (committed_and_opened_again, COMMIT, {4: 90, 5: 90}),
+    (committed_by_the_old_way_and_asked_with_the_next_epoch, COMMIT, {4: 48}),
+    (empty, COMMIT, {4: 48, 5: 48}),
+    (empty, ABORT, {4: 48, 5: 0}),
+    (another_pid, COMMIT, {4: 49, 5: 49}),
+    (unknown_id, COMMIT, {4: 49, 5: 49}),
+    (unknown_id, ABORT, {4: 49, 5: 49}),
+    (lower_epoch, COMMIT, {4: 90, 5: 90}),
+    (higher_epoch, COMMIT, {4: 90, 5: 90}),
+    (committed_and_asked_with_the_epoch_since, COMMIT, {5: 48}),
+    (committed_and_asked_with_a_higher_epoch, COMMIT, {4: 90, 5: 90}),
+]
+# What the older cluster and the older version show of it in an ordinary run.
+SHORT = {open_one, empty, unknown_id}
+
+
+def rows(version: int) -> list[Any]:
+    return [
+        pytest.param(
+            situation,
+            commit,
+            answers[version],
+            id=f"{situation.__name__}-{'commit' if commit else 'abort'}",
+            marks=[] if version == 5 or situation in SHORT or situation is timed_out else pytest.mark.full,
+        )
+        for situation, commit, answers in TABLE
+        if version in answers
+    ]
+
+
+def check_row(world: World, situation: Situation, commit: bool, code: int) -> None:
+    pid, epoch = situation(world)
+    ended = world.end((pid, epoch), commit)
+    assert ended.code == code, ANSWERS[ended.code]
+    if code != 0 or world.version < 5:
+        assert ended == Ended(code, pid, epoch)
+    else:
+        assert (ended.pid, ended.epoch) == world.who()
+        assert ended.epoch > epoch
+
+
+@pytest.mark.parametrize(("situation", "commit", "code"), rows(5))
+def test_what_the_coordinator_says_to_end_txn_5(world, situation, commit, code):
+    assert world.version == 5
+    check_row(world, situation, commit, code)
+
+
+@pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
+def test_what_the_coordinator_says_to_end_txn_4(kafka_broker, make_world, older_end, situation, commit, code):
+    check_row(make_world(kafka_broker, version=4), situation, commit, code)
+
+
+@pytest.fixture(scope="module")
+def older_kafka() -> Iterator[brokers.Broker]:
+    with brokers.kafka(version="3.9.2") as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def older_transactions() -> Iterator[brokers.Broker]:
+    with brokers.kafka(container=False, transaction_version=1) as broker:
+        yield broker
+
+
+@pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
+def test_what_kafka_3_9_says_to_end_txn(older_kafka, make_world, situation, commit, code):
+    world = make_world(older_kafka)
+    assert world.version == 4
+    check_row(world, situation, commit, code)
+
+
+@pytest.mark.parametrize(("situation", "commit", "code"), rows(4))
+def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make_world, situation, commit, code):
+    world = make_world(older_transactions)
+    assert world.version == 4
+    check_row(world, situation, commit, code)
+
+
+def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
+    who = committed_one(world)
+    monkeypatch.setattr(requests, "_EPOCH_BUMPS", 99)
+    assert world.end(who, COMMIT) == Ended(90, *who)
+
+
+def test_an_end_by_the_newer_version_shuts_the_producer_out(world):
+    world.begun()
+    (producer,) = world.producers
+    assert world.end(world.who(), COMMIT).code == 0
+    with pytest.raises(KafkaException) as told:
+        producer.commit_transaction(LONG)
+    assert told.value.args[0].code() == KafkaError._FENCED
+
+
+def test_a_commit_makes_the_message_visible_and_an_abort_does_not(world):
+    assert world.end(world.begun(), ABORT).code == 0
+    world.producers.clear()
+    world.completed()
+    assert world.visible() == []
+    assert world.end(world.begun(), COMMIT).code == 0
+    assert wait_until(lambda: world.visible() == [world.id.encode()], LONG)
+
+
+# --- what the coordinator knows --------------------------------------------------------------------------------------
+
+
+def check_states(world: World) -> None:
+    """Every row of what a transaction's coordinator says, from before the first opening on."""
+    assert world.requests.describe([world.id, "nobody's"], Deadline(LONG)) == {}
+    producer = world.opened()
+    new = world.described()
+    assert (new.state, new.start, new.partitions, new.timeout) == ("Empty", None, (), 60_000)
+    world.write(producer)
+    mine = world.described()
+    assert (mine.state, mine.pid, mine.epoch) == ("Ongoing", new.pid, new.epoch)
+    assert mine.partitions == ((world.topic, 0),)
+    assert mine.start is not None and abs(mine.start - time.time() * 1000) < 60_000
+    check_ended(world, mine, COMMIT)
+
+    world.producers.clear()
+    world.begun()
+    check_ended(world, world.described(), ABORT)
+
+    world.producers.clear()
+    world.timed_out()
+    late = world.described()
+    world.producers.clear()
+    world.opened()
+    again = world.described()
+    assert (again.state, again.epoch) == ("Empty", late.epoch + 1)
+
+
+def check_ended(world: World, mine: Described, commit: bool) -> None:
+    """The start stays as evidence, the epoch depends on the version."""
+    assert world.end((mine.pid, mine.epoch), commit).code == 0
+    at_once = world.described()
+    assert at_once.state in (("PrepareCommit", "CompleteCommit") if commit else ("PrepareAbort", "CompleteAbort"))
+    ended = world.completed()
+    assert ended.state == ("CompleteCommit" if commit else "CompleteAbort")
+    assert (ended.start, ended.pid) == (mine.start, mine.pid)
+    assert ended.epoch == mine.epoch + (world.version == 5)
+
+
+def test_what_the_coordinator_tells_of_an_id_from_birth_to_time_out(world):
+    check_states(world)
+
+
+def test_after_a_time_out_the_start_is_still_told(world):
+    world.begun(timeout_ms=SHORT_MS)
+    before = world.described()
+    assert wait_until(lambda: world.described().state == "CompleteAbort", LONG)
+    after = world.described()
+    assert (after.pid, after.epoch, after.start) == (before.pid, before.epoch + 1, before.start)
+
+
+def test_opening_an_id_again_destroys_the_evidence(world):
+    committed_one(world)
+    world.completed()
+    world.opened()
+    assert (world.described().state, world.described().start) == ("Empty", None)
+
+
+@pytest.mark.full
+def test_what_kafka_3_9_tells_of_an_id(older_kafka, make_world):
+    world = make_world(older_kafka)
+    check_states(world)
+    # It keeps the start of what was before: the state has to be looked at first.
+    committed_one(world)
+    start = world.completed().start
+    world.opened()
+    assert (world.described().state, world.described().start) == ("Empty", start)
+
+
+@pytest.mark.full
+def test_what_a_cluster_with_transaction_version_1_tells_of_an_id(older_transactions, make_world):
+    check_states(make_world(older_transactions))
+
+
+def test_many_ids_are_described_at_once(world):
+    ids = [f"{world.id}-{number}" for number in range(300)]
+    for id in ids[::2]:
+        world.requests.fence(id, 60_000, Deadline(LONG))
+    found = world.requests.describe([*ids, *ids], Deadline(LONG))
+    assert list(found) == ids[::2]
+    assert all(found[id].id == id for id in found)
+    assert world.requests.describe([], Deadline(0)) == {}
+
+
+def test_open_transactions_are_listed_and_filtered_by_state(world):
+    open_id = world.id
+    world.begun()
+    world.id += "-empty"
+    world.opened()
+    everything = {each.id: each.state for each in world.requests.transactions(Deadline(LONG))}
+    assert (everything[open_id], everything[world.id]) == ("Ongoing", "Empty")
+    ongoing = {each.id for each in world.requests.transactions(Deadline(LONG), ["Ongoing"])}
+    assert open_id in ongoing and world.id not in ongoing
+
+
+def test_a_leader_tells_of_the_producers_of_its_partition(world):
+    pid, epoch = world.begun()
+    asked = [(world.topic, 0), (world.topic, 1), ("there-is-none", 0)]
+    (found,) = world.requests.producers(asked, Deadline(LONG)).items()
+    assert found[0] == (world.topic, 0)
+    (producer,) = found[1]
+    assert (producer.pid, producer.epoch, producer.start_offset) == (pid, epoch, 0)
+    assert abs(producer.last_timestamp - time.time() * 1000) < 60_000
+    world.end((pid, epoch), COMMIT)
+    world.completed()
+    (producer,) = world.requests.producers([(world.topic, 0)], Deadline(LONG))[world.topic, 0]
+    assert producer.start_offset is None
+    assert world.requests.producers([], Deadline(0)) == {}
+
+
+def test_a_group_is_added_to_an_empty_transaction_which_makes_it_open(world):
+    producer = world.opened()
+    who = world.who()
+    world.requests.add_offsets(world.id, *who, "some-group", Deadline(LONG))
+    told = world.described()
+    assert told.state == "Ongoing" and told.start is not None
+    assert [topic for topic, _ in told.partitions] == ["__consumer_offsets"]
+    assert world.end(who, ABORT).code == 0
+    with pytest.raises(Fenced):
+        world.requests.add_offsets(world.id, who[0], who[1] + 7, "some-group", Deadline(LONG))
+    del producer
+
+
+def test_opening_an_id_ends_what_is_open_and_shuts_the_owner_out(world):
+    pid, epoch = world.begun()
+    new_pid, new_epoch = world.requests.fence(world.id, 60_000, Deadline(LONG))
+    assert (new_pid, new_epoch > epoch) == (pid, True)
+    assert world.described().state == "Empty"
+    (producer,) = world.producers
+    with pytest.raises(KafkaException) as told:
+        producer.commit_transaction(LONG)
+    assert told.value.args[0].code() == KafkaError._FENCED
+
+
+def test_a_time_out_above_the_brokers_limit_is_refused_with_its_name(world):
+    with pytest.raises(InvalidOption, match=r"transaction\.max\.timeout\.ms"):
+        world.requests.fence(world.id, 900_001, Deadline(LONG))
+
+
+def test_a_marker_ends_a_transaction_in_its_partition(world):
+    world.opened()
+    world.producers.clear()
+    pid, epoch = world.begun()
+    world.requests.write_markers(pid, epoch, COMMIT, [(world.topic, 0)], Deadline(LONG))
+    assert world.visible() == [world.id.encode()]
+    with pytest.raises(Fenced):
+        world.requests.write_markers(pid, epoch - 1, COMMIT, [(world.topic, 0)], Deadline(LONG))
+
+
+def test_a_cluster_tells_its_id_and_what_it_has_finalised(world, older_transactions, make_world):
+    assert len(world.requests.cluster_id(Deadline(LONG))) == 22
+    assert world.requests.transaction_version(Deadline(LONG)) == 2
+    assert make_world(older_transactions).requests.transaction_version(Deadline(LONG)) == 1
+
+
+def test_kafka_3_9_has_finalised_nothing(older_kafka, make_world):
+    assert make_world(older_kafka).requests.transaction_version(Deadline(LONG)) == 0
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+ALL: dict[str, Callable[[Requests, Deadline], object]] = {
+    "describe": lambda ours, deadline: ours.describe(["x"], deadline),
+    "end": lambda ours, deadline: ours.end("x", 1, 0, COMMIT, deadline),
+    "fence": lambda ours, deadline: ours.fence("x", 60_000, deadline),
+    "add_offsets": lambda ours, deadline: ours.add_offsets("x", 1, 0, "g", deadline),
+    "transactions": lambda ours, deadline: ours.transactions(deadline),
+    "producers": lambda ours, deadline: ours.producers([("x", 0)], deadline),
+    "write_markers": lambda ours, deadline: ours.write_markers(1, 0, COMMIT, [("x", 0)], deadline),
+    "transaction_version": lambda ours, deadline: ours.transaction_version(deadline),
+    "cluster_id": lambda ours, deadline: ours.cluster_id(deadline),
+}
+
+
+def check_in_time(call: Callable[[Requests, Deadline], object], ours: Requests, seconds: float) -> None:
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as told:
+        call(ours, Deadline(seconds))
+    assert time.monotonic() - started < seconds + LATE
+    assert f"deadline of {seconds:g} s" in str(told.value)
+
+
+@pytest.fixture
+def paused(kafka_broker) -> Iterator[Callable[[], None]]:
+    yield kafka_broker.pause
+    kafka_broker.resume()
+
+
+@pytest.mark.parametrize("call", ALL.values(), ids=ALL)
+def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(world, paused, call):
+    known = world.requests
+    known.cluster_id(Deadline(LONG))
+    paused()
+    check_in_time(call, known, 0.5)  # on a connection that is open
+    with_new = Requests(settings_for(world.bootstrap))
+    check_in_time(call, with_new, 0.5)  # on one that is accepted and never answered
+    with_new.close()
+
+
+@pytest.mark.parametrize("call", ALL.values(), ids=ALL)
+def test_without_a_broker_every_call_ends_by_its_deadline(call):
+    ours = Requests(settings_for("127.0.0.1:1"))
+    check_in_time(call, ours, 0.3)
+    ours.close()
+
+
+@pytest.mark.parametrize("call", ALL.values(), ids=ALL)
+def test_a_deadline_that_has_passed_asks_nothing(call):
+    ours = Requests(settings_for("127.0.0.1:1"))
+    with pytest.raises(DeadlineExceeded, match="no time was left"):
+        call(ours, Deadline(0))
+    ours.close()
+
+
+def test_a_broker_that_stands_still_for_a_moment_is_waited_for(world, kafka_broker):
+    who = world.begun()
+    kafka_broker.pause()
+    resuming = threading.Timer(0.5, kafka_broker.resume)
+    resuming.start()
+    try:
+        assert world.end(who, COMMIT).code == 0
+    finally:
+        resuming.join()
+
+
+def test_an_end_that_was_never_asked_for_is_not_called_unknown(world, kafka_broker, paused):
+    who = world.begun()
+    paused()
+    with pytest.raises(DeadlineExceeded):
+        world.requests.end(world.id, *who, COMMIT, Deadline(0.5))
+    kafka_broker.resume()
+    assert world.described().state == "Ongoing"
+
+
+@pytest.fixture
+def through(kafka_broker) -> Iterator[tuple[faults.Proxy, Requests]]:
+    with faults.proxy(kafka_broker) as proxy:
+        ours = Requests(settings_for(proxy.url.removeprefix("kafka://")))
+        yield proxy, ours
+        ours.close()
+
+
+def test_an_end_that_was_asked_for_and_not_answered_is_unknown(world, through):
+    proxy, ours = through
+    who = world.begun()
+    hold = proxy.hold(requests="EndTxn")
+    with pytest.raises(OutcomeUnknown) as told:
+        ours.end(world.id, *who, COMMIT, Deadline(1))
+    assert isinstance(told.value.__cause__, DeadlineExceeded)
+    hold.wait()
+    assert world.described().state == "Ongoing"
+    hold.release()
+    assert wait_until(lambda: world.described().state == "CompleteCommit", LONG)
+
+
+def test_an_end_whose_answer_is_lost_is_asked_for_again(world, through):
+    proxy, ours = through
+    who = world.begun()
+    hold = proxy.hold(answers="EndTxn", count=1)
+    ending = threading.Thread(target=lambda: ended.append(ours.end(world.id, *who, COMMIT, Deadline(LONG))))
+    ended: list[Ended] = []
+    ending.start()
+    hold.answered()
+    proxy.cut()
+    ending.join()
+    assert [each.code for each in ended] == [0]
+    assert world.completed().state == "CompleteCommit"
+
+
+def test_a_connection_that_was_cut_while_nobody_used_it_is_replaced(world, through):
+    proxy, ours = through
+    who = world.begun()
+    for _ in range(3):
+        ours.describe([world.id], Deadline(LONG))
+        proxy.cut()
+    with pytest.raises(DeadlineExceeded):  # not unknown: nothing was sent into a connection that is known to be dead
+        proxy.close()
+        ours.end(world.id, *who, COMMIT, Deadline(0.5))
+    assert world.described().state == "Ongoing"
+
+
+def test_a_half_open_connection_costs_no_more_than_the_deadline(world, through):
+    proxy, ours = through
+    ours.cluster_id(Deadline(LONG))
+    proxy.half_open()
+    hold = proxy.hold(requests="DescribeTransactions", count=None)
+    check_in_time(ALL["describe"], ours, 0.5)
+    hold.drop()
+    check_in_time(lambda ours, deadline: check_silence(ours, proxy, deadline), ours, 0.5)
+
+
+def check_silence(ours: Requests, proxy: faults.Proxy, deadline: Deadline) -> None:
+    proxy.hold(answers="FindCoordinator", count=None)
+    ours.describe(["x"], deadline)
+
+
+def test_a_transaction_outlives_the_broker_and_is_ended_after_it(world, kafka_broker):
+    who = world.begun()
+    before = world.described()
+    kafka_broker.restart()
+    assert world.described() == before
+    assert world.end(who, COMMIT).code == 0
+    world.completed()
+    kafka_broker.restart()
+    assert world.end(who, COMMIT).code == 0
+    assert world.end(who, ABORT).code == 48
+    assert world.visible() == [world.id.encode()]
+
+
+def test_an_end_is_asked_for_until_the_broker_is_back(world, kafka_broker):
+    who = world.begun()
+    kafka_broker.kill()
+    starting = threading.Timer(0.5, kafka_broker.start)
+    starting.start()
+    try:
+        assert world.end(who, ABORT).code == 0
+    finally:
+        starting.join()
+
+
+def test_many_threads_share_it(world):
+    ids = [f"{world.id}-{number}" for number in range(12)]
+    found: list[tuple[int, int]] = []
+
+    def work(id: str) -> None:
+        who = world.requests.fence(id, 60_000, Deadline(LONG))
+        world.requests.add_offsets(id, *who, "some-group", Deadline(LONG))
+        assert world.requests.end(id, *who, ABORT, Deadline(LONG)).code == 0
+        found.append(who)
+
+    threads = [threading.Thread(target=work, args=[id]) for id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({pid for pid, _ in found}) == 12
+    assert len(world.requests._idle) <= requests._IDLE
+
+
+def test_a_closed_one_refuses(world):
+    world.requests.cluster_id(Deadline(LONG))
+    world.requests.close()
+    world.requests.close()
+    with pytest.raises(InvalidState, match="closed"):
+        world.requests.cluster_id(Deadline(LONG))
+
+
+@pytest.fixture(scope="module")
+def three_nodes() -> Iterator[brokers.Broker]:
+    with brokers.kafka(nodes=3) as broker:
+        yield broker
+
+
+@pytest.fixture
+def cluster(three_nodes, make_world) -> Iterator[World]:
+    yield make_world(three_nodes)
+    for node in three_nodes.nodes:
+        three_nodes.resume(node)
+    three_nodes.start()
+
+
+def coordinator_of(world: World) -> int:
+    """The number of the node that coordinates a world's id."""
+
+    async def ask(line: Any) -> int:
+        node: int = await line.coordinator(world.id)
+        return node
+
+    return world.requests._until(Deadline(LONG), "asking", ask)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_when_the_coordinator_dies_or_stands_still_another_node_ends_the_transaction(cluster, fault):
+    who = cluster.begun()
+    getattr(cluster.broker, fault)(coordinator_of(cluster))
+    assert cluster.end(who, COMMIT).code == 0
+    assert cluster.completed().state == "CompleteCommit"
+
+
+@pytest.mark.full
+def test_a_node_that_stands_still_does_not_hold_up_the_others(cluster):
+    ids = [f"{cluster.id}-{number}" for number in range(9)]
+    for id in ids:
+        cluster.requests.fence(id, 60_000, Deadline(LONG))
+    coordinator = coordinator_of(cluster)
+    idle = next(node for node in cluster.broker.nodes if node != coordinator)
+    cluster.broker.pause(idle)
+    # Whatever node is asked first: a stranger finds one that answers.
+    for _ in range(4):
+        stranger = Requests(settings_for(cluster.bootstrap))
+        assert stranger.describe([cluster.id], Deadline(LONG)) == {}
+        stranger.close()
+
+
+@pytest.mark.full
+def test_what_three_nodes_know_is_put_together(cluster):
+    who = cluster.begun()
+    listed = {each.id for each in cluster.requests.transactions(Deadline(LONG), ["Ongoing"])}
+    assert cluster.id in listed
+    ((producer,),) = cluster.requests.producers([(cluster.topic, 0)], Deadline(LONG)).values()
+    assert (producer.pid, producer.epoch) == who
+    cluster.requests.write_markers(*who, COMMIT, [(cluster.topic, 0)], Deadline(LONG))
+    assert cluster.visible() == [cluster.id.encode()]
+
+
+# --- rights and words ------------------------------------------------------------------------------------------------
+
+PASSWORD = "do-not-tell"
+
+
+@pytest.fixture
+def guarded(start_kafka: StartKafka) -> brokers.Broker:
+    """A broker that knows users by password at its proxy's listener, where only root may do anything."""
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    return start_kafka(
+        container=False,
+        settings={
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXY:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "sasl.enabled.mechanisms": "PLAIN",
+            "listener.name.proxy.plain.sasl.jaas.config": f'{login} user_root="{PASSWORD}" user_guest="{PASSWORD}";',
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS;User:root",
+        },
+    )
+
+
+def login(proxy: faults.Proxy, user: str, password: str = PASSWORD) -> Requests:
+    return Requests(
+        settings_for(
+            proxy.url.removeprefix("kafka://"),
+            security_protocol="SASL_PLAINTEXT",
+            sasl_mechanism="PLAIN",
+            sasl_plain_username=user,
+            sasl_plain_password=password,
+        )
+    )
+
+
+def test_rights_are_asked_for_and_a_refusal_tells_no_secret(guarded, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    with faults.proxy(guarded) as proxy:
+        root, guest, stranger = login(proxy, "root"), login(proxy, "guest"), login(proxy, "root", "wrong-" + PASSWORD)
+        who = root.fence("mine", 60_000, Deadline(LONG))
+        root.add_offsets("mine", *who, "g", Deadline(LONG))
+        told = []
+        for refused in (
+            lambda: guest.describe(["mine"], Deadline(LONG)),
+            lambda: guest.end("mine", *who, COMMIT, Deadline(LONG)),
+            lambda: guest.fence("mine", 60_000, Deadline(LONG)),
+            lambda: guest.write_markers(*who, COMMIT, [("__consumer_offsets", 0)], Deadline(LONG)),
+            lambda: stranger.cluster_id(Deadline(LONG)),
+            lambda: stranger.end("mine", *who, COMMIT, Deadline(LONG)),
+        ):
+            with pytest.raises(AccessDenied) as error:
+                refused()
+            told.append(f"{error.value!r} {error.value.__cause__!r}")
+        assert root.end("mine", *who, COMMIT, Deadline(LONG)).code == 0
+        for ours in (root, guest, stranger):
+            ours.close()
+    heard = [*told, *capfd.readouterr(), caplog.text, repr(settings_for("x", sasl_plain_password=PASSWORD))]
+    assert not any(PASSWORD in text for text in heard)
+
+
+def test_kafka_pythons_own_lines_go_nowhere(kafka_broker, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    absent, present = Requests(settings_for("127.0.0.1:1")), Requests(settings_for(kafka_broker.url[8:]))
+    with pytest.raises(DeadlineExceeded, match="ECONNREFUSED"):
+        absent.cluster_id(Deadline(0.5))
+    present.cluster_id(Deadline(LONG))
+    absent.close()
+    present.close()
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.name.startswith("kafka")] == []
+    logging.getLogger("kafka.net.manager").warning("somebody else's")
+    assert "somebody else's" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["3.0.11", "3.1.0", "3.1.0.dev1", "2.9.9", "4.0"])
+def test_another_version_of_kafka_python_is_refused(monkeypatch, version):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with pytest.raises(BackendMissing, match=r"pip install 'txnbridge\[kafka\]'"):
+        Requests(settings_for("127.0.0.1:1"))
+
+
+def test_a_missing_kafka_python_is_told_with_what_to_install(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    with pytest.raises(BackendMissing, match=r"not installed; pip install 'txnbridge\[kafka\]'"):
+        Requests(settings_for("127.0.0.1:1"))
+
+
+def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
+    """One that knows only older versions of a request, as a newer client sees it."""
+    newer = requests._features()
+    newer._min_version, newer._max_version = 99, 99
+    monkeypatch.setattr(requests, "_features", lambda: newer)
+    with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
+        world.requests.transaction_version(Deadline(LONG))
+
+
+def test_every_final_answer_has_a_sentence():
+    assert set(ANSWERS) == {0, 47, 48, 49, 90, 120}
+    assert all(sentence for sentence in ANSWERS.values())
