@@ -52,7 +52,9 @@ _CLASSES = {
 }
 _STORES = ("ssl.truststore", "ssl.keystore")
 
-NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, "sasl.jaas.config", "ssl.truststore.location"})
+_STORE_SETTINGS = {f"{store}.{part}" for store in _STORES for part in ("type", "location", "password")}
+
+NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.jaas.config"})
 
 
 def translate(given: Mapping[str, str]) -> dict[str, str]:
@@ -124,14 +126,14 @@ def _conversion(store: str, location: str, kind: str) -> str:
 
 # --- JAAS ------------------------------------------------------------------------------------------------------------
 
-_FORM = 'MODULE required name="value" name="value";'
-_SKIPPED = re.compile(r"(?:\s+|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
+FORM = 'MODULE required name="value" name="value";'
+_SKIPPED = re.compile(r"(?:\s+|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
 _TOKEN = re.compile(
     r"""
       (?P<mark>[=;])
     | "(?P<double>(?:[^"\\\r\n]|\\.)*)"
     | '(?P<single>(?:[^'\\\r\n]|\\.)*)'
-    | (?P<word>(?:(?!//|/\*)[^\s=;"'])+)
+    | (?P<word>(?:[^\W\d]|\$)[\w.$-]*)
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -154,7 +156,7 @@ def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
     tokens = _tokens(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:
-        raise InvalidOption(f"'sasl.jaas.config' has no control flag behind the module: {_FORM}")
+        raise InvalidOption(f"'sasl.jaas.config' has no control flag behind the module: {FORM}")
     options: dict[str, str] = {}
     while (token := next(tokens)).mark != ";":
         name = _text(token)
@@ -171,7 +173,10 @@ def _tokens(line: str) -> Iterator[_Token]:
     while at < len(line):
         found = _TOKEN.match(line, at)
         if found is None:
-            raise InvalidOption(f"'sasl.jaas.config': the quote at character {at + 1} is not closed")
+            raise InvalidOption(
+                f"'sasl.jaas.config' cannot be read from character {at + 1} on: a quote is not closed, or what stands "
+                f"there needs quotes: {FORM}"
+            )
         kind, text = str(found.lastgroup), str(found[str(found.lastgroup)])
         if kind in ("double", "single"):
             text = _ESCAPE.sub(_unescape, text)
@@ -200,7 +205,7 @@ def _text(token: _Token) -> str:
 def _wrong(token: _Token) -> InvalidOption:
     where = "ends too early" if token.mark == "end" else f"is wrong at character {token.at + 1}"
     return InvalidOption(
-        f"'sasl.jaas.config' {where}; it looks like: {_FORM} (a value with \" or \\ escapes them by \\)"
+        f"'sasl.jaas.config' {where}; it looks like: {FORM} (a value with \" or \\ escapes them by \\)"
     )
 
 

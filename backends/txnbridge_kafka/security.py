@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption
+from txnbridge_kafka.names import COMMON
 
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
@@ -43,7 +44,7 @@ def complete(told: Mapping[str, str]) -> dict[str, str]:
     protocol = settings["security.protocol"]
     if protocol not in _PROTOCOLS:
         raise InvalidOption(f"'security.protocol' is one of {', '.join(_PROTOCOLS)}")
-    for name in settings:
+    for name in sorted(settings.keys() & COMMON):  # of any other the client says that there is no such setting
         if name.startswith("ssl.") and not protocol.endswith("SSL"):
             raise InvalidOption(f"{name!r} has no effect without security.protocol=SSL or SASL_SSL")
         if name.startswith("sasl.") and not protocol.startswith("SASL"):

@@ -1,0 +1,36 @@
+"""Kafka's own Java client, asked from the outside: what it says is what ours is held to."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._jars import java
+from txnbridge_conformance.brokers._kafka import fetch_kafka
+
+
+def ask_java(folder: Path, imports: str, body: str, lines: Iterable[str] = ()) -> list[str]:
+    """What a Java program prints whose `main` has that body, with Kafka's classes at hand and `lines` to read."""
+    try:
+        command, jars = java(), fetch_kafka()
+    except brokers.ToolMissing as error:
+        pytest.skip(f"needs Kafka's Java classes: {error}")
+    program = folder / "Asked.java"
+    header = "".join(f"import {name};\n" for name in ["java.util.*", "java.io.*", *imports.split()])
+    program.write_text(
+        f"{header}public class Asked {{ public static void main(String[] a) throws Exception {{\n{body}\n}} }}\n"
+    )
+    run = subprocess.run(
+        [command, "-XX:TieredStopAtLevel=1", "-cp", f"{jars}/*", str(program)],
+        input="".join(f"{line}\n" for line in lines),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if run.returncode and "Module jdk.compiler not found" in run.stderr:
+        pytest.skip("needs a Java with its compiler (Debian: openjdk-17-jdk-headless)")
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
