@@ -516,7 +516,9 @@ class Processor:
         try:
             with self._bridge.transaction(timeout=self._timeout) as txn:
                 self._transaction = txn
+                txn._lent = True
                 done = self._handle(items, txn)
+                txn._lent = False
                 self._check_after_handler(txn)
                 if txn.state is State.OPEN:  # else the block's end says what failed
                     in_a_row = self._set_aside(done, txn)
@@ -574,6 +576,7 @@ class Processor:
 
     def _blame_unless_poison(self, error: Exception, txn: Transaction) -> None:
         """In an `except`: raise on, as the handler's own error, what is not poison."""
+        _require_unended(txn)
         if not self._is_poison(error, txn):
             self._blamed = error
             raise error
@@ -591,6 +594,7 @@ class Processor:
     def _check_after_handler(self, txn: Transaction) -> None:
         if self._forced:
             raise _StopNow  # the handler swallowed it, or did not notice
+        _require_unended(txn)
         if txn.outcome is not None:
             raise InvalidState(
                 f"the handler ended transaction {txn.id} itself ({txn.state.value}); leave that to the processor, or"
@@ -651,6 +655,12 @@ class Processor:
             transactions=self._stats.transactions + 1,
             dead_letters=self._stats.dead_letters + len(dead),
         )
+
+
+def _require_unended(txn: Transaction) -> None:
+    """A handler that tried to commit is wrong for good: running it again would not help."""
+    if isinstance(txn._cause, InvalidState):
+        raise txn._cause
 
 
 def told(error: BaseException | None) -> str:

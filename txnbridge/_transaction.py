@@ -79,6 +79,7 @@ class Transaction:
         "_fingerprint",
         "_guard",
         "_held",
+        "_lent",
         "_prepare",
         "_slow",
         "_state",
@@ -98,6 +99,7 @@ class Transaction:
         self._token: Token | None = None
         self._cause: BaseException | None = None  # why it is FAILED
         self._held: dict[Assignment, list[Position]] = {}
+        self._lent = False  # to a handler, which may not commit it
         self._fingerprint = fingerprint
         self._write = writer.send
         # With a listener, a header maker or a fingerprint each message takes the long way round.
@@ -260,6 +262,13 @@ class Transaction:
         with self._exclusive("commit"):
             if self._prepare:
                 raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
+            if self._lent:
+                refused = InvalidState(
+                    f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
+                    " acknowledgement; raise txnbridge.Abort to have the messages again"
+                )
+                self._fail(refused)  # whatever the handler makes of it
+                raise refused
             if self._state is not State.OPEN:
                 raise self._refusal("commit")
             self._commit()

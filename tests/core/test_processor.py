@@ -427,6 +427,20 @@ def test_a_handler_that_ends_the_transaction_itself_is_refused(room, end):
     room.feed(b"0")
     with pytest.raises(InvalidState, match="the handler ended transaction"):
         room.run(each=lambda message, txn: getattr(txn, end)())
+    assert room.broker.committed == []
+
+
+def test_a_handler_that_hides_the_refusal_of_its_commit_commits_nothing(room):
+    room.feed(b"0")
+
+    def stubborn(message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+        with suppress(InvalidState):
+            txn.commit()
+
+    with pytest.raises(InvalidState, match="the handler ended transaction"):
+        room.run(each=stubborn)
+    assert room.broker.committed == []
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------
