@@ -218,7 +218,7 @@ def test_acknowledging_twice_is_refused(bridge: Bridge, topic: str, group: str) 
 
 def test_acknowledging_what_was_read_without_a_group_is_refused(bridge: Bridge, topic: str) -> None:
     send(bridge, topic, b"1")
-    (message,) = bridge.read(topic, limit=1)
+    (message,) = seen(bridge, topic)
     with bridge.transaction() as txn:
         with pytest.raises(InvalidState, match="group"):
             txn.ack(message)

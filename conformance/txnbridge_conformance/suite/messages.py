@@ -7,7 +7,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge import Bridge, Capability, Topic, codecs
-from txnbridge_conformance.looking import seen, send, values
+from txnbridge_conformance.looking import seen, send, take, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_conformance.promises import needs, proves
 
@@ -93,7 +93,8 @@ def test_a_codec_reads_what_it_wrote(bridge: Bridge, topic: str) -> None:
     orders = Topic(topic, codecs.json, key=codecs.str)
     with bridge.transaction() as txn:
         txn.send(orders, {"id": 42, "name": "Zoë"}, key="42")
-    (message,) = bridge.read(orders, limit=1)
+    with bridge.consumer(orders) as consumer:
+        (message,) = take(consumer, 1)
     assert (message.key, message.value) == ("42", {"id": 42, "name": "Zoë"})
 
 
