@@ -1,0 +1,313 @@
+"""Decision logs: topics with one partition that keep everything until it is dropped on purpose."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.error import ConsumeError
+
+from txnbridge.errors import (
+    BrokerUnavailable,
+    InvalidOption,
+    OutcomeUnknown,
+    PositionLost,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.topics import KEEP_ALL, Topics
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+_READ_AT_ONCE = 500  # records in memory at once, beside those that the client has fetched ahead
+# Several threads may wait for reports, and each one's poll also serves the others': how late one notices that.
+_SLICE = 0.01
+# A broker that has just started answers before it knows its topics.
+_PAUSE = 0.05
+_LEAST_SECONDS = 0.01  # the client takes no time limit of zero
+# With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
+_NOT_STORED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.POLICY_VIOLATION,
+}
+_TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
+_GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
+_NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
+
+
+class KafkaLog(DecisionLog):
+    """One log. A position is the record's offset.
+
+    Whoever opens it creates its topic if that is missing. Raises `InvalidOption` for a topic that would lose records
+    or their order, `AccessDenied` saying what an administrator must create and grant.
+    """
+
+    origin = (0,)
+
+    def __init__(self, settings: Settings, name: str, deadline: Deadline, events: Emitter) -> None:
+        self._settings = settings
+        self._topic = f"{settings.prefix}log-{name}"
+        self._lock = threading.Lock()
+        self._producer: Producer | None = None
+        self._readers: list[Consumer] = []  # those that nobody reads with
+        self._open(deadline)
+
+    # --- opening --------------------------------------------------------------------------------------------------
+
+    def _open(self, deadline: Deadline) -> None:
+        topics = Topics(self._settings)
+        topics.create_internal_topic(self._topic, deadline)
+        found = topics.configs([self._topic], deadline)[self._topic]  # empty if this user may not read them
+        wrong = [
+            f"{name}={found[name]} instead of {wanted}"
+            for name, wanted in KEEP_ALL.items()
+            if found.get(name, wanted) != wanted
+        ]
+        if wrong:
+            wanted = ",".join(f"{name}={value}" for name, value in KEEP_ALL.items())
+            raise InvalidOption(
+                f"the topic {self._topic} would lose decisions: {', '.join(wrong)}; let an administrator change it:"
+                f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {self._topic}"
+                f" --add-config {wanted}"
+            )
+
+    # --- where it begins and ends ---------------------------------------------------------------------------------
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (first,) if first < following else None
+
+    def end(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (following - 1,) if first < following else None
+
+    def _bounds(self, deadline: Deadline) -> tuple[int, int]:
+        reader = self._take_reader()
+        try:
+            first, following = reader.get_watermark_offsets(self._at(-1), timeout=_seconds(deadline), cached=False)
+        except KafkaException as error:
+            raise self._refused(error, "asking where it begins and ends")
+        self._give_back(reader)
+        return first, following
+
+    # --- appending ------------------------------------------------------------------------------------------------
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        producer = self._take_producer(deadline)
+        report = self._send(producer, record, deadline)
+        if report is None:
+            self._drop(producer)
+            raise OutcomeUnknown(
+                f"a record may or may not be in the decision log {self._topic}: no answer came within"
+                f" {deadline.seconds:g} s"
+            )
+        failure, offset = report
+        if failure is None:
+            return (offset,)
+        self._drop(producer)
+        if failure.code() in _NOT_STORED:
+            raise self._refused(KafkaException(failure), "appending to it")
+        raise OutcomeUnknown(
+            f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
+        ) from KafkaException(failure)
+
+    def _send(self, producer: Producer, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
+        """What the client reports of a record: its error, or none and the offset. Nothing if it has no answer yet."""
+        reports: list[tuple[KafkaError | None, int]] = []
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            reports.append((error, message.offset() or 0))
+
+        try:
+            producer.produce(self._topic, record, partition=0, on_delivery=delivered)
+            while not reports and not deadline.expired:
+                producer.poll(min(_SLICE, _seconds(deadline)))
+        except (KafkaException, SystemError) as error:
+            failure = kafka_error(error)
+            if failure is None:
+                raise
+            reports.append((failure, 0))  # behind the record's own report, if that came
+        return reports[0] if reports else None
+
+    def _take_producer(self, deadline: Deadline) -> Producer:
+        """The one that is in use, or a new one that has reached its broker: so what fails here was not sent."""
+        with self._lock:
+            producer = self._producer
+        if producer is not None:
+            return producer
+        producer = Producer(
+            {
+                **self._client_settings(),
+                "acks": "all",
+                "enable.idempotence": True,
+                "linger.ms": 0,
+            }
+        )
+        self._reach(producer, deadline)
+        with self._lock:
+            self._producer = self._producer or producer
+            return self._producer
+
+    def _reach(self, producer: Producer, deadline: Deadline) -> None:
+        while True:
+            try:
+                found = producer.list_topics(self._topic, timeout=_seconds(deadline)).topics[self._topic]
+            except KafkaException as error:
+                raise self._refused(error, "reaching its broker")
+            if found.error is None:
+                return
+            if found.error.code() not in _NO_TOPIC or deadline.left() <= _PAUSE:
+                raise self._refused(KafkaException(found.error), "reaching its broker")
+            time.sleep(_PAUSE)
+
+    def _drop(self, producer: Producer) -> None:
+        """Use it no more. When the last thread that waits for it has let go, what it could not send is forgotten."""
+        with self._lock:
+            if self._producer is producer:
+                self._producer = None
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        """As the contract says. Ends early where the log ends before `last`."""
+        at, stop = first, last
+        if at is None or stop is None:
+            begin, following = self._bounds(deadline)
+            at, stop = at or (begin,), stop or (following - 1,)
+        if at > stop:
+            return
+        reader = self._take_reader()
+        reader.assign([self._at(at[0])])
+        try:
+            yield from self._records(reader, at[0], stop[0], deadline)
+        finally:
+            reader.unassign()
+            self._give_back(reader)
+
+    def _records(self, reader: Consumer, at: int, stop: int, deadline: Deadline) -> Iterator[tuple[Position, bytes]]:
+        while at <= stop:
+            for message in self._fetch(reader, deadline):
+                offset = message.offset() or 0
+                error = message.error()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    raise self._refused(KafkaException(error), f"reading record {at}")
+                if offset > at:
+                    self._check_gap(at, deadline)
+                if error is None and offset <= stop:
+                    yield (offset,), message.value() or b""
+                at = offset + 1
+                if error is not None or at > stop:
+                    return
+
+    def _fetch(self, reader: Consumer, deadline: Deadline) -> list[Message]:
+        """What is there, at least one record."""
+        deadline.check(f"reading the decision log {self._topic}")
+        try:
+            one = reader.poll(_seconds(deadline))
+            return [] if one is None else [one, *reader.consume(_READ_AT_ONCE, 0)]
+        except (KafkaException, ConsumeError) as error:
+            raise self._refused(error, "reading it")
+
+    def _check_gap(self, at: int, deadline: Deadline) -> None:
+        """An offset without a record is one that was dropped, or the end of somebody's transaction, which is none."""
+        begin, _ = self._bounds(deadline)
+        if at < begin:
+            raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
+
+    def _take_reader(self) -> Consumer:
+        with self._lock:
+            if self._readers:
+                return self._readers.pop()
+        return Consumer(
+            {
+                **self._client_settings(),
+                "group.id": "txnbridge-log",  # the client wants a name; no group is ever joined
+                "isolation.level": "read_uncommitted",
+                "auto.offset.reset": "error",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                # One reading waits until the broker has answered the last question of the one before, which found
+                # nothing: the client's own half a second would be the time that a decision takes.
+                "fetch.wait.max.ms": 10,
+            }
+        )
+
+    def _give_back(self, reader: Consumer) -> None:
+        with self._lock:
+            self._readers.append(reader)
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        _, following = self._bounds(deadline)
+        admin = AdminClient(self._client_settings())
+        wanted = self._at(min(before[0], following))
+        try:
+            answers = admin.delete_records([wanted], request_timeout=_seconds(deadline))
+            answers[wanted].result(deadline.left() + 1)  # the client ends by itself by the deadline
+        except KafkaException as error:
+            raise self._refused(error, "dropping old records")
+
+    def close(self) -> None:
+        with self._lock:
+            readers, self._readers = self._readers, []
+            self._producer = None
+        for reader in readers:
+            reader.close()
+
+    def _at(self, offset: int) -> TopicPartition:
+        return TopicPartition(self._topic, 0, offset)
+
+    def _client_settings(self) -> dict[str, Any]:
+        # What a user sets for producers and consumers is for messages: lingering, say, would delay each decision.
+        return {
+            **self._settings.client,
+            "log_level": self._settings.log_level,
+            "logger": _log,
+            "error_cb": _ignore,
+        }
+
+    def _missing(self) -> BrokerUnavailable:
+        return BrokerUnavailable(
+            f"the topic {self._topic} of the decision log is not there: it was deleted, or the brokers do not know it"
+            " again yet"
+        )
+
+    def _refused(self, error: KafkaException, what: str) -> TxnBridgeError:
+        ours = self._in_our_words(error, what)
+        ours.__cause__ = error
+        return ours
+
+    def _in_our_words(self, error: KafkaException, what: str) -> TxnBridgeError:
+        found = kafka_error(error)
+        code = None if found is None else found.code()
+        what = f"the decision log {self._topic}, {what}"
+        if code in _GONE:
+            return PositionLost(f"{what}: it is not there any more")
+        if code in _NO_TOPIC:
+            return self._missing()
+        if code in _TOO_LARGE:
+            return InvalidOption(f"{what}: the broker takes no record of this size; see max.message.bytes of the topic")
+        return translate(error, what)
+
+
+def _seconds(deadline: Deadline) -> float:
+    return max(deadline.left(), _LEAST_SECONDS)
+
+
+def _ignore(error: KafkaError) -> None:
+    """The log has it too, and the call that suffers from it says so."""
