@@ -1,0 +1,240 @@
+"""Topics: looked at, created, changed, through confluent-kafka's AdminClient with a deadline on every call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._metadata import TopicMetadata
+from confluent_kafka.admin._resource import ResourceType
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from txnbridge.errors import AccessDenied, InvalidOption, NotFound
+from txnbridge.spi import Deadline
+from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.settings import Settings
+
+# What a topic of our own needs: records that nothing drops by age or size, and no leader that has lost some.
+KEEP_ALL: Mapping[str, str] = {
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "retention.bytes": "-1",
+    "unclean.leader.election.enable": "false",
+}
+# To read, to append, to look at, and to drop old records.
+_RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
+
+# Less could not be answered by a broker on this machine; the client takes 0 for "at once".
+_LEAST_SECONDS = 0.01
+# A broker that has just started answers before it knows its topics.
+_SURE_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+_DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+
+
+_MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+
+class Topics:
+    """The topics of a cluster. Any thread may call; nothing is connected before the first call."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._client: AdminClient | None = None
+
+    def partitions(self, topic: str, deadline: Deadline, at_least: int = 1) -> int:
+        """How many partitions a topic has; a missing one is created where that is allowed. Raises `NotFound`.
+
+        If it has less than `at_least`, it is asked again for a moment: partitions may have been added just now.
+        """
+        sure_at = time.monotonic() + _SURE_SECONDS
+        while True:
+            count = self.count(topic, deadline)
+            if count >= at_least or time.monotonic() >= sure_at or deadline.expired:
+                break
+            if not count and self._settings.create_topics and sure_at < deadline.at:
+                self.create(topic, self._settings.create_topics, deadline)
+                sure_at = deadline.at
+            time.sleep(_LOOK_SECONDS)
+        if not count:
+            raise NotFound(f"there is no topic {topic!r}; create it with: txnbridge topics create {topic}")
+        return count
+
+    def count(self, topic: str, deadline: Deadline) -> int:
+        """How many partitions a broker says that a topic has; 0 if it knows none of that name."""
+        what = f"looking at topic {topic!r}"
+        found = self._asked(lambda left: self._admin().list_topics(topic, timeout=left), deadline, what).topics[topic]
+        if found.error is None or found.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
+            return len(found.partitions)
+        if found.error.code() in _MISSING:
+            return 0
+        error = KafkaException(found.error)
+        raise translate(error, what) from error
+
+    def all(self, deadline: Deadline) -> dict[str, TopicMetadata]:
+        """Every topic, with its partitions and their replicas."""
+        found = self._asked(lambda left: self._admin().list_topics(timeout=left), deadline, "listing topics")
+        return dict(found.topics)
+
+    def brokers(self, deadline: Deadline) -> list[int]:
+        """The numbers of the living brokers."""
+        found = self._asked(lambda left: self._admin().list_topics(timeout=left), deadline, "listing brokers")
+        return sorted(found.brokers)
+
+    def create(self, topic: str, partitions: int, deadline: Deadline, config: Mapping[str, str] | None = None) -> bool:
+        """Create a topic; False if it was there already, with however many partitions. Raises `InvalidOption`."""
+        new = NewTopic(topic, partitions, self._settings.replicas, config=dict(config or {}))
+        try:
+            self._each([new], self._admin().create_topics, deadline, f"creating topic {topic!r}")
+        except KafkaException as error:
+            if _code(error) == KafkaError.TOPIC_ALREADY_EXISTS:
+                return False
+            raise translate(error, f"creating topic {topic!r}") from error
+        return True
+
+    def create_internal_topic(
+        self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL, partitions: int = 1
+    ) -> None:
+        """See to it that a topic of our own is there, whoever creates it.
+
+        Raises `AccessDenied` with what an administrator has to do if it is not and this user may not create it, and
+        `InvalidOption` if it has another number of partitions.
+        """
+        try:
+            found = self.count(name, deadline)
+            if not found:
+                self.create(name, partitions, deadline, config)
+                found = self.partitions(name, deadline, at_least=partitions)
+        except AccessDenied as error:
+            raise AccessDenied(self._for_the_administrator(name, config, partitions)) from error.__cause__
+        if found != partitions:
+            raise InvalidOption(f"topic {name!r} has {found} partitions and must have {partitions}: it is not ours")
+
+    def _for_the_administrator(self, name: str, config: Mapping[str, str], partitions: int) -> str:
+        server = f"--bootstrap-server {self._settings.bootstrap}"
+        settings = " ".join(f"--config {key}={value}" for key, value in config.items())
+        replicas = f" --replication-factor {self._settings.replicas}" if self._settings.replicas > 0 else ""
+        rights = " ".join(f"--operation {right}" for right in _RIGHTS)
+        return (
+            f"this user may not create or see the topic {name!r}, which txnbridge needs. An administrator creates it:"
+            f"\n  kafka-topics.sh {server} --create --topic {name} --partitions {partitions}{replicas} {settings}"
+            f"\nand grants this user:"
+            f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME {rights} --topic {name}"
+        )
+
+    def delete(self, topic: str, deadline: Deadline) -> None:
+        """Raises `NotFound`."""
+        self._each_ours([topic], self._admin().delete_topics, deadline, f"deleting topic {topic!r}")
+
+    def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
+        """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        has = self.count(topic, deadline)
+        if not has:
+            raise NotFound(f"there is no topic {topic!r}")
+        if partitions < has:
+            raise InvalidOption(f"topic {topic!r} has {has} partitions; they cannot become fewer")
+        if partitions > has:
+            new = NewPartitions(topic, partitions)
+            self._each_ours([new], self._admin().create_partitions, deadline, f"growing topic {topic!r}")
+
+    def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
+        """The settings in effect of topics; of one that this user may not look into, none."""
+        return self._settings_of([ConfigResource(ResourceType.TOPIC, topic) for topic in topics], deadline)
+
+    def broker_configs(self, deadline: Deadline) -> dict[str, dict[str, str]]:
+        """The settings in effect of every broker; of one that this user may not look into, none."""
+        found: dict[str, dict[str, str]] = {}
+        for number in self.brokers(deadline):  # the client takes one broker at a time
+            found.update(self._settings_of([ConfigResource(ResourceType.BROKER, str(number))], deadline))
+        return found
+
+    def _settings_of(self, resources: list[ConfigResource], deadline: Deadline) -> dict[str, dict[str, str]]:
+        if not resources:
+            return {}
+        what = "asking for settings"
+        asked = self._asked(
+            lambda left: self._admin().describe_configs(resources, request_timeout=left), deadline, what
+        )
+        found = {}
+        for resource, answer in asked.items():
+            try:
+                entries = _wait(answer, deadline)
+            except KafkaException as error:
+                if _code(error) not in (*_DENIED, *_MISSING):
+                    raise translate(error, what) from error
+                entries = {}
+            found[resource.name] = {name: entry.value for name, entry in entries.items() if entry.value is not None}
+        return found
+
+    def _admin(self) -> AdminClient:
+        with self._lock:
+            if self._client is None:
+                # Nobody polls it, so its lines would pile up; its errors say the same.
+                told: dict[str, Any] = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": _ignore}
+                self._client = AdminClient(told)
+            return self._client
+
+    def _asked(self, ask: Callable[[float], Any], deadline: Deadline, what: str) -> Any:
+        """One call of the client; an error that passes by itself is asked again until the deadline."""
+        while True:
+            try:
+                return ask(max(deadline.left(), _LEAST_SECONDS))
+            except KafkaException as error:
+                if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
+                    raise translate(error, what) from error
+            time.sleep(_LOOK_SECONDS)
+
+    def _each_ours(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
+        try:
+            self._each(items, call, deadline, what)
+        except KafkaException as error:
+            raise translate(error, what) from error
+
+    def _each(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
+        """A call that answers for each item, until all are done. Raises the client's own error."""
+        while True:
+            left = max(deadline.left(), _LEAST_SECONDS)
+            try:
+                for answer in call(items, operation_timeout=left, request_timeout=left).values():
+                    _wait(answer, deadline)
+                return
+            except KafkaException as error:
+                if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
+                    raise
+            time.sleep(_LOOK_SECONDS)
+
+
+def _ignore(error: KafkaError) -> None:
+    """What the client reports besides; the call that it is about says it too."""
+
+
+def _wait(answer: Future[Any], deadline: Deadline) -> Any:
+    # The client ends by itself by the deadline; it looks at its clock a few times a second.
+    return answer.result(deadline.left() + 1)
+
+
+def _code(error: KafkaException) -> int:
+    found = kafka_error(error)
+    assert found is not None
+    return found.code()
+
+
+def _passes(error: KafkaException) -> bool:
+    return _code(error) in (
+        KafkaError._TRANSPORT,
+        KafkaError._ALL_BROKERS_DOWN,
+        KafkaError.NOT_CONTROLLER,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.BROKER_NOT_AVAILABLE,
+    )
