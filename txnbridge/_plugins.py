@@ -6,8 +6,8 @@ One that fails to load is reported by name and takes nothing else down.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ class Hooks:
 
     def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
         """Commands for the command line."""
+
+    def txnbridge_brokers(self) -> Mapping[str, Callable[[], AbstractContextManager[str]]]:  # type: ignore[empty-body]
+        """Brokers to try things on, by name: each starts one, gives its URL, and ends it."""
 
 
 class Plugins:
@@ -122,11 +125,15 @@ class Plugins:
         """Every plug-in's commands; a plug-in whose hook raises is reported in `failed`."""
         return self._collect("txnbridge_commands")
 
-    def _collect(self, hook: str) -> list[Any]:
+    def brokers(self) -> dict[str, Callable[[], AbstractContextManager[str]]]:
+        """Every plug-in's brokers; a plug-in whose hook raises is reported in `failed`."""
+        return dict(pair for found in self._collect("txnbridge_brokers", lambda each: [each]) for pair in found.items())
+
+    def _collect(self, hook: str, listed: Callable[[Any], list[Any]] = list) -> list[Any]:
         found: list[Any] = []
         for function in self._functions(hook):
             try:
-                found += function()
+                found += listed(function())
             except Exception as error:
                 self.failed[getattr(function, "__module__", repr(function))] = error
         return found

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from txnbridge import hookimpl
 
 if TYPE_CHECKING:
     import click
+
+
+@hookimpl
+def txnbridge_brokers() -> Mapping[str, Callable[[], AbstractContextManager[str]]]:
+    """The brokers that `txnbridge demo` can play on."""
+    return {"kafka": _kafka}
+
+
+@contextmanager
+def _kafka() -> Iterator[str]:
+    from txnbridge_conformance import brokers
+
+    with brokers.kafka() as broker:
+        yield broker.url
 
 
 @hookimpl

@@ -9,11 +9,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import click
 
 import txnbridge
+from txnbridge import Bridge, InvalidOption, TxnBridgeError, plugins
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 
@@ -28,20 +30,24 @@ _log = logging.getLogger("txnbridge")
 
 
 @_common.command("demo", broker=False)
-@click.option("--keep", is_flag=True, help="Leave the broker's file there, to look at it with the other commands.")
-def command(cli: Cli, keep: bool) -> ExitCode:
-    """Show what txnbridge promises: a short story with real processes, on a temporary embedded broker.
+@click.argument("broker", required=False)
+@click.option("--url", "own", help="Play on this broker of yours, on topics of its own, which are deleted at the end.")
+@click.option("--keep", is_flag=True, help="Leave the shop's topics there, to look at them with the other commands.")
+def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCode:
+    """Show what txnbridge promises: a short story with real processes.
 
-    Exit code 0 only if every claim was checked and held.
+    It plays on a temporary embedded broker; with BROKER (kafka) on a real one that is started for it; with --url on
+    yours. Exit code 0 only if every claim was checked and held.
     """
     from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
 
-    with _folder(keep) as folder:
-        url = f"embedded:{folder}/demo.db"
+    if broker is not None and (own is not None or keep):
+        raise InvalidOption("a broker that is started for the demo ends with it: take --url for one of your own")
+    with _opened(broker, own, keep) as url:
         stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
         begin = time.monotonic()
-        fault = _play(stage)
+        fault = _play(stage, keep)
         seconds = time.monotonic() - begin
         if fault is None:
             stage.summary(seconds)
@@ -52,6 +58,25 @@ def command(cli: Cli, keep: bool) -> ExitCode:
         claims = [{"claim": claim.text, "how": claim.how} for claim in stage.claims]
         cli.document({"held": claims, "broken": fault, "seconds": round(seconds, 3), "url": url if keep else None})
     return ExitCode.OK if fault is None else ExitCode.FAILED
+
+
+def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextManager[str]:
+    """The URL of what the story is played on."""
+    if url is not None:
+        return contextlib.nullcontext(url)
+    if broker is None:
+        return _embedded(keep)
+    brokers = plugins.brokers()
+    if broker not in brokers:
+        known = ", ".join(sorted(brokers)) or "none: pip install 'txnbridge[conformance]'"
+        raise InvalidOption(f"no broker {broker!r} can be started here; known: {known}")
+    return brokers[broker]()
+
+
+@contextlib.contextmanager
+def _embedded(keep: bool) -> Iterator[str]:
+    with _folder(keep) as folder:
+        yield f"embedded:{folder}/demo.db"
 
 
 @contextlib.contextmanager
@@ -71,7 +96,7 @@ def _console(json: bool) -> Console:
     return found
 
 
-def _play(stage: Stage) -> str | None:
+def _play(stage: Stage, keep: bool) -> str | None:
     """The whole story; what broke it, or None."""
     from txnbridge.cli.demo.scenes import STORY
 
@@ -80,8 +105,12 @@ def _play(stage: Stage) -> str | None:
         with txnbridge.connect(stage.url) as bridge:
             for topic in stage.shop.topics:
                 bridge.admin.create_topic(topic)
-            for scene in STORY:
-                scene(stage, bridge)
+            try:
+                for scene in STORY:
+                    scene(stage, bridge)
+            finally:
+                if not keep:
+                    _clean(stage, bridge)
     except AssertionError as error:  # of a check, or of an actor that did not do its part
         return str(error)
     except Exception as error:  # also of an actor
@@ -90,3 +119,12 @@ def _play(stage: Stage) -> str | None:
     finally:
         stage.close()
     return None
+
+
+def _clean(stage: Stage, bridge: Bridge) -> None:
+    stage.close()  # nobody may write there any more
+    for topic in stage.shop.topics:
+        try:
+            bridge.admin.delete_topic(topic)
+        except TxnBridgeError as error:
+            _log.warning("the demo's topic %s is left: %s", topic, error)

@@ -67,12 +67,10 @@ def all_or_nothing(stage: Stage, bridge: Bridge) -> None:
     worker.resume(PATIENCE)
     worker.result(PATIENCE)
     stage.step(name, "committed")
-    shipments, audit = values(bridge, shop.shipments, shop.audit)
-    stage.step("reader", f"sees {len(shipments)} shipment and {len(audit)} audit entry")
     stage.check(
         "after it both are there, each exactly once",
         "read both topics from the start",
-        seen=[shipments, audit],
+        seen=lambda: values(bridge, shop.shipments, shop.audit),
         expected=[[b"order 1"], [b"shipped order 1"]],
     )
     stage.check(
@@ -98,12 +96,10 @@ def nobody_sees_an_abort(stage: Stage, bridge: Bridge) -> None:
         stage.step(f"worker {worker.pid}", "CardDeclined: the transaction is aborted")
     send_marker(bridge, shop.shipments, shop.audit)
     stage.step("shop", "puts a marker behind it in both topics")
-    shipments, audit = values(bridge, shop.shipments, shop.audit)
-    stage.step("reader", "reads up to the marker")
     stage.check(
         "nothing of order 2 was shipped or noted",
         "read up to a marker sent later",
-        seen=[shipments, audit],
+        seen=lambda: values(bridge, shop.shipments, shop.audit),
         expected=[[b"order 1", MARKER], [b"shipped order 1", MARKER]],
     )
     stage.check(
@@ -147,7 +143,7 @@ def killed_after_prepare(stage: Stage, bridge: Bridge) -> None:
     stage.check(
         "another process commits it: nothing lost",
         "read both topics from the start",
-        seen=[outcome, *values(bridge, shop.payments, shop.ledger)],
+        seen=lambda: [outcome, *values(bridge, shop.payments, shop.ledger)],
         expected=[Outcome.COMMITTED, *once],
     )
     again = bridge.commit(token)
@@ -195,13 +191,12 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
         expected=f"{socket.gethostname()} pid {new.pid}",
     )
     send_marker(bridge, shop.sales)
-    (sales,) = values(bridge, shop.sales)
-    stage.step("reader", "reads up to a marker")
+    stage.step("shop", "puts a marker behind it")
     stage.check(
         "only the sale of the new till counts",
         "read up to a marker sent later",
-        seen=sales,
-        expected=[b"sold by the new till", MARKER],
+        seen=lambda: values(bridge, shop.sales),
+        expected=[[b"sold by the new till", MARKER]],
     )
 
 

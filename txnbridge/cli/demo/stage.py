@@ -57,7 +57,8 @@ class Stage:
     # --- showing --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        story = Text("A small shop sells on an embedded broker, a single file:\n", justify="left")
+        where = "an embedded broker, a single file" if self.url.startswith("embedded:") else "a real broker"
+        story = Text(f"A small shop sells on {where}:\n", justify="left")
         story.append(self.url, "cyan").append(
             "\nWorkers and tills are processes of their own. What they run is shown before it runs."
         )
@@ -82,7 +83,12 @@ class Stage:
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
     def check(self, claim: str, how: str, *, seen: object, expected: object) -> None:
-        """The only way to a check mark: what a reader or a process really saw is what the claim says."""
+        """The only way to a check mark: what a reader or a process really saw is what the claim says.
+
+        `seen` may be a call, made again until it is so: what is committed may become readable a moment later.
+        """
+        if inspect.isfunction(seen):
+            seen = _until(seen, expected)
         if seen != expected:
             raise ClaimBroken(f"{claim}: expected {expected!r}, but it is {seen!r}")
         self.claims.append(Claim(claim, how))
@@ -144,6 +150,13 @@ class Stage:
         """End every actor that is still there."""
         for actor in self._actors:
             actor.kill()
+
+
+def _until(look: Callable[[], object], expected: object) -> object:
+    until = time.monotonic() + PATIENCE
+    while (seen := look()) != expected and time.monotonic() < until:
+        time.sleep(_LOOKING)
+    return seen
 
 
 @contextmanager
