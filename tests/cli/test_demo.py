@@ -199,10 +199,10 @@ class Broker(Around):
             identity = replace(identity, name=identity.name + os.urandom(4).hex())
         return [Writer(writer, self) for writer in self.inner.open_writers(identity, count, ledger, deadline)]
 
-    def commit(self, token, deadline):
+    def commit(self, token, ledger, deadline):
         if FAULT == "says committed and does nothing":
             return Outcome.COMMITTED
-        return self.inner.commit(token, deadline)
+        return self.inner.commit(token, ledger, deadline)
 
 
 class BrokenBackend(Around):

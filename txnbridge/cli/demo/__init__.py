@@ -47,7 +47,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
     with _opened(broker, own, keep) as url:
         stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
         begin = time.monotonic()
-        fault = _play(stage, keep)
+        fault = _play(stage, clean=own is not None and not keep)
         seconds = time.monotonic() - begin
         if fault is None:
             stage.summary(seconds)
@@ -96,7 +96,7 @@ def _console(json: bool) -> Console:
     return found
 
 
-def _play(stage: Stage, keep: bool) -> str | None:
+def _play(stage: Stage, clean: bool) -> str | None:
     """The whole story; what broke it, or None."""
     from txnbridge.cli.demo.scenes import STORY
 
@@ -109,7 +109,7 @@ def _play(stage: Stage, keep: bool) -> str | None:
                 for scene in STORY:
                     scene(stage, bridge)
             finally:
-                if not keep:
+                if clean:
                     _clean(stage, bridge)
     except AssertionError as error:  # of a check, or of an actor that did not do its part
         return str(error)
