@@ -31,6 +31,11 @@ KEEP_ALL: Mapping[str, str] = {
 # To read, to append, to look at, and to drop old records.
 _RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
 
+# As many copies as Kafka keeps of its own transaction state, where there are as many brokers.
+_COPIES = 3
+# Topics of Kafka's own, which makes them itself.
+_KAFKAS_OWN = "__"
+
 # Less could not be answered by a broker on this machine; the client takes 0 for "at once".
 _LEAST_SECONDS = 0.01
 # A broker that has just started answers before it knows its topics.
@@ -62,13 +67,19 @@ class Topics:
             count = self.count(topic, deadline)
             if count >= at_least or time.monotonic() >= sure_at or deadline.expired:
                 break
-            if not count and self._settings.create_topics and sure_at < deadline.at:
+            if not count and self._may_create(topic) and sure_at < deadline.at:
                 self.create(topic, self._settings.create_topics, deadline)
                 sure_at = deadline.at
             time.sleep(_LOOK_SECONDS)
         if not count:
-            raise NotFound(f"there is no topic {topic!r}; create it with: txnbridge topics create {topic}")
+            raise NotFound(
+                f"there is no topic {topic!r}; create it with:"
+                f" txnbridge topics create {topic} --partitions N --url kafka://{self._settings.bootstrap}"
+            )
         return count
+
+    def _may_create(self, topic: str) -> bool:
+        return self._settings.create_topics > 0 and not topic.startswith(_KAFKAS_OWN)
 
     def count(self, topic: str, deadline: Deadline) -> int:
         """How many partitions a broker says that a topic has; 0 if it knows none of that name."""
@@ -91,9 +102,16 @@ class Topics:
         found = self._asked(lambda left: self._admin().list_topics(timeout=left), deadline, "listing brokers")
         return sorted(found.brokers)
 
-    def create(self, topic: str, partitions: int, deadline: Deadline, config: Mapping[str, str] | None = None) -> bool:
+    def create(
+        self,
+        topic: str,
+        partitions: int,
+        deadline: Deadline,
+        config: Mapping[str, str] | None = None,
+        replicas: int | None = None,
+    ) -> bool:
         """Create a topic; False if it was there already, with however many partitions. Raises `InvalidOption`."""
-        new = NewTopic(topic, partitions, self._settings.replicas, config=dict(config or {}))
+        new = NewTopic(topic, partitions, replicas or self._settings.replicas, config=dict(config or {}))
         try:
             self._each([new], self._admin().create_topics, deadline, f"creating topic {topic!r}")
         except KafkaException as error:
@@ -113,21 +131,33 @@ class Topics:
         try:
             found = self.count(name, deadline)
             if not found:
-                self.create(name, partitions, deadline, config)
-                found = self.partitions(name, deadline, at_least=partitions)
+                copies = self._copies(deadline)
+                self.create(name, partitions, deadline, {**config, **_in_sync(copies)}, copies)
+            while not found:  # a broker may hear of it later than the one that made it
+                deadline.check(f"waiting for the topic {name!r} to be there")
+                time.sleep(_LOOK_SECONDS)
+                found = self.count(name, deadline)
         except AccessDenied as error:
             raise AccessDenied(self._for_the_administrator(name, config, partitions)) from error.__cause__
         if found != partitions:
             raise InvalidOption(f"topic {name!r} has {found} partitions and must have {partitions}: it is not ours")
 
+    def _copies(self, deadline: Deadline) -> int:
+        """How many copies a topic of our own gets: a broker's own default is one, in a cluster of many too."""
+        if self._settings.replicas > 0:
+            return self._settings.replicas
+        return min(_COPIES, len(self.brokers(deadline)))
+
     def _for_the_administrator(self, name: str, config: Mapping[str, str], partitions: int) -> str:
         server = f"--bootstrap-server {self._settings.bootstrap}"
-        settings = " ".join(f"--config {key}={value}" for key, value in config.items())
-        replicas = f" --replication-factor {self._settings.replicas}" if self._settings.replicas > 0 else ""
+        copies = self._settings.replicas if self._settings.replicas > 0 else _COPIES
+        wanted = {**config, **_in_sync(copies)}
+        settings = " ".join(f"--config {key}={value}" for key, value in wanted.items())
         rights = " ".join(f"--operation {right}" for right in _RIGHTS)
         return (
             f"this user may not create or see the topic {name!r}, which txnbridge needs. An administrator creates it:"
-            f"\n  kafka-topics.sh {server} --create --topic {name} --partitions {partitions}{replicas} {settings}"
+            f"\n  kafka-topics.sh {server} --create --topic {name} --partitions {partitions}"
+            f" --replication-factor {copies} {settings}"
             f"\nand grants this user:"
             f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME {rights} --topic {name}"
         )
@@ -216,6 +246,11 @@ class Topics:
 
 def _ignore(error: KafkaError) -> None:
     """What the client reports besides; the call that it is about says it too."""
+
+
+def _in_sync(copies: int) -> dict[str, str]:
+    """Of three copies two must have a record before it counts, and one broker may be away; of two only one could be."""
+    return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
 
 
 def _wait(answer: Future[Any], deadline: Deadline) -> Any:
