@@ -32,6 +32,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.security import OAuthTokens
 from txnbridge_kafka.settings import Settings
 
 with warnings.catch_warnings():
@@ -40,6 +41,7 @@ with warnings.catch_warnings():
     try:
         from kafka import errors  # type: ignore[import-untyped]
         from kafka.net.manager import KafkaConnectionManager  # type: ignore[import-untyped]
+        from kafka.net.sasl.oauth import AbstractTokenProvider  # type: ignore[import-untyped]
         from kafka.net.selector import NetworkSelector  # type: ignore[import-untyped]
         from kafka.protocol.admin import (  # type: ignore[import-untyped]
             DescribeProducersRequest,
@@ -57,6 +59,8 @@ with warnings.catch_warnings():
             InitProducerIdRequest,
             WriteTxnMarkersRequest,
         )
+
+        AbstractTokenProvider.register(OAuthTokens)  # it takes no other, and no other module of ours may import it
     except ImportError:  # missing, or a version that moved them: `Requests` says so
         pass
 
@@ -163,6 +167,7 @@ class Requests:
         _silence()
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
         self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
+        self._advice = f"; {settings.advice}" if settings.advice else ""
         self._idle: list[_Line] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -329,6 +334,15 @@ class Requests:
 
         self._until(deadline, "writing transaction markers", attempt)
 
+    def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
+        """How many partitions of a topic every living broker knows the leader of; 0 if one does not know the topic."""
+
+        async def attempt(line: _Line) -> int:
+            answers = [(await line.metadata([topic], node)).topics[0] for node in await line.nodes()]
+            return min(len([1 for each in answer.partitions if each.leader_id >= 0]) for answer in answers)
+
+        return self._until(deadline, f"asking every broker for topic {topic!r}", attempt)
+
     def transaction_version(self, deadline: Deadline) -> int:
         """The level of Kafka's feature transaction.version that the cluster has finalised; 0 where there is none."""
 
@@ -366,9 +380,11 @@ class Requests:
             except errors.IncompatibleBrokerVersion as error:
                 raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
             except _login_errors() as error:
-                raise AccessDenied(f"{what}: the broker refuses the login ({type(error).__name__})") from error
+                name = type(error).__name__
+                raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
             except (errors.KafkaError, OSError) as error:
-                reason, cause = _reason(error), error
+                advice = self._advice if isinstance(error, errors.KafkaConnectionError) else ""
+                reason, cause = _reason(error) + advice, error
             time.sleep(min(pause, deadline.left()))
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s: {reason}") from cause
 
@@ -458,7 +474,7 @@ class _Line:
         try:
             # Without a background refresh of metadata, which would go on for ever.
             return await self._manager.get_connection(node, refresh_metadata_on_err=False)
-        except (errors.KafkaError, OSError):
+        except (errors.KafkaError, OSError, TxnBridgeError):
             raise
         except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
@@ -467,10 +483,10 @@ class _Line:
         connection = await self.connect(node)
         return await connection.send_request(request)
 
-    async def metadata(self, topics: Iterable[str] = ()) -> Any:
+    async def metadata(self, topics: Iterable[str] = (), node: Any = any) -> Any:
         """An answer to a metadata request; from it the connections learn where the nodes are."""
         asked = [MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-        answer = await self.ask(self.any, MetadataRequest(topics=asked, allow_auto_topic_creation=False))
+        answer = await self.ask(node, MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
         return answer
 

@@ -1,0 +1,303 @@
+"""Topics, the cluster's transactions, ending them by hand, mending what a broker forgot, and the doctor."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.spi import (
+    Admin,
+    Advice,
+    Context,
+    Deadline,
+    Decision,
+    Ledger,
+    LedgerEntry,
+    OpenTransaction,
+    Outcome,
+    TopicInfo,
+)
+from txnbridge_kafka import doctor
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.endings import end_prepared
+from txnbridge_kafka.forgotten import forgotten_of, write_forgotten
+from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
+from txnbridge_kafka.prepared import token_of
+from txnbridge_kafka.requests import DONE, Described, Requests
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.topics import Topics
+
+# What has begun and not ended, as coordinators call it.
+_UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
+# The id of a writer of ours, plain or for prepared transactions: the transactional id, and the writer's number.
+_WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepared>p?)\d+", re.DOTALL)
+# How often is looked whether all brokers know of a new topic.
+_LOOK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A prepare record, and where it was found."""
+
+    entry: LedgerEntry
+    ledger: Ledger
+
+    def is_about(self, found: Described) -> bool:
+        data = self.entry.data
+        return (data["id"], data["pid"], data["start"]) == (found.id, found.pid, found.start)
+
+
+class KafkaAdmin(Admin):
+    """Works on the whole cluster: other programs' transactions are seen and ended too."""
+
+    def __init__(self, settings: Settings, requests: Requests, context: Context) -> None:
+        self._settings = settings
+        self._requests = requests
+        self._context = context
+        self._topics = Topics(settings)
+        self._cluster = Cluster(settings, requests, self._topics, context.events)
+
+    # --- topics ----------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        created = self._topics.create(name, partitions, deadline, _retention(retention_seconds, retention_bytes))
+        while (count := self._requests.partitions_everywhere(name, deadline)) < partitions:
+            if count and not created:
+                break
+            deadline.check(f"waiting until every broker knows topic {name!r}")
+            time.sleep(_LOOK_SECONDS)
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+        return created
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        found = self._topics.all(deadline)
+        settings = self._topics.configs(list(found), deadline)
+        return [
+            TopicInfo(
+                name=name,
+                partitions=len(topic.partitions),
+                internal=name.startswith((self._settings.prefix, "__")),
+                retention_seconds=None if (kept := _limit(settings[name], "retention.ms")) is None else kept / 1000,
+                retention_bytes=_limit(settings[name], "retention.bytes"),
+            )
+            for name, topic in found.items()
+        ]
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        for found in self._unended(deadline):
+            if any(topic == name for topic, _ in found.partitions):
+                raise InvalidState(f"topic {name!r} is in use by the transaction of {found.id}; end that first")
+        self._topics.delete(name, deadline)
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.grow(name, partitions, deadline)
+
+    # --- transactions ----------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
+        records = self._records(deadline)
+        return [self._shown(found, records.of(found), deadline) for found in self._unended(deadline)]
+
+    def _unended(self, deadline: Deadline) -> list[Described]:
+        listed = self._requests.transactions(deadline, _UNENDED)
+        described = self._requests.describe([each.id for each in listed], deadline)
+        # What has ended in between is left out.
+        return [found for found in described.values() if found.state in _UNENDED]
+
+    def _shown(self, found: Described, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+        if prepared is None:
+            token, transaction, messages = None, found.id, None
+        else:
+            token = token_of(prepared.entry, self._cluster, deadline)
+            transaction, messages = token.transaction, token.messages
+        open_state = "open" if prepared is None else "prepared"
+        return OpenTransaction(
+            transaction=transaction,
+            state=open_state if found.state == OPEN else "ending",
+            owner=found.id,
+            since=found.start,
+            expires_at=None if found.start is None else found.start + found.timeout,
+            partitions=found.partitions,
+            messages=messages,
+            token=token,
+            transactional_id=owner_of(found.id),
+        )
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """As the contract says. `transaction` is a transaction's own id or the id of its writer."""
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+        records = self._records(deadline)
+        found, prepared = self._look_up(transaction, records, deadline)
+        commit = decision is Decision.COMMIT
+        if prepared is not None:
+            token = token_of(prepared.entry, self._cluster, deadline)
+            return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
+        if found is None or found.state not in _UNENDED:
+            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+        if found.state != OPEN:
+            return _outcome(found)
+        if commit:
+            raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
+        if records.unread is not None:
+            # It may be prepared, and a commit of it decided.
+            raise records.unread
+        return self._abort(found, deadline)
+
+    def _records(self, deadline: Deadline) -> _Records:
+        return _Records(self._topics, self._settings.prefix, self._context, deadline)
+
+    def _look_up(
+        self, transaction: str, records: _Records, deadline: Deadline
+    ) -> tuple[Described | None, _Prepared | None]:
+        """What the coordinator knows under a writer's id, and the prepare record of that or of a transaction's id."""
+        prepared = records.named(transaction)
+        if prepared is not None:
+            return None, prepared
+        found = self._requests.describe([transaction], deadline).get(transaction)
+        return found, None if found is None else records.of(found)
+
+    def _abort(self, found: Described, deadline: Deadline) -> Outcome:
+        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline)
+        if ended.code == DONE:
+            return Outcome.ABORTED
+        # Somebody else was quicker. The start tells whether what is there now is still the same transaction.
+        now = self._requests.describe([found.id], deadline).get(found.id)
+        if now is None or (now.pid, now.start) != (found.pid, found.start) or now.state == "Empty":
+            raise OutcomeUnknown(f"the transaction of {found.id} ended while it was to be aborted, nobody knows how")
+        if now.state == OPEN:
+            raise BrokerUnavailable(f"the coordinator refused to abort the transaction of {found.id}: {ended.code}")
+        return _outcome(now)
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        """Write the markers that a broker forgot of an ended transaction, with its coordinator's own decision.
+
+        Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too.
+        Raises `NotFound`, and `InvalidState` for what has not ended or does not hold still.
+        """
+        _, prepared = self._look_up(transaction, self._records(deadline), deadline)
+        id = transaction if prepared is None else str(prepared.entry.data["id"])
+        one = forgotten_of(self._cluster, id, deadline)
+        if prepared is not None and not prepared.is_about(one.told):
+            raise InvalidState(f"the id of {transaction} carries another transaction by now; repair {id} to mend that")
+        if not one.held:
+            return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
+        write_forgotten(self._requests, one, deadline)
+        return f"wrote the forgotten {one.word} markers of {id} in {one.where}"
+
+    # --- the doctor ------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        return list(self._look(deadline))
+
+    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+        parts: tuple[Callable[[], Iterable[Advice]], ...] = (
+            lambda: doctor.check_settings(self._cluster, deadline),
+            lambda: doctor.check_topics(self._cluster, deadline),
+            lambda: doctor.check_open(self.transactions(deadline), self._settings),
+            lambda: doctor.check_forgotten(self._cluster, deadline),
+        )
+        for part in parts:
+            try:
+                yield from part()
+            except AccessDenied as error:
+                yield Advice("warning", "rights", str(error), "grant this user Describe on the cluster and its topics")
+
+
+class _Records:
+    """The prepare records of all applications of a cluster, looked up as needed."""
+
+    def __init__(self, topics: Topics, prefix: str, context: Context, deadline: Deadline) -> None:
+        self._topics = topics
+        self._prefix = f"{prefix}log-"
+        self._context = context
+        self._deadline = deadline
+        self._applications: list[str] | None = None
+        self._found: dict[str, list[_Prepared]] = {}
+        self.unread: TxnBridgeError | None = None  # why a log could not be read
+
+    def of(self, found: Described) -> _Prepared | None:
+        """The record of what a writer of prepared transactions has open, or has ended last."""
+        writer = _WRITER.fullmatch(found.id)
+        if writer is None or not writer["prepared"] or found.state == "Empty":
+            return None
+        return next((one for one in self._all(writer["owner"]) if one.is_about(found)), None)
+
+    def named(self, transaction: str) -> _Prepared | None:
+        """The record of a transaction by its own id, which begins with its owner's."""
+        owner, *rest = transaction.rsplit("/", 2)
+        if len(rest) != 2:
+            return None
+        return next((one for one in self._all(owner) if one.entry.transaction == transaction), None)
+
+    def _all(self, owner: str) -> list[_Prepared]:
+        if owner not in self._found:
+            ledgers = [self._context.ledger(application, owner) for application in self._logs()]
+            self._found[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
+        return self._found[owner]
+
+    def _entries(self, ledger: Ledger) -> list[LedgerEntry]:
+        try:
+            return ledger.entries(PREPARE, self._deadline)
+        except BrokerUnavailable:
+            raise
+        except TxnBridgeError as error:
+            # One log that cannot be read must not hide what all the others tell.
+            self.unread = error
+            return []
+
+    def _logs(self) -> list[str]:
+        if self._applications is None:
+            names = self._topics.all(self._deadline)
+            self._applications = [name[len(self._prefix) :] for name in names if name.startswith(self._prefix)]
+        return self._applications
+
+
+def owner_of(id: str) -> str:
+    """The transactional id that a writer's id belongs to; one that is not of our making stands for itself."""
+    writer = _WRITER.fullmatch(id)
+    return id if writer is None else writer["owner"]
+
+
+def _outcome(found: Described) -> Outcome:
+    if found.state in COMMITTED:
+        return Outcome.COMMITTED
+    assert found.state in ABORTED, found.state
+    return Outcome.ABORTED
+
+
+def _retention(seconds: float | None, size: int | None) -> dict[str, str]:
+    for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
+        if kept is not None and not kept > 0:
+            raise InvalidOption(f"{what} must be above 0, not {kept}")
+    config = {}
+    if seconds is not None:
+        config["retention.ms"] = str(max(1, int(seconds * 1000)))
+    if size is not None:
+        config["retention.bytes"] = str(size)
+    return config
+
+
+def _limit(settings: dict[str, str], name: str) -> int | None:
+    value = int(settings.get(name, -1))
+    return None if value < 0 else value

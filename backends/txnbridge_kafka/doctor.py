@@ -1,0 +1,113 @@
+"""What the doctor says about a cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.forgotten import places, survey
+from txnbridge_kafka.settings import Settings
+
+_COORDINATION = ("__transaction_state", "__consumer_offsets")
+# With fewer, one broker that is lost or restarted takes committed data with it, or stops all writing.
+_COPIES, _IN_SYNC = 3, 2
+# Brokers end what is too old every ten seconds; what is older than that is not being ended.
+_LATE_MS = 30_000
+_EPOCH_BUMPS = 2
+
+
+def check_settings(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+    """What the brokers allow, and what the cluster has agreed on."""
+    version = cluster.requests.transaction_version(deadline)
+    if version >= _EPOCH_BUMPS:
+        yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
+    else:
+        yield Advice(
+            "warning",
+            "transaction.version",
+            f"{version}: a writer whose transaction somebody else ended is not shut out at once",
+            "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2",
+        )
+    yield from _times(cluster, deadline)
+
+
+def _times(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+    settings = cluster.settings
+    wanted = settings.timeout + (settings.hold or 0)
+    for number, found in cluster.topics.broker_configs(deadline).items():
+        longest = int(found.get("transaction.max.timeout.ms", 900_000)) / 1000
+        if longest < wanted:
+            yield Advice(
+                "problem",
+                f"broker {number}",
+                f"lets a transaction live {longest:g} s; timeout and hold of this bridge are {wanted:g} s together",
+                "raise transaction.max.timeout.ms, or ask for less",
+            )
+
+
+def check_topics(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+    """How safe the topics are on which every promise stands."""
+    everything = cluster.topics.all(deadline)
+    logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
+    names = [name for name in (*_COORDINATION, *logs) if name in everything]
+    settings = cluster.topics.configs(names, deadline)
+    for name in names:
+        copies = min((len(each.replicas) for each in everything[name].partitions.values()), default=0)
+        findings = list(_weak(copies, settings[name]))
+        if not findings:
+            yield Advice("ok", name, f"{copies} copies, and what is stored is on {_IN_SYNC} of them")
+        for text, remedy in findings:
+            yield Advice("warning", name, text, remedy)
+
+
+def _weak(copies: int, settings: dict[str, str]) -> Iterator[tuple[str, str]]:
+    if copies < _COPIES:
+        yield (
+            f"has {'1 copy' if copies == 1 else f'{copies} copies'}: with the loss of a broker it may be lost",
+            f"give it {_COPIES} replicas (kafka-reassign-partitions.sh)",
+        )
+    in_sync = int(settings.get("min.insync.replicas", _IN_SYNC))
+    if copies > 1 and in_sync < _IN_SYNC:
+        yield "what is stored may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
+    if settings.get("unclean.leader.election.enable") == "true":
+        yield "a broker that lacks records may become leader", "set unclean.leader.election.enable=false"
+
+
+def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:
+    """What holds readers back, and for how long still."""
+    now = int(time.time() * 1000)
+    for one in transactions:
+        age = 0 if one.since is None else (now - one.since) // 1000
+        if one.expires_at is not None and now > one.expires_at + _LATE_MS:
+            text, level = f"is {one.state} for {age} s, and its time is over: the broker does not end it", "problem"
+        elif one.state == "prepared" or age > settings.timeout:
+            left = "" if one.expires_at is None else f" for up to {max(0, one.expires_at - now) // 1000} s more"
+            text, level = f"is {one.state} for {age} s and holds readers back{left}", "warning"
+        else:
+            continue  # somebody is just writing
+        how = f"commit {one.transaction}, or abort" if one.state == "prepared" else f"abort {one.transaction}"
+        yield Advice(level, f"transaction {one.transaction}", text, f"txnbridge transactions {how}")
+
+
+def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+    """Transactions that are open in a partition although they have ended, or although nobody knows them."""
+    found = survey(cluster, deadline)
+    for one in found.forgotten:
+        if one.is_decided:
+            text = f"its {one.word} was never carried out in {one.where}"
+            remedy = f"stop its writer, then: txnbridge transactions repair {one.told.id}"
+        else:
+            text = f"a transaction of an earlier owner was never ended in {one.where}"
+            remedy = "let its owner write there: it looks first, and mends what its decision log tells"
+        yield Advice("problem", f"transaction {one.told.id}", f"{text}: readers wait there for ever", remedy)
+    for pid, held in found.unknown.items():
+        yield Advice(
+            "problem",
+            f"producer {pid}",
+            f"has a transaction open in {places(held)}, and no coordinator knows it: readers wait there for ever",
+            "kafka-transactions.sh abort, once it is certain that it was not committed",
+        )
+    if not (found.forgotten or found.unknown):
+        yield Advice("ok", "markers", "every transaction that has ended has ended in all its partitions")

@@ -1,0 +1,124 @@
+"""Transactions that have ended for their coordinator and are still open in a partition, proven before they are touched.
+
+A broker that is killed right after a commit may forget to write its markers. Readers stop there, and no time-out helps.
+The proof is what the coordinator says before and after the leaders are asked: ended, and the same transaction. Without
+the second look a transaction that its writer has begun since would be taken for the forgotten one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from txnbridge.errors import InvalidState, NotFound
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.owner import COMMITTED
+from txnbridge_kafka.requests import ActiveProducer, Described, Requests
+
+# "Empty" is an id that was opened again since: that the markers are missing is certain, which ones is not.
+_ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
+
+Held = Mapping[Partition, ActiveProducer]
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What the coordinator calls ended, and where it is open."""
+
+    told: Described
+    held: Held
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the coordinator still says how it ended."""
+        return self.told.state != "Empty"
+
+    @property
+    def commit(self) -> bool:
+        return self.told.state in COMMITTED
+
+    @property
+    def word(self) -> str:
+        return ("commit" if self.commit else "abort") if self.is_decided else "end"
+
+    @property
+    def where(self) -> str:
+        return places(self.held)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All of a cluster: what was forgotten, and what is open of producers that no coordinator knows, by their ids."""
+
+    forgotten: list[Forgotten]
+    unknown: dict[int, Held]
+
+
+def survey(cluster: Cluster, deadline: Deadline) -> Survey:
+    """Ask every leader for what is open, and the coordinators about it."""
+    requests = cluster.requests
+    held = _open_in(requests, _everywhere(cluster, deadline), deadline)
+    # Asked for after that: whoever had something open then is known to a coordinator since.
+    ids = {each.id: each.pid for each in requests.transactions(deadline)}
+    before = _ended(requests.describe([id for id, pid in ids.items() if pid in held], deadline))
+    suspects = {told.pid for told in before.values()}
+    again = _open_in(requests, [one for pid in suspects for one in held[pid]], deadline) if suspects else {}
+    after = requests.describe(list(before), deadline)
+    return Survey(
+        forgotten=[
+            Forgotten(told, again[told.pid])
+            for id, told in before.items()
+            if told.pid in again and after.get(id) == told
+        ],
+        unknown={pid: where for pid, where in held.items() if pid not in set(ids.values())},
+    )
+
+
+def forgotten_of(cluster: Cluster, id: str, deadline: Deadline) -> Forgotten:
+    """What is forgotten of one id; nowhere, if nothing is. Raises `NotFound`, and `InvalidState` without a proof."""
+    told = cluster.requests.describe([id], deadline).get(id)
+    if told is None:
+        raise NotFound(f"no coordinator knows {id!r}")
+    if told.state not in _ENDED:
+        raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
+    held = _open_in(cluster.requests, _everywhere(cluster, deadline), deadline).get(told.pid, {})
+    if cluster.requests.describe([id], deadline).get(id) != told:
+        raise InvalidState(f"{id} is in use: stop its writer first")
+    return Forgotten(told, held)
+
+
+def write_forgotten(requests: Requests, one: Forgotten, deadline: Deadline) -> None:
+    """Write the markers as the coordinator would have. Raises `InvalidState` if it no longer says which."""
+    if not one.is_decided:
+        raise InvalidState(
+            f"{one.told.id} was opened again since, and its coordinator has forgotten how the transaction in"
+            f" {one.where} ended; its owner mends that from the decision log, before its next message there"
+        )
+    # A partition refuses a coordinator that is older than one it has heard of.
+    known = max(0, *(active.coordinator_epoch for active in one.held.values()))
+    requests.write_markers(one.told.pid, one.told.epoch, one.commit, list(one.held), deadline, known)
+
+
+def places(partitions: Collection[Partition]) -> str:
+    return ", ".join(f"{topic}[{number}]" for topic, number in sorted(partitions))
+
+
+def _everywhere(cluster: Cluster, deadline: Deadline) -> list[Partition]:
+    topics = cluster.topics.all(deadline)
+    return [(name, number) for name, topic in topics.items() for number in topic.partitions]
+
+
+def _open_in(requests: Requests, partitions: list[Partition], deadline: Deadline) -> dict[int, Held]:
+    """By producer id: where the leaders hold a transaction of it open."""
+    held: dict[int, dict[Partition, ActiveProducer]] = defaultdict(dict)
+    for partition, producers in requests.producers(partitions, deadline).items():
+        for active in producers:
+            if active.start_offset is not None:
+                held[active.pid][partition] = active
+    return dict(held)
+
+
+def _ended(described: Mapping[str, Described]) -> dict[str, Described]:
+    return {id: told for id, told in described.items() if told.state in _ENDED}
