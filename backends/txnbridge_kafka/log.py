@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.error import ConsumeError
 
 from txnbridge.errors import (
     BrokerUnavailable,
+    DeadlineExceeded,
     InvalidOption,
     OutcomeUnknown,
     PositionLost,
@@ -23,6 +23,8 @@ from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
+
+T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
@@ -95,11 +97,30 @@ class KafkaLog(DecisionLog):
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         reader = self._take_reader()
         try:
-            first, following = reader.get_watermark_offsets(self._at(-1), timeout=_seconds(deadline), cached=False)
-        except KafkaException as error:
-            raise self._refused(error, "asking where it begins and ends")
-        self._give_back(reader)
-        return first, following
+            return self._ask(
+                lambda left: reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False),
+                "asking where it begins and ends",
+                deadline,
+            )
+        finally:
+            self._give_back(reader)
+
+    def _ask(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
+        """Ask the client, again as long as the broker is away."""
+        while True:
+            try:
+                return question(_seconds(deadline))
+            except KafkaException as error:
+                self._wait_for_broker(error, what, deadline)
+
+    def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
+        """Return soon if asking again may help, else raise what it was."""
+        refused = self._in_our_words(error, what)
+        if type(refused) is not BrokerUnavailable:
+            raise refused from error
+        if deadline.left() <= _PAUSE:
+            raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
+        time.sleep(_PAUSE)
 
     # --- appending ------------------------------------------------------------------------------------------------
 
@@ -117,7 +138,7 @@ class KafkaLog(DecisionLog):
             return (offset,)
         self._drop(producer)
         if failure.code() in _NOT_STORED:
-            raise self._refused(KafkaException(failure), "appending to it")
+            raise self._in_our_words(KafkaException(failure), "appending to it") from KafkaException(failure)
         raise OutcomeUnknown(
             f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
         ) from KafkaException(failure)
@@ -152,6 +173,7 @@ class KafkaLog(DecisionLog):
                 "acks": "all",
                 "enable.idempotence": True,
                 "linger.ms": 0,
+                "message.max.bytes": 1_000_000,  # a record has 900,000 at most, whatever is set for messages
             }
         )
         self._reach(producer, deadline)
@@ -160,16 +182,12 @@ class KafkaLog(DecisionLog):
             return self._producer
 
     def _reach(self, producer: Producer, deadline: Deadline) -> None:
-        while True:
-            try:
-                found = producer.list_topics(self._topic, timeout=_seconds(deadline)).topics[self._topic]
-            except KafkaException as error:
-                raise self._refused(error, "reaching its broker")
-            if found.error is None:
-                return
-            if found.error.code() not in _NO_TOPIC or deadline.left() <= _PAUSE:
-                raise self._refused(KafkaException(found.error), "reaching its broker")
-            time.sleep(_PAUSE)
+        def look(left: float) -> None:
+            found = producer.list_topics(self._topic, timeout=left).topics[self._topic]
+            if found.error is not None:
+                raise KafkaException(found.error)
+
+        self._ask(look, "reaching its broker", deadline)
 
     def _drop(self, producer: Producer) -> None:
         """Use it no more. When the last thread that waits for it has let go, what it could not send is forgotten."""
@@ -203,7 +221,9 @@ class KafkaLog(DecisionLog):
                 offset = message.offset() or 0
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    raise self._refused(KafkaException(error), f"reading record {at}")
+                    self._wait_for_broker(KafkaException(error), f"reading record {at}", deadline)
+                    reader.assign([self._at(at)])
+                    break
                 if offset > at:
                     self._check_gap(at, deadline)
                 if error is None and offset <= stop:
@@ -213,13 +233,10 @@ class KafkaLog(DecisionLog):
                     return
 
     def _fetch(self, reader: Consumer, deadline: Deadline) -> list[Message]:
-        """What is there, at least one record."""
-        deadline.check(f"reading the decision log {self._topic}")
-        try:
-            one = reader.poll(_seconds(deadline))
-            return [] if one is None else [one, *reader.consume(_READ_AT_ONCE, 0)]
-        except (KafkaException, ConsumeError) as error:
-            raise self._refused(error, "reading it")
+        """What is there, at least one record or the reason why not. Raises `DeadlineExceeded`."""
+        while (one := reader.poll(_seconds(deadline))) is None:
+            deadline.check(f"reading the decision log {self._topic}")
+        return [one, *reader.consume(_READ_AT_ONCE, 0)]
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
         """An offset without a record is one that was dropped, or the end of somebody's transaction, which is none."""
@@ -256,11 +273,12 @@ class KafkaLog(DecisionLog):
         _, following = self._bounds(deadline)
         admin = AdminClient(self._client_settings())
         wanted = self._at(min(before[0], following))
-        try:
-            answers = admin.delete_records([wanted], request_timeout=_seconds(deadline))
-            answers[wanted].result(deadline.left() + 1)  # the client ends by itself by the deadline
-        except KafkaException as error:
-            raise self._refused(error, "dropping old records")
+
+        def drop(left: float) -> None:
+            (answer,) = admin.delete_records([wanted], request_timeout=left).values()
+            answer.result(left + 1)  # the client ends by itself by the deadline
+
+        self._ask(drop, "dropping old records", deadline)
 
     def close(self) -> None:
         with self._lock:
@@ -281,17 +299,6 @@ class KafkaLog(DecisionLog):
             "error_cb": _ignore,
         }
 
-    def _missing(self) -> BrokerUnavailable:
-        return BrokerUnavailable(
-            f"the topic {self._topic} of the decision log is not there: it was deleted, or the brokers do not know it"
-            " again yet"
-        )
-
-    def _refused(self, error: KafkaException, what: str) -> TxnBridgeError:
-        ours = self._in_our_words(error, what)
-        ours.__cause__ = error
-        return ours
-
     def _in_our_words(self, error: KafkaException, what: str) -> TxnBridgeError:
         found = kafka_error(error)
         code = None if found is None else found.code()
@@ -299,9 +306,9 @@ class KafkaLog(DecisionLog):
         if code in _GONE:
             return PositionLost(f"{what}: it is not there any more")
         if code in _NO_TOPIC:
-            return self._missing()
+            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
         if code in _TOO_LARGE:
-            return InvalidOption(f"{what}: the broker takes no record of this size; see max.message.bytes of the topic")
+            return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
         return translate(error, what)
 
 

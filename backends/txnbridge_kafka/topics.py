@@ -16,7 +16,7 @@ from confluent_kafka.admin._metadata import TopicMetadata
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from txnbridge.errors import AccessDenied, InvalidOption, NotFound
+from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
@@ -220,8 +220,11 @@ class Topics:
             try:
                 return ask(max(deadline.left(), _LEAST_SECONDS))
             except KafkaException as error:
-                if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
-                    raise translate(error, what) from error
+                refused = translate(error, what)
+                if not _passes(error):
+                    raise refused from error
+                if deadline.left() <= _LOOK_SECONDS:
+                    raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
             time.sleep(_LOOK_SECONDS)
 
     def _each_ours(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
@@ -249,7 +252,7 @@ def _ignore(error: KafkaError) -> None:
 
 
 def _in_sync(copies: int) -> dict[str, str]:
-    """Of three copies two must have a record before it counts, and one broker may be away; of two only one could be."""
+    """So many that one broker may be away, and of three copies two have a record before it counts."""
     return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
 
 

@@ -1,0 +1,363 @@
+"""Decision logs on a live broker: the contract, and what faults make of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._resource import ResourceType
+from confluent_kafka.cimpl import NewTopic
+from txnbridge_kafka.log import KafkaLog
+from txnbridge_kafka.settings import Settings
+
+from txnbridge.errors import (
+    DeadlineExceeded,
+    InvalidOption,
+    OutcomeUnknown,
+    PositionLost,
+)
+from txnbridge.spi import Deadline, Emitter
+
+# A call may end a little after its deadline: the client looks at its clock a few times a second, on a busy machine.
+GRACE = 1.5
+
+
+def client_settings(url):
+    return {"bootstrap.servers": url.removeprefix("kafka://"), "logger": logging.getLogger("tests")}
+
+
+def settings_for(url, **client):
+    bootstrap = url.removeprefix("kafka://")
+    quick = {"reconnect.backoff.max.ms": "200"}  # what waits for a broker that comes back need not wait longer
+    return Settings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, {}, 30, None, "tests", 0)
+
+
+def open_log(url, name, timeout=30, **client):
+    return KafkaLog(settings_for(url, **client), name, Deadline(timeout), Emitter("tests", []))
+
+
+def append(log, *records):
+    return [log.append(record, Deadline(30)) for record in records]
+
+
+def read(log, first=None, last=None):
+    return list(log.read(first, last, Deadline(30)))
+
+
+def bounds(log):
+    return log.begin(Deadline(30)), log.end(Deadline(30))
+
+
+@pytest.fixture
+def name():
+    return uuid.uuid4().hex[:12]
+
+
+@pytest.fixture
+def topic(name):
+    return f"_txnbridge-log-{name}"
+
+
+@pytest.fixture
+def opened():
+    """Open logs that are closed in the end."""
+    logs = []
+
+    def open_one(*args, **how):
+        logs.append(open_log(*args, **how))
+        return logs[-1]
+
+    yield open_one
+    for log in logs:
+        log.close()
+
+
+@pytest.fixture
+def log(kafka_broker, name, opened):
+    return opened(kafka_broker.url, name)
+
+
+@pytest.fixture
+def admin(kafka_broker):
+    return AdminClient(client_settings(kafka_broker.url))
+
+
+def create(admin, topic, partitions=1, **config):
+    config = {key.replace("_", "."): value for key, value in config.items()}
+    admin.create_topics([NewTopic(topic, partitions, 1, config=config)])[topic].result()
+
+
+def set_config(admin, topic, name, value):
+    entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
+    admin.incremental_alter_configs([resource])[resource].result()
+
+
+def configs(admin, topic):
+    resource = ConfigResource(ResourceType.TOPIC, topic)
+    return {entry.name: entry.value for entry in admin.describe_configs([resource])[resource].result().values()}
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_log_has_no_begin_and_no_end(log):
+    assert bounds(log) == (None, None)
+    assert read(log) == []
+
+
+def test_records_come_back_in_their_order_from_anywhere(log):
+    positions = append(log, b"0", b"1", b"", b"3", b"4")
+    assert positions == [(0,), (1,), (2,), (3,), (4,)]
+    assert bounds(log) == ((0,), (4,))
+    everything = [((0,), b"0"), ((1,), b"1"), ((2,), b""), ((3,), b"3"), ((4,), b"4")]
+    assert read(log) == everything
+    assert read(log, (1,), (3,)) == everything[1:4]
+    assert read(log, (4,)) == everything[4:]
+    assert read(log, None, (0,)) == everything[:1]
+    assert read(log, (3,), (2,)) == []
+
+
+def test_a_record_is_seen_by_others_as_soon_as_it_is_appended(kafka_broker, log, name, opened):
+    other = opened(kafka_broker.url, name)
+    for number in range(20):
+        (position,) = append(log, b"%d" % number)
+        assert other.end(Deadline(30)) == position
+        assert read(other, position, position) == [(position, b"%d" % number)]
+
+
+def test_logs_of_different_names_are_different_logs(kafka_broker, log, name, opened):
+    other = opened(kafka_broker.url, f"{name}-other")
+    append(log, b"here")
+    assert bounds(other) == (None, None)
+
+
+def test_records_that_come_while_it_is_read_are_left_for_the_next_reading(log):
+    append(log, b"0", b"1")
+    reading = iter(log.read(None, None, Deadline(30)))
+    assert next(reading) == ((0,), b"0")
+    append(log, b"2")
+    assert list(reading) == [((1,), b"1")]
+
+
+def test_reading_ends_where_the_log_ends(log):
+    append(log, b"0", b"1")
+    assert read(log, (0,), (7,)) == [((0,), b"0"), ((1,), b"1")]
+
+
+def test_a_reading_that_nobody_finishes_does_not_disturb_the_next(log):
+    append(log, *(b"%d" % number for number in range(1200)))
+    for _ in range(3):
+        reading = iter(log.read(None, None, Deadline(30)))
+        assert next(reading) == ((0,), b"0")
+        del reading
+        assert read(log, (700,), (701,)) == [((700,), b"700"), ((701,), b"701")]
+
+
+def test_two_readings_at_once_do_not_disturb_each_other(log):
+    append(log, *(b"%d" % number for number in range(1200)))
+    one, other = (iter(log.read((at,), None, Deadline(30))) for at in (0, 600))
+    pairs = [(next(one), next(other)) for _ in range(600)]
+    assert [(a[0], b[0]) for (a, _), (b, _) in pairs] == [(at, at + 600) for at in range(600)]
+
+
+def test_a_trimmed_log_begins_later_and_numbers_on(log):
+    append(log, *(b"%d" % number for number in range(5)))
+    log.trim((3,), Deadline(30))
+    assert bounds(log) == ((3,), (4,))
+    assert read(log) == [((3,), b"3"), ((4,), b"4")]
+    for first in (0, 2):
+        with pytest.raises(PositionLost):
+            read(log, (first,), (4,))
+    assert append(log, b"5") == [(5,)]
+    log.trim((1,), Deadline(30))  # nothing is left in front of it
+    assert log.begin(Deadline(30)) == (3,)
+
+
+def test_trimming_beyond_the_end_leaves_an_empty_log_that_numbers_on(log):
+    append(log, b"0", b"1")
+    log.trim((99,), Deadline(30))
+    assert bounds(log) == (None, None)
+    assert append(log, b"2") == [(2,)]
+    assert bounds(log) == ((2,), (2,))
+
+
+def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(kafka_broker, name, opened):
+    # Little is fetched ahead, so that the trimmed part was not here already.
+    log = opened(kafka_broker.url, name, **{"fetch.message.max.bytes": "10000", "queued.min.messages": "1"})
+    append(log, *(b"%d" % number + b"x" * 1000 for number in range(300)))
+    reading = iter(log.read(None, None, Deadline(30)))
+    assert next(reading)[0] == (0,)
+    log.trim((299,), Deadline(30))
+    seen = [0]
+    with pytest.raises(PositionLost):
+        seen.extend(position[0] for position, _ in reading)
+    assert seen == list(range(len(seen)))
+    assert len(seen) < 299
+
+
+def test_many_threads_append_and_read_one_order(log):
+    def work(number):
+        mine = [log.append(b"%d-%d" % (number, count), Deadline(30)) for count in range(50)]
+        return mine, read(log, (0,), mine[-1])
+
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(work, range(8)))
+    everything = read(log)
+    assert len(everything) == 400
+    for number, (mine, seen) in enumerate(told):
+        assert [dict(everything)[position] for position in mine] == [b"%d-%d" % (number, count) for count in range(50)]
+        assert seen == everything[: len(seen)]
+
+
+def test_a_record_of_the_largest_size_is_stored_and_a_larger_one_refused(log):
+    largest = os.urandom(900_000)
+    append(log, largest)
+    with pytest.raises(InvalidOption, match="too large"):
+        append(log, b"x" * 1_100_000)
+    append(log, b"next")
+    assert read(log) == [((0,), largest), ((1,), b"next")]
+
+
+def test_a_record_that_the_broker_refuses_is_not_stored(kafka_broker, admin, log, topic):
+    set_config(admin, topic, "max.message.bytes", "1000")
+    with pytest.raises(InvalidOption, match=rf"{topic}.*too large"):
+        append(log, b"x" * 2000)
+    append(log, b"small")
+    assert read(log) == [((0,), b"small")]
+
+
+# --- its topic ------------------------------------------------------------------------------------------------------
+
+
+def test_the_topic_keeps_everything(log, admin, topic):
+    found = configs(admin, topic)
+    assert found["cleanup.policy"] == "delete"
+    assert found["retention.ms"] == found["retention.bytes"] == "-1"
+    assert found["unclean.leader.election.enable"] == "false"
+    assert found["min.insync.replicas"] == "1"  # of one broker
+    assert len(admin.list_topics(topic).topics[topic].partitions) == 1
+
+
+def test_many_may_open_a_new_log_at_once_and_it_is_one_log(kafka_broker, name, opened):
+    with ThreadPoolExecutor(6) as pool:
+        logs = list(pool.map(lambda _: opened(kafka_broker.url, name), range(6)))
+    positions = [position for log in logs for position in append(log, b"one of six")]
+    assert positions == [(number,) for number in range(6)]
+
+
+def test_a_topic_with_two_partitions_is_no_log(kafka_broker, admin, name, topic):
+    create(admin, topic, partitions=2)
+    with pytest.raises(InvalidOption, match="2 partitions"):
+        open_log(kafka_broker.url, name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"cleanup_policy": "compact"},
+        {"cleanup_policy": "compact,delete"},
+        {"retention_ms": "604800000"},
+        {"retention_bytes": "1000000"},
+        {"unclean_leader_election_enable": "true"},
+    ],
+    ids=str,
+)
+def test_a_topic_that_would_lose_records_is_refused_by_name(kafka_broker, admin, name, topic, config):
+    safe = {"retention_ms": "-1", "cleanup_policy": "delete"}
+    create(admin, topic, **{**safe, **config})
+    ((setting, _),) = config.items()
+    with pytest.raises(InvalidOption, match=rf"(?s){topic}.*{setting.replace('_', '.')}=.*kafka-configs\.sh"):
+        open_log(kafka_broker.url, name)
+
+
+# --- offsets without a record ---------------------------------------------------------------------------------------
+
+
+def end_a_transaction_in(topic, url, *, commit, records=()):
+    producer = Producer({**client_settings(url), "transactional.id": uuid.uuid4().hex})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for record in records:
+        producer.produce(topic, record, partition=0)
+    producer.flush(30)
+    (producer.commit_transaction if commit else producer.abort_transaction)(30)
+
+
+def test_the_end_of_somebodys_transaction_is_no_record_and_no_gap(kafka_broker, log, topic):
+    append(log, b"0")
+    end_a_transaction_in(topic, kafka_broker.url, commit=True, records=[b"1"])
+    wait_for_end(log, (2,))
+    assert read(log) == [((0,), b"0"), ((1,), b"1")]
+    append(log, b"3")
+    end_a_transaction_in(topic, kafka_broker.url, commit=False, records=[b"4"])
+    wait_for_end(log, (5,))
+    everything = [((0,), b"0"), ((1,), b"1"), ((3,), b"3"), ((4,), b"4")]
+    assert read(log) == everything  # read without isolation
+    assert read(log, (2,), (3,)) == everything[2:3]
+    assert read(log, (2,), (2,)) == []
+
+
+def wait_for_end(log, position):
+    """The end of a transaction is written after its producer was told of it."""
+    deadline = Deadline(30)
+    while log.end(deadline) != position:
+        deadline.check(f"waiting for {position}")
+        time.sleep(0.01)
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paused(kafka_broker):
+    """Pauses the broker for a block."""
+
+    @contextmanager
+    def pause():
+        kafka_broker.pause()
+        try:
+            yield
+        finally:
+            kafka_broker.resume()
+
+    return pause
+
+
+def takes(seconds, error, call):
+    """It raises that error, and not much later than its deadline."""
+    started = time.monotonic()
+    with pytest.raises(error) as raised:
+        call(Deadline(seconds))
+    assert time.monotonic() - started < seconds + GRACE
+    return raised.value
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
+def test_nothing_hangs_while_the_broker_does(kafka_broker, log, paused, used):
+    if used:
+        append(log, b"0", b"1")
+        read(log)
+    with paused():
+        takes(0.5, DeadlineExceeded, log.begin)
+        takes(0.5, DeadlineExceeded, log.end)
+        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read((0,), (1,), deadline)))
+        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
+        takes(0.5, DeadlineExceeded, lambda deadline: log.trim((1,), deadline))
+        # A record that was handed to a client with a connection may be stored; one that found no broker is not.
+        takes(0.5, OutcomeUnknown if used else DeadlineExceeded, lambda deadline: log.append(b"maybe", deadline))
+        takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
+        takes(0.5, DeadlineExceeded, lambda deadline: open_log(kafka_broker.url, "other", deadline.seconds))
+        started = time.monotonic()
+        log.close()
+        assert time.monotonic() - started < GRACE
+    position, *_ = append(log, b"last")
+    assert [record for _, record in read(log, None, position)] in [[b"last"], [b"0", b"1", b"maybe", b"last"]]
