@@ -1,0 +1,121 @@
+"""One partition as one reader sees it, and the client's messages as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from confluent_kafka import Message as Raw
+from confluent_kafka import TopicPartition
+
+from txnbridge.spi import NO_HEADERS, Headers, Message, Partition
+
+_COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
+
+
+@dataclass(frozen=True, eq=False)
+class Wish:
+    """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have."""
+
+    target: int | None = None
+    refused: int | None = None
+
+
+class Cursor:
+    """One stay of one partition with a reader: where it goes on, and what was handed out.
+
+    `next` is the offset to hand out next, None until that is known.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.source: object = None
+        self.told = False  # the listener knows of it
+        self.next: int | None = None
+        self.placed = False  # it is among the partitions that the client reads
+        self.settled = False  # where it goes on is certain, and the client reads there
+        self.paused = False
+        self.wish = Wish()
+        self.lost = ""  # why it cannot go on without being told where
+        # Something was dropped that the client takes for handed out, so the client's own position says nothing.
+        self.astray = False
+        self._first: int | None = None
+        self._handed = -1
+        self._times: dict[int, int] = {}
+
+    def was_handed_out(self, offset: int) -> bool:
+        """Whether an offset lies within what this stay has handed out, its end included."""
+        return self._first is not None and self._first <= offset <= self._handed
+
+    def unsettle(self, wish: Wish) -> None:
+        """Hand out nothing until it is settled where it goes on."""
+        self.wish = wish
+        self.settled = False
+        self.lost = ""
+
+    def lose(self, why: str, at: int) -> None:
+        """Hand out nothing until a seek says where it goes on."""
+        self.next = at
+        self.settled = False
+        self.lost = why
+
+    def at_next(self) -> TopicPartition:
+        """What the client calls this partition, with where it goes on."""
+        return TopicPartition(*self.partition, self.next or 0)
+
+    def hand_out(self, run: Sequence[Any]) -> list[Message]:
+        """Messages of this partition, in order, as ours."""
+        topic, number = self.partition
+        source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed
+        first, last = run[0].offset(), run[-1].offset()
+        if self._first is None:
+            self._first = first
+        self.next = last + 1
+        self._handed = max(handed, self.next)
+        # This runs for every message, and tuple.__new__ is much faster than Message(...).
+        return [
+            new(
+                Message,
+                (
+                    topic,
+                    number,
+                    (offset := message.offset(),),
+                    message.key(),
+                    message.value(),
+                    none if (headers := message.headers()) is None else _headers(headers),
+                    message.timestamp()[1],
+                    1 if offset >= handed else self._count(offset),
+                    source,
+                ),
+            )
+            for message in run
+        ]
+
+    def _count(self, offset: int) -> int:
+        """How many times an offset that was handed out before is handed out with this one."""
+        count = self._times[offset] = self._times.get(offset, 1) + 1
+        if len(self._times) > _COUNTS:
+            # The lowest were given back longest ago, or are acknowledged by now.
+            for old in sorted(self._times)[: _COUNTS // 2]:
+                del self._times[old]
+        return count
+
+
+def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
+    return Headers([(name, value or b"") for name, value in pairs])
+
+
+def split(batch: Sequence[Any]) -> Iterator[tuple[Partition, Sequence[Any]]]:
+    """A batch as runs of messages of one partition."""
+    if not batch:
+        return
+    topics: list[Any] = list(map(Raw.topic, batch))
+    numbers: list[Any] = list(map(Raw.partition, batch))
+    if topics.count(topics[0]) == numbers.count(numbers[0]) == len(batch):
+        yield (topics[0], numbers[0]), batch  # as it is nearly always
+        return
+    for partition, run in groupby(zip(topics, numbers, batch, strict=True), itemgetter(0, 1)):
+        yield partition, [message for _topic, _number, message in run]

@@ -1,0 +1,139 @@
+"""What a cluster says about offsets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import confluent_kafka.admin
+from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from txnbridge.errors import DeadlineExceeded
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.settings import Settings
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+_SPEC: Any = confluent_kafka.admin.OffsetSpec  # type: ignore[attr-defined]  # missing in the client's list of names
+# The client takes no time limit of zero.
+_LEAST_SECONDS = 0.01
+
+
+class Offsets:
+    """Questions, through a client of their own: a consumer that polls lets no other thread have its turn.
+
+    Any thread may ask. Each question ends by its deadline, with `DeadlineExceeded`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        told: dict[str, Any] = {**settings.client, "log_level": settings.log_level, "logger": _log}
+        self._client = AdminClient(told)
+
+    def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """The first offset that retention has left."""
+        return self._listed(partitions, _SPEC.earliest(), deadline)
+
+    def ends(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """Where readers of committed messages come to: the first undecided message, or the end."""
+        return self._listed(partitions, _SPEC.latest(), deadline)
+
+    def since(self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline) -> dict[Partition, int]:
+        """The first offset stamped at or after a time, else the end."""
+        names = list(partitions)
+        # The ends first: a message that comes between the two questions is not passed over then.
+        ends = self.ends(names, deadline)
+        found = self._listed(names, _SPEC.for_timestamp(timestamp), deadline)
+        return {name: found[name] if 0 <= found[name] < ends[name] else ends[name] for name in names}
+
+    def committed(
+        self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
+    ) -> dict[Partition, int | None]:
+        """The positions of a group, None for a partition that has none.
+
+        With `decided=True` without the partitions that a transaction has acknowledged and not ended yet.
+        """
+        asked = [TopicPartition(*partition) for partition in partitions]
+        if not asked:
+            return {}
+        self._client.poll(0)  # or its log would pile up
+        what = f"reading the positions of group {group!r}"
+        answers = self._client.list_consumer_group_offsets(
+            [ConsumerGroupTopicPartitions(group, asked)], require_stable=decided, request_timeout=_seconds(deadline)
+        )
+        found: dict[Partition, int | None] = {}
+        for each in _answer(answers[group], what, deadline).topic_partitions:
+            if each.error is None:
+                found[each.topic, each.partition] = each.offset if each.offset >= 0 else None
+            elif each.error.code() != KafkaError.UNSTABLE_OFFSET_COMMIT:
+                raise translate(KafkaException(each.error), f"{what}, {each.topic}[{each.partition}]")
+        return found
+
+    def counts(self, topics: Iterable[str], deadline: Deadline) -> dict[str, int]:
+        """How many partitions each topic has. Raises `NotFound`."""
+        found: dict[str, int] = {}
+        for topic in topics:
+            what = f"looking for topic {topic!r}"
+            try:
+                told = self._client.list_topics(topic, _seconds(deadline)).topics[topic]
+            except KafkaException as error:
+                raise translate(error, what) from error
+            if told.error is not None:
+                raise translate(KafkaException(told.error), what)
+            found[topic] = len(told.partitions)
+        return found
+
+    def _listed(self, partitions: Iterable[Partition], spec: Any, deadline: Deadline) -> dict[Partition, int]:
+        asked = {TopicPartition(*partition): spec for partition in partitions}
+        if not asked:
+            return {}
+        self._client.poll(0)
+        answers: Mapping[TopicPartition, Future[Any]] = self._client.list_offsets(
+            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_seconds(deadline)
+        )
+        what = "reading where partitions begin and end"
+        return {
+            (each.topic, each.partition): _answer(answer, what, deadline).offset for each, answer in answers.items()
+        }
+
+
+def _seconds(deadline: Deadline) -> float:
+    return max(deadline.left(), _LEAST_SECONDS)
+
+
+def _answer(answer: Future[Any], what: str, deadline: Deadline) -> Any:
+    try:
+        return answer.result(deadline.left())
+    except FutureTimeoutError:
+        raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
+    except KafkaException as error:
+        raise translate(error, what) from error
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error of the client is about membership or a coordinator, which the client mends by itself."""
+    found = kafka_error(error)
+    return found is not None and (found.retriable() or found.code() in _PASSING)
+
+
+_PASSING = {
+    KafkaError._STATE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._WAIT_COORD,
+    KafkaError._DESTROY,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.FENCED_MEMBER_EPOCH,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.UNSTABLE_OFFSET_COMMIT,
+}

@@ -1,0 +1,519 @@
+"""Reading committed messages, in a group or alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge_kafka.cursor import Cursor, Wish, split
+from txnbridge_kafka.errors import translate
+from txnbridge_kafka.offsets import Offsets, is_passing
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
+from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.work import Work
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+# A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
+SHORT_CALL = 10.0
+# The client wakes nobody when something was looked up, nor for a signal: a poll asks this often, more often while
+# something is being looked up, which takes some milliseconds.
+_IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
+# How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
+_LOOK_SECONDS = 3.0
+# What one poll hands out at most, so that a large number asked for costs nothing before there are as many.
+_MOST_MESSAGES = 10_000
+
+_DENIED_OR_GONE = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError._AUTHENTICATION,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError._UNKNOWN_TOPIC,
+    KafkaError._UNKNOWN_PARTITION,
+}
+_OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
+
+
+class AckContext:
+    """What acknowledgements need besides positions: the group, and its members' proof of membership.
+
+    The proof is that of the reader's last delivery. It is not taken later than that, because a member that was thrown
+    out has one that a broker accepts from anyone; and not earlier, because the group is shared out anew time and again
+    while a partition stays where it is.
+    """
+
+    __slots__ = ("group", "metadata")
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.metadata: object = None
+
+
+@dataclass(frozen=True)
+class Committing:
+    """Where a group begins to read partitions, until the broker says that it is committed."""
+
+    wishes: Mapping[Cursor, Wish]
+    begun: Mapping[Partition, int]
+
+
+class KafkaReader(Reader):
+    """One consumer of confluent-kafka. One thread at a time; what takes time besides reading is done on another."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        subscription: Subscription,
+        listener: ReaderListener,
+        context: Context,
+        topics: Topics,
+        deadline: Deadline,
+    ) -> None:
+        self._settings = settings
+        self._subscription = subscription
+        self._listener = listener
+        self._cursors: dict[Partition, Cursor] = {}
+        self._paused: set[Partition] = set()
+        self._kept: deque[BaseException] = deque()  # raised in a callback or found among messages, for the next poll
+        self._work: Work[Any] | None = None
+        self._committing: Committing | None = None
+        self._closed = False
+        self._look_at = 0.0
+        self._context = AckContext(subscription.group or "")
+        self._counts = {topic: topics.partitions(topic, deadline) for topic in subscription.topics}
+        self._eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
+        self._offsets = Offsets(settings)
+        self._starts = Starts(self._offsets, subscription)
+        self._group_starts: GroupStarts | None = None
+        self._client = _connect(settings, subscription, self._on_commit)
+        try:
+            if subscription.group is None:
+                self._begin_alone(deadline)
+            else:
+                self._join(context, deadline)
+        except BaseException:
+            with suppress(DeadlineExceeded):
+                self.close(deadline)
+            raise
+
+    def _begin_alone(self, deadline: Deadline) -> None:
+        partitions = [(topic, number) for topic, count in self._counts.items() for number in range(count)]
+        first = self._starts.first(partitions, deadline)
+        self._settle({cursor: cursor.wish for cursor in map(self._add, partitions)}, first)
+
+    def _join(self, context: Context, deadline: Deadline) -> None:
+        self._group_starts = GroupStarts(self._offsets, self._subscription, context, self._counts, deadline)
+        self._starts = self._group_starts
+        self._client.subscribe(
+            list(self._subscription.topics),
+            on_assign=self._on_assign,
+            on_revoke=self._on_revoke,
+            on_lost=self._on_lost,
+        )
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        while True:
+            self._raise_kept()
+            self._follow()
+            lost = next((c.lost for c in self._cursors.values() if c.lost and not c.paused), "")
+            wait = 0.0 if lost else min(deadline.left(), _IDLE_SECONDS if self._work is None else _BUSY_SECONDS)
+            messages = self._hand_out(self._read(min(max_messages, _MOST_MESSAGES), wait))
+            if messages:
+                self._renew_context()
+                return messages
+            if lost:
+                raise PositionLost(lost)
+            if deadline.expired:
+                self._raise_kept()
+                return []
+
+    def _raise_kept(self) -> None:
+        if self._kept:
+            raise self._kept.popleft()
+
+    def _read(self, limit: int, wait: float) -> list[Any]:
+        """What the client has, else what comes first within that time."""
+        batch: list[Any] = []
+        try:
+            batch = self._client.consume(limit, 0)
+            if not batch and wait > 0 and (first := self._client.poll(wait)) is not None:
+                batch = [first]
+                if limit > 1:
+                    batch += self._client.consume(limit - 1, 0)
+        except KafkaException as error:
+            # What was taken before is handed out: it would be skipped otherwise.
+            self._keep(translate(error, "reading"), error)
+        return batch
+
+    def _hand_out(self, batch: list[Any]) -> list[Message]:
+        if not batch:
+            return []
+        found = [message for message in batch if message.error() is None]
+        if len(found) < len(batch):
+            for message in batch:
+                if (error := message.error()) is not None:
+                    self._note(error, message)
+        messages: list[Message] = []
+        for partition, run in split(found):
+            cursor = self._cursors.get(partition)
+            if cursor is None:
+                continue  # it has left meanwhile
+            if cursor.settled and not cursor.paused:
+                handed = cursor.hand_out(run)
+                messages = messages + handed if messages else handed
+            else:
+                cursor.astray = True
+        return messages
+
+    def _note(self, error: KafkaError, message: Any) -> None:
+        """An error that came instead of a message."""
+        partition = message.topic(), message.partition()
+        if error.code() in _OUT_OF_RANGE:
+            cursor = self._cursors.get(partition)
+            # It may be older than a seek.
+            if cursor is not None and cursor.settled and message.offset() >= (cursor.next or 0):
+                cursor.unsettle(Wish(refused=cursor.next))
+        elif error.code() in _DENIED_OR_GONE or error.fatal():
+            cause = KafkaException(error)
+            self._keep(translate(cause, f"reading {partition[0]}"), cause)
+        else:
+            _log.debug("waited out: %s", error)
+
+    def _keep(self, error: BaseException, cause: BaseException) -> None:
+        error.__cause__ = cause
+        self._kept.append(error)
+
+    def _renew_context(self) -> None:
+        if self._subscription.group is not None:
+            metadata = self._client.consumer_group_metadata()
+            # A member that was thrown out has no name.
+            if metadata != self._context.metadata and self._client.memberid():
+                self._context.metadata = metadata
+
+    # --- what is looked up meanwhile ----------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Take in what was looked up, and look up what is wanted next."""
+        if self._work is not None:
+            if not self._work.done:
+                return
+            work, self._work = self._work, None
+            work.finish()
+        if self._work is None and self._committing is None:
+            self._look_up(Deadline(self._settings.timeout))
+
+    def _look_up(self, deadline: Deadline) -> None:
+        wishes = {c: c.wish for c in self._cursors.values() if not c.settled and not c.lost}
+        starts, unchecked = self._starts, self._group_starts and self._group_starts.unchecked
+        if wishes:
+            asked = {cursor.partition: wish for cursor, wish in wishes.items()}
+            self._work = Work(lambda: starts.settle(asked, deadline), lambda found: self._begin(wishes, found))
+        elif unchecked and self._cursors:
+            self._record(sorted(unchecked), lambda: None)
+        elif self._group_starts is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            topics = self._subscription.topics
+            self._work = Work(lambda: self._offsets.counts(topics, deadline), self._grow)
+
+    def _begin(self, wishes: Mapping[Cursor, Wish], found: Found) -> None:
+        """Where a group begins to read partitions is committed and recorded before they are read."""
+        self._settle(wishes, found.known)
+        begun = {c.partition: at for c in self._current(wishes) if (at := found.begun.get(c.partition)) is not None}
+        if begun:
+            self._committing = Committing(wishes, begun)
+            self._client.commit(offsets=[TopicPartition(*p, at) for p, at in begun.items()], asynchronous=True)
+
+    def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
+        """The client calls this inside `poll`."""
+        committing, self._committing = self._committing, None
+        try:
+            failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]
+            if committing is None or self._closed:
+                return
+            if not failed:
+                topics = sorted({topic for topic, _ in committing.begun})
+                self._record(topics, lambda: self._settle(committing.wishes, committing.begun))
+            elif not is_passing(KafkaException(failed[0])):
+                cause = KafkaException(failed[0])
+                self._keep(translate(cause, f"committing where group {self._context.group!r} begins"), cause)
+        except BaseException as error:
+            self._kept.append(error)
+
+    def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
+        starts, deadline = self._group_starts, Deadline(self._settings.timeout)
+        assert starts is not None
+        self._work = Work(lambda: starts.record(topics, deadline), lambda _: then())
+
+    def _grow(self, counts: Mapping[str, int]) -> None:
+        for topic, count in counts.items():
+            for number in range(count):
+                if (topic, number) not in self._cursors:
+                    self._add((topic, number))
+
+    def _add(self, partition: Partition) -> Cursor:
+        cursor = self._cursors[partition] = Cursor(partition)
+        cursor.paused = partition in self._paused
+        return cursor
+
+    def _current(self, wishes: Mapping[Cursor, Wish]) -> list[Cursor]:
+        """Those that have neither left nor been moved since they wished."""
+        return [c for c, wish in wishes.items() if self._cursors.get(c.partition) is c and c.wish is wish]
+
+    def _settle(self, wishes: Mapping[Cursor, Wish], found: Mapping[Partition, int | Lost]) -> None:
+        """Go on where it was found that partitions go on."""
+        ready: list[Cursor] = []
+        for cursor in self._current(wishes):
+            if (start := found.get(cursor.partition)) is None:
+                continue
+            if not cursor.told:
+                cursor.told = True
+                cursor.source = self._listener.assigned(cursor.partition)
+            if isinstance(start, Lost):
+                cursor.lose(start.why, start.at)
+            else:
+                cursor.next = start
+                ready.append(cursor)
+        try:
+            self._place(ready)
+        except KafkaException as error:
+            raise translate(error, "going on with partitions") from error
+
+    # --- what the client reads ----------------------------------------------------------------------------------------
+
+    def _place(self, cursors: Sequence[Cursor]) -> None:
+        """Let the client read partitions from where they go on."""
+        fresh = [cursor for cursor in cursors if not self._move(cursor)]
+        touched = {*cursors}
+        if fresh and self._eager:
+            # The client knows all or nothing then, and begins anew with each.
+            touched.update(cursor for cursor in self._cursors.values() if cursor.placed)
+            self._client.assign([cursor.at_next() for cursor in touched])
+        elif fresh:
+            self._client.incremental_assign([cursor.at_next() for cursor in fresh])
+        for cursor in touched:
+            cursor.placed = True
+            cursor.astray = False
+        for cursor in cursors:
+            cursor.settled = True
+        self._pause([cursor for cursor in touched if cursor.paused or not cursor.settled])
+
+    def _move(self, cursor: Cursor) -> bool:
+        """Seek, if the client reads the partition; False if it does not, or has given it up after an error."""
+        if not cursor.placed:
+            return False
+        # The seek comes last: what comes between the two belongs to before it and is dropped by the client.
+        self._client.resume([cursor.at_next()])
+        try:
+            self._client.seek(cursor.at_next())
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+            self._displace([cursor])
+            return False
+        return True
+
+    def _displace(self, cursors: Iterable[Cursor]) -> None:
+        """Let the client read partitions no longer."""
+        placed = [cursor for cursor in cursors if cursor.placed]
+        for cursor in placed:
+            cursor.placed = False
+        if not self._eager:
+            self._client.incremental_unassign([cursor.at_next() for cursor in placed])
+
+    def _pause(self, cursors: Iterable[Cursor]) -> None:
+        if names := [cursor.at_next() for cursor in cursors if cursor.placed]:
+            self._client.pause(names)
+
+    # --- partitions come and go -------------------------------------------------------------------------------------
+    # The client calls these inside `poll`, or inside its own `close`. An exception would come out of it as SystemError.
+
+    def _on_assign(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        try:
+            if not self._closed:
+                for each in partitions:
+                    self._add((each.topic, each.partition))
+            # None of them is read before it is settled where it goes on.
+            (client.assign if self._eager else client.incremental_assign)([])
+        except BaseException as error:
+            self._kept.append(error)
+
+    def _on_revoke(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        self._leave(partitions, before=self._listener.revoking)
+
+    def _on_lost(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        self._leave(partitions, after=self._listener.lost)
+
+    def _leave(
+        self,
+        partitions: list[TopicPartition],
+        before: Callable[[Sequence[Partition]], None] | None = None,
+        after: Callable[[Sequence[Partition]], None] | None = None,
+    ) -> None:
+        try:
+            names = [(each.topic, each.partition) for each in partitions]
+            told = [name for name in names if name in self._cursors and self._cursors[name].told]
+            if told and before and not self._closed:
+                self._guarded(before, told)
+            self._displace([self._cursors.pop(name) for name in names if name in self._cursors])
+            if self._eager:
+                self._client.unassign()
+            if told and after and not self._closed:
+                after(told)
+        except BaseException as error:
+            self._kept.append(error)
+
+    def _guarded(self, function: Callable[[Sequence[Partition]], None], partitions: Sequence[Partition]) -> None:
+        try:
+            function(partitions)
+        except BaseException as error:
+            self._kept.append(error)
+
+    # --- where it stands --------------------------------------------------------------------------------------------
+
+    def positions(self) -> dict[Partition, Position]:
+        return {partition: (cursor.next,) for partition, cursor in self._cursors.items() if cursor.next is not None}
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
+        # Behind an abort everything is where it has just been read: nothing has to be asked that could fail.
+        elsewhere = {c.partition: offset for c, offset in offsets.items() if not c.was_handed_out(offset)}
+        for partition, begin in self._offsets.begins(elsewhere, Deadline(SHORT_CALL)).items():
+            if elsewhere[partition] < begin:
+                what = "the position to seek"
+                raise PositionLost(out_of_range(what, partition, elsewhere[partition], begin, begin))
+        self._go_on(offsets)
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        cursors = {partition: cursor for partition, cursor in self._cursors.items() if cursor.next is not None}
+        since = self._offsets.since(cursors, timestamp, deadline)
+        self._go_on({cursor: since[partition] for partition, cursor in cursors.items()})
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        back = {partition: min(_offset(each) for each in given) for partition, given in positions.items() if given}
+        # If it has left, they come again where it is now.
+        here = {cursor: at for partition, at in back.items() if (cursor := self._cursors.get(partition)) is not None}
+        self._go_on({cursor: min(at, cursor.next if cursor.next is not None else at) for cursor, at in here.items()})
+
+    def _go_on(self, offsets: Mapping[Cursor, int]) -> None:
+        self._pause(offsets)
+        for cursor, offset in offsets.items():
+            cursor.next = offset
+            cursor.unsettle(Wish(target=offset))
+        if self._group_starts is None:
+            self._settle({c: c.wish for c in offsets}, {c.partition: offset for c, offset in offsets.items()})
+        # In a group the next poll first asks what is acknowledged: that is not read again.
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        cursors = [self._cursor(partition) for partition in partitions]
+        for cursor in cursors:
+            cursor.paused = True
+            self._paused.add(cursor.partition)
+        self._pause(cursors)
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        for partition in partitions:
+            cursor = self._cursors.get(partition) if partition in self._paused else self._cursor(partition)
+            self._paused.discard(partition)
+            if cursor is not None and cursor.paused:
+                cursor.paused = False
+                if cursor.settled:
+                    self._place([cursor])
+
+    def _cursor(self, partition: Partition) -> Cursor:
+        cursor = self._cursors.get(partition)
+        if cursor is None or not cursor.told:
+            topic, number = partition
+            raise InvalidState(
+                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+            )
+        return cursor
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        group, ends = self._subscription.group, self._offsets.ends(self._cursors, deadline)
+        if group is None:
+            return {p: self._behind(cursor, cursor.next or 0, ends[p]) for p, cursor in self._cursors.items()}
+        acknowledged = self._offsets.committed(group, self._cursors, deadline)
+        begins = self._offsets.begins([p for p in self._cursors if acknowledged.get(p) is None], deadline)
+        stands = {p: begins[p] if p in begins else acknowledged[p] or 0 for p in self._cursors}
+        return {p: self._behind(cursor, stands[p], ends[p]) for p, cursor in self._cursors.items()}
+
+    def _behind(self, cursor: Cursor, stands: int, end: int) -> int:
+        if cursor.settled and not cursor.astray and cursor.next is not None and stands >= cursor.next:
+            # Nothing is outstanding, so it stands where the client is: that passes over markers and what was aborted.
+            stands = max(stands, self._client.position([cursor.at_next()])[0].offset)
+        return max(0, end - stands)
+
+    def ack_context(self) -> AckContext:
+        if self._context.metadata is None:
+            self._renew_context()
+        return self._context
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        closing = Work(self._client.close, lambda _: None)
+        if not closing.join(deadline.left()):
+            raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
+        closing.finish()
+
+
+def _connect(settings: Settings, subscription: Subscription, on_commit: Callable[..., None]) -> Consumer:
+    """The client. Raises `InvalidOption` for settings that it does not take."""
+    kind = {"group.protocol": settings.group_protocol}
+    if settings.group_protocol == "classic":
+        kind["partition.assignment.strategy"] = settings.assignment
+    try:
+        return Consumer(
+            {
+                # The client's five minutes are long for who waits for a partition that was added.
+                "topic.metadata.refresh.interval.ms": int(_LOOK_SECONDS * 1000),
+                # Its second of rest after a full queue is longer than reading the queue takes.
+                "fetch.queue.backoff.ms": 10,
+                **settings.client,
+                **settings.consumer,
+                **kind,
+                "isolation.level": "read_committed",
+                # A reader without a group commits nothing; the client wants a name all the same.
+                "group.id": subscription.group or f"txnbridge-{uuid.uuid4()}",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "auto.offset.reset": "error",
+                "on_commit": on_commit,
+                "allow.auto.create.topics": False,
+                "log_level": settings.log_level,
+                "logger": _log,
+                "error_cb": _noted,
+            }
+        )
+    except KafkaException as error:
+        raise translate(error, "opening a consumer") from error
+
+
+def _noted(error: KafkaError) -> None:
+    """What the client tells besides messages: connections that dropped, which it makes anew by itself."""
+    _log.debug("waited out: %s", error)
+
+
+def _offset(position: Position) -> int:
+    match position:
+        case (int(offset),) if offset >= 0:
+            return offset
+    raise InvalidOption(f"{position!r} is not a position of this broker, such as (0,)")

@@ -1,0 +1,214 @@
+"""Where the reading of a partition starts, and goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from txnbridge.errors import AccessDenied, Fenced
+from txnbridge.spi import Context, Deadline, Partition, Subscription
+from txnbridge_kafka.cursor import Wish
+from txnbridge_kafka.offsets import Offsets
+
+_log = logging.getLogger("txnbridge")
+
+# How soon is asked again for positions that an open transaction may change: it ends within milliseconds, mostly.
+_PAUSE = 0.02
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Nobody but the user can say where a partition goes on: why, and where it stood."""
+
+    why: str
+    at: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where partitions go on: `known` as it is, `begun` only once it is committed as the group's position."""
+
+    known: Mapping[Partition, int | Lost]
+    begun: Mapping[Partition, int] = field(default_factory=dict)
+
+
+class Starts:
+    """Without a group: where the subscription says."""
+
+    def __init__(self, offsets: Offsets, subscription: Subscription) -> None:
+        self._offsets = offsets
+        self._subscription = subscription
+
+    def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """Where the subscription lets partitions begin that are there already."""
+        match self._subscription.start:
+            case "earliest":
+                return self._offsets.begins(partitions, deadline)
+            case "latest":
+                return self._offsets.ends(partitions, deadline)
+            case timestamp:
+                return self._offsets.since(partitions, int(timestamp), deadline)
+
+    def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
+        """What is new since the start is read from its beginning, whatever the start was: it has all come since."""
+        return Found({**self._offsets.begins(wishes, deadline), **self._refused(wishes, deadline)})
+
+    def owner(self) -> str:
+        """Whose position it is, for errors."""
+        return "this reader's position"
+
+    def _refused(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Mapping[Partition, int | Lost]:
+        """The positions that the broker does not have, each with what it has."""
+        refused = {partition: wish.refused for partition, wish in wishes.items() if wish.refused is not None}
+        begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
+        return {
+            partition: at
+            if begins[partition] <= at <= ends[partition]
+            else Lost(out_of_range(self.owner(), partition, at, begins[partition], ends[partition]), at)
+            for partition, at in refused.items()
+        }
+
+
+class GroupStarts(Starts):
+    """In a group: where the group stands.
+
+    Where it begins is committed, and recorded in the decision log, before anything is handed out. By the commit nothing
+    is skipped if the first batch aborts. By the record a group whose positions the broker has forgotten is told from a
+    new one: it holds how many partitions a topic had when the group began, and where each that there is now began, None
+    for one that had not by then.
+    """
+
+    def __init__(
+        self,
+        offsets: Offsets,
+        subscription: Subscription,
+        context: Context,
+        counts: Mapping[str, int],
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(offsets, subscription)
+        self._counts = counts
+        self._group = str(subscription.group)
+        self._ledgers = {
+            topic: context.ledger(context.application, f"group/{self._group}/{topic}") for topic in subscription.topics
+        }
+        self._denied = False
+        self.unchecked = set(subscription.topics)  # whose records may not cover all that has begun
+        partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
+        # "latest" means now, not whenever the group has been shared out.
+        self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
+
+    def owner(self) -> str:
+        return f"the position of group {self._group!r}"
+
+    def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
+        """Without the partitions of which nobody can tell yet, because an open transaction has acknowledged some."""
+        committed = self._offsets.committed(self._group, wishes, deadline, decided=True)
+        if len(committed) < len(wishes):
+            time.sleep(min(_PAUSE, deadline.left()))
+        known: dict[Partition, int | Lost] = {}
+        missing: dict[str, list[int]] = {}
+        for (topic, number), at in committed.items():
+            if at is None:
+                missing.setdefault(topic, []).append(number)
+            else:
+                # What was acknowledged is not read again.
+                known[topic, number] = max(at, wishes[topic, number].target or 0)
+        begun: dict[Partition, int] = {}
+        for topic, numbers in missing.items():
+            found = self._begin(topic, numbers, wishes, deadline)
+            known.update(found.known)
+            begun.update(found.begun)
+        known.update(self._refused({p: wish for p, wish in wishes.items() if p in known}, deadline))
+        return Found(known, begun)
+
+    def _begin(self, topic: str, numbers: Sequence[int], wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
+        """Partitions for which the group has no position: they begin, or it was lost."""
+        there, began = self._read_record(topic, deadline) or (self._counts[topic], ())
+        told: dict[Partition, int] = {}
+        lost: dict[Partition, Lost] = {}
+        old: list[Partition] = []
+        new: list[Partition] = []
+        for number in numbers:
+            partition = topic, number
+            at = began[number] if number < len(began) else None
+            if (target := wishes[partition].target) is not None:
+                told[partition] = target
+            elif at is not None:
+                lost[partition] = Lost(_expired(self._group, partition, at), at)
+            else:
+                # What has been added to the topic since the group began is read from its beginning.
+                (old if number < there else new).append(partition)
+        return Found(lost, {**told, **self._first(old, deadline), **self._offsets.begins(new, deadline)})
+
+    def _first(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, int]:
+        if self._latest is not None:
+            return {partition: self._latest[partition] for partition in partitions}
+        return self.first(partitions, deadline)
+
+    def record(self, topics: Iterable[str], deadline: Deadline) -> None:
+        """See to it that the records of topics cover every partition that has begun."""
+        for topic in topics:
+            while not self._denied and not self._is_recorded(topic, deadline):
+                pass  # another member may have written less at the same moment, hence a look behind each record
+            self.unchecked.discard(topic)
+
+    def _is_recorded(self, topic: str, deadline: Deadline) -> bool:
+        count = self._offsets.counts([topic], deadline)[topic]
+        positions = self._offsets.committed(self._group, [(topic, number) for number in range(count)], deadline)
+        there, began = self._read_record(topic, deadline) or (self._counts[topic], ())
+        record = [*began, *[None] * (count - len(began))]
+        complete = [positions.get((topic, n)) if at is None else at for n, at in enumerate(record)]
+        if complete == record or self._denied:
+            return True
+        try:
+            self._ledgers[topic].opened({"partitions": there, "positions": complete}, deadline)
+        except Fenced:
+            pass  # by another member's record
+        except AccessDenied as error:
+            self._go_on_without(error)
+        return False
+
+    def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]] | None:
+        """How many partitions the topic had when the group began, and where each began."""
+        try:
+            opening = None if self._denied else self._ledgers[topic].newest_opening(deadline)
+        except AccessDenied as error:
+            self._go_on_without(error)
+            return None
+        return None if opening is None else (int(opening[1]["partitions"]), list(opening[1]["positions"]))
+
+    def _go_on_without(self, error: AccessDenied) -> None:
+        self._denied = True
+        _log.warning(
+            "group %r: without the rights to use the decision log nobody will notice if the broker forgets the group's"
+            " positions (after offsets.retention.minutes without members), and it would begin again: %s",
+            self._group,
+            error,
+        )
+
+
+def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
+    """The text for a position that the broker does not have."""
+    topic, number = partition
+    if at < begin:
+        return (
+            f"{owner} is {at} in {topic}[{number}], but retention has removed everything before {begin}."
+            f" Nothing was skipped: seek({{({topic!r}, {number}): ({begin},)}}) goes on there without what is gone"
+        )
+    return (
+        f"{owner} is {at} in {topic}[{number}], but the log ends at {end}: it was cut off, or the topic was deleted and"
+        f" made anew. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) says where to go on"
+    )
+
+
+def _expired(group: str, partition: Partition, began: int) -> str:
+    topic, number = partition
+    return (
+        f"group {group!r} began to read {topic}[{number}] at {began}, but the broker has no position of it any more: it"
+        " forgets those of a group without members after offsets.retention.minutes (7 days by default), and those of a"
+        f" deleted topic. Nothing was skipped or read again: say where to go on by seek({{({topic!r}, {number}):"
+        " (offset,)}), or read with a new group"
+    )
