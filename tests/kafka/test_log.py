@@ -15,14 +15,20 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
+from txnbridge_conformance import faults
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.settings import Settings
 
+from txnbridge import Decision
+from txnbridge._decisions import Decisions
 from txnbridge.errors import (
+    BrokerUnavailable,
     DeadlineExceeded,
+    EvidenceLost,
     InvalidOption,
     OutcomeUnknown,
     PositionLost,
+    TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter
 
@@ -361,3 +367,128 @@ def test_nothing_hangs_while_the_broker_does(kafka_broker, log, paused, used):
         assert time.monotonic() - started < GRACE
     position, *_ = append(log, b"last")
     assert [record for _, record in read(log, None, position)] in [[b"last"], [b"0", b"1", b"maybe", b"last"]]
+
+
+def test_an_append_whose_answer_is_lost_is_unknown_and_the_next_one_is_not(kafka_broker, name, opened):
+    with faults.proxy(kafka_broker) as proxy:
+        log = opened(proxy.url, name)
+        append(log, b"0")
+        hold = proxy.hold(answers="Produce")
+        takes(1, OutcomeUnknown, lambda deadline: log.append(b"1", deadline))
+        hold.answered()
+        # What was given up is not sent again by a client that nobody asked to: only what is appended is added.
+        assert append(log, b"2") == [(2,)]
+        hold.drop()
+        proxy.cut()
+        assert append(log, b"3") == [(3,)]
+        assert [record for _, record in read(log)] == [b"0", b"1", b"2", b"3"]
+
+
+def test_an_append_whose_request_is_held_may_come_late_and_is_not_sent_twice(kafka_broker, name, opened):
+    with faults.proxy(kafka_broker) as proxy:
+        log = opened(proxy.url, name)
+        append(log, b"0")
+        hold = proxy.hold(requests="Produce")
+        takes(1, OutcomeUnknown, lambda deadline: log.append(b"late", deadline))
+        assert append(log, b"1") == [(1,)]
+        hold.release()
+        hold.answered()
+        assert append(log, b"2") == [(3,)]
+        assert [record for _, record in read(log)] == [b"0", b"1", b"late", b"2"]
+
+
+def test_an_append_whose_connection_drops_is_stored_once_and_answered(kafka_broker, name, opened):
+    with faults.proxy(kafka_broker) as proxy:
+        log = opened(proxy.url, name)
+        append(log, b"0")
+        hold = proxy.hold(answers="Produce")
+        with ThreadPoolExecutor(1) as pool:
+            appending = pool.submit(log.append, b"1", Deadline(30))
+            hold.answered()
+            hold.drop()
+            proxy.cut()
+            assert appending.result(30) == (1,)
+        assert [record for _, record in read(log)] == [b"0", b"1"]
+
+
+def test_a_reading_goes_on_when_its_connection_drops(kafka_broker, name, opened):
+    with faults.proxy(kafka_broker) as proxy:
+        log = opened(proxy.url, name, **{"fetch.message.max.bytes": "10000", "queued.min.messages": "1"})
+        append(log, *(b"%d" % number + b"x" * 1000 for number in range(100)))
+        seen = []
+        for position, _ in log.read(None, None, Deadline(30)):
+            seen.append(position[0])
+            if len(seen) in (10, 60):
+                proxy.cut()
+        assert seen == list(range(100))
+
+
+def test_a_log_outlives_kill_9_of_its_broker(start_kafka, opened):
+    broker = start_kafka()
+    log = opened(broker.url, "kept")
+    stored = dict(zip(append(log, b"0", b"1"), (b"0", b"1"), strict=True))
+    maybe = set()
+    for round in range(2):
+        reading = iter(log.read(None, None, Deadline(60)))
+        next(reading)
+        broker.kill()
+        for number in range(3):
+            record = b"%d-%d" % (round, number)
+            maybe.add(record)
+            with pytest.raises((OutcomeUnknown, BrokerUnavailable)):
+                log.append(record, Deadline(0.3))
+        with pytest.raises(DeadlineExceeded):
+            log.end(Deadline(0.3))
+        with ThreadPoolExecutor(3) as pool:  # they wait for the broker to come back
+            appending = pool.submit(log.append, b"back-%d" % round, Deadline(60))
+            ending = pool.submit(log.end, Deadline(60))
+            broker.start()
+            stored[appending.result(60)] = b"back-%d" % round
+            assert ending.result(60) >= (1,)
+        assert dict(reading).items() <= dict(read(log)).items()
+    found = dict(read(log))
+    assert stored.items() <= found.items()
+    assert set(found.values()) <= {*stored.values(), *maybe}
+    assert [position[0] for position in found] == list(range(len(found)))
+
+
+# --- a topic that is not the same any more --------------------------------------------------------------------------
+
+
+def delete(admin, topic):
+    admin.delete_topics([topic])[topic].result()
+    deadline = Deadline(30)
+    while topic in admin.list_topics(timeout=10).topics:
+        deadline.check("deleting a topic")
+        time.sleep(0.02)
+
+
+def test_a_log_whose_topic_is_deleted_says_so_by_its_deadline(log, admin, topic):
+    append(log, b"0")
+    read(log)
+    delete(admin, topic)
+    for call in (log.begin, log.end, lambda deadline: list(log.read((0,), (0,), deadline))):
+        error = takes(1, DeadlineExceeded, call)
+    takes(1, TxnBridgeError, lambda deadline: log.append(b"1", deadline))
+    assert topic in str(error)
+
+
+def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(
+    kafka_broker, log, admin, name, topic, opened
+):
+    old = Decisions(log, timeout=20)
+    old.claim("id", Decision.COMMIT)
+    old.claim("other", Decision.COMMIT)
+    begin = old.begin()
+    delete(admin, topic)
+    young = Decisions(opened(kafka_broker.url, name), timeout=20)
+    assert young.claim("id", Decision.ABORT).decision is Decision.ABORT
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        old.claim("more", Decision.COMMIT)
+    for number in range(20):  # it grows beyond what the old one has read
+        young.claim(("grow", number), Decision.COMMIT)
+    with pytest.raises(EvidenceLost):
+        old.read("other")
+    with pytest.raises(EvidenceLost):
+        young.read("token", begin=begin)
+    assert young.read("id").claim.decision is Decision.ABORT
