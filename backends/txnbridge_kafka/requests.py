@@ -382,6 +382,9 @@ class Requests:
             except _login_errors() as error:
                 name = type(error).__name__
                 raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
+            except errors.KafkaTimeoutError as error:
+                # An attempt that the deadline cut short tells less than one before it.
+                reason, cause = (_reason(error), error) if cause is None else (reason, cause)
             except (errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error

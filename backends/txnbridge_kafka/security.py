@@ -23,8 +23,9 @@ _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _OAUTH = "OAUTHBEARER"
 _SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
+_ENDPOINT = "sasl.oauthbearer.token.endpoint.url"
 _OAUTH_NEEDS = (
-    "sasl.oauthbearer.token.endpoint.url",
+    _ENDPOINT,
     "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.secret",
 )
@@ -67,7 +68,22 @@ def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
     for name in needed:
         if not settings.get(name):
             raise InvalidOption(f"sasl.mechanism={mechanism} needs {name!r}")
+    if mechanism == _OAUTH and not settings[_ENDPOINT].startswith(("https://", "http://")):
+        raise InvalidOption(f"{_ENDPOINT!r} is a URL with https:// or http://")
     return completed
+
+
+def advice(client: Mapping[str, str]) -> str:
+    """What to check when no connection comes about: what the other side would have to have, and what was given."""
+    protocol, checks = client["security.protocol"], []
+    if protocol.startswith("SASL"):
+        checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
+    if protocol.endswith("SSL"):
+        checks.append("ssl.ca.location")
+        checks.append("ssl.certificate.location")
+    listener = f"that the URL's port is a listener for {protocol}"
+    mechanism = f" with {client['sasl.mechanism']}" if protocol.startswith("SASL") else ""
+    return f"check {listener}{mechanism}" + (f", and {', '.join(checks)}" if checks else "")
 
 
 def raw(client: Mapping[str, str]) -> dict[str, Any]:
@@ -98,6 +114,7 @@ def raw(client: Mapping[str, str]) -> dict[str, Any]:
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
     """What librdkafka would check and show, for Python's own TLS. Raises `InvalidOption` naming what cannot be used."""
     context = _trusting(client, "ssl.ca")
+    context.sslsocket_class = _Socket
     if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -120,6 +137,13 @@ def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
         elif certificate or key:
             raise InvalidOption("a certificate to show needs both: ssl.certificate.location (or .pem) and ssl.key.…")
     return context
+
+
+class _Socket(ssl.SSLSocket):
+    """Closes itself when nobody needs it any more: kafka-python forgets a connection whose handshake failed."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
@@ -164,7 +188,7 @@ def _naming(option: str) -> Iterator[None]:
 
 # A token is renewed when so much of its life has passed, as both Kafka's and librdkafka's clients do.
 _RENEWED_AFTER = 0.8
-# Where the endpoint does not say how long its token lives, it is asked for one each time.
+# Where the endpoint does not say how long a token lives, it is asked for one each time.
 _UNSAID = 0.0
 
 
@@ -172,7 +196,7 @@ class OAuthTokens:
     """Tokens of a token endpoint for kafka-python, by client credentials, as librdkafka fetches its own."""
 
     def __init__(self, client: Mapping[str, str], timeout: float) -> None:
-        self._url = client["sasl.oauthbearer.token.endpoint.url"]
+        self._url = client[_ENDPOINT]
         self._credentials = f"{client['sasl.oauthbearer.client.id']}:{client['sasl.oauthbearer.client.secret']}"
         self._scope = client.get("sasl.oauthbearer.scope")
         self._extensions = client.get("sasl.oauthbearer.extensions", "")
@@ -180,16 +204,22 @@ class OAuthTokens:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._token = ""
-        self._renew_at = 0.0  # by time.monotonic()
+        self._renew_at = self._dies_at = 0.0  # by time.monotonic()
 
     def token(self) -> str:
         """A token that is still good. Raises `AccessDenied` and `BrokerUnavailable`."""
         with self._lock:
-            if time.monotonic() >= self._renew_at:
-                asked_at = time.monotonic()
-                answer = self._fetch()
-                self._token = str(answer["access_token"])
-                self._renew_at = asked_at + _RENEWED_AFTER * float(answer.get("expires_in", _UNSAID))
+            now = time.monotonic()
+            if now >= self._renew_at:
+                try:
+                    answer = self._fetch()
+                except BrokerUnavailable:
+                    if now >= self._dies_at:
+                        raise
+                else:
+                    life = float(answer.get("expires_in", _UNSAID))
+                    self._token = str(answer["access_token"])
+                    self._renew_at, self._dies_at = now + _RENEWED_AFTER * life, now + life
             return self._token
 
     def extensions(self) -> dict[str, str]:
@@ -206,6 +236,7 @@ class OAuthTokens:
             with urllib.request.urlopen(request, timeout=self._timeout, context=self._tls) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
+            error.close()
             if error.code in (400, 401, 403):
                 hint = "check sasl.oauthbearer.client.id, .client.secret and .scope"
                 raise AccessDenied(f"{where} gave no token (HTTP {error.code}): {hint}") from None

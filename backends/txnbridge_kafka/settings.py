@@ -37,6 +37,8 @@ class Settings:
     producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
     consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
+    advice: str = ""  # what to check when no connection comes about
+
     def __reduce__(self) -> Any:
         raise TypeError("settings hold secrets; they are not pickled")
 
@@ -174,6 +176,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
         create_topics=context.create_topics or 0,
         producer={"partitioner": _JAVA_PARTITIONER, **producer},
         consumer=consumer,
+        advice=security.advice(client),
         **options,
     )
 
@@ -208,8 +211,9 @@ def _value(name: str, value: Any) -> str:
 
 def _defaults(timeout: float) -> dict[str, str]:
     """Where ours differ from the client's own. The user's settings win over these."""
-    # A half-open connection must be noticed, and another tried, well within one deadline.
-    patience = str(int(min(max(timeout / 3, 1.0), 10.0) * 1000))
+    # A half-open connection must be noticed, and another tried, well within one deadline. The least is what the client
+    # wants beyond the half second that a fetch waits at the broker; it warns about less.
+    patience = str(int(min(max(timeout / 3, 1.5), 10.0) * 1000))
     return {
         "client.id": "txnbridge",
         "socket.timeout.ms": patience,
@@ -237,18 +241,22 @@ def _ask_the_client(
     client: Mapping[str, str], producer: Mapping[str, str], consumer: Mapping[str, str], group_protocol: str
 ) -> None:
     """Let the client judge names and values, without a broker to connect to and without asking for a token."""
-    import logging
-
     from confluent_kafka import Consumer, KafkaException, Producer
 
-    silent = logging.getLogger("txnbridge.kafka.settings")  # never polled, so nothing of it arrives
     tried = {**client, "sasl.oauthbearer.method": "default"}
     group = {"group.id": "settings", "group.protocol": group_protocol}
     try:
-        Producer({**tried, **producer}, logger=silent)
-        Consumer({**tried, **consumer, **group}, logger=silent).close()
+        Producer({**tried, **producer}, logger=_Silent())
+        Consumer({**tried, **consumer, **group}, logger=_Silent()).close()
     except KafkaException as error:
         raise _refusal(error.args[0].str(), client) from None
+
+
+class _Silent:
+    """Takes the log of a client that is only asked: the one that is used says it again."""
+
+    def log(self, *line: object) -> None:
+        pass
 
 
 _UNKNOWN = re.compile(r'No such configuration property: "(.*)"')

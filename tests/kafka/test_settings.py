@@ -91,7 +91,7 @@ def test_options_and_defaults_arrive():
     assert (found.application, found.timeout, found.hold, found.create_topics) == ("app", 30.0, None, 0)
 
 
-@pytest.mark.parametrize(("timeout", "patience"), [(0.5, 1000), (6, 2000), (30, 10_000), (600, 10_000)])
+@pytest.mark.parametrize(("timeout", "patience"), [(0.5, 1500), (6, 2000), (30, 10_000), (600, 10_000)])
 def test_a_half_open_connection_is_noticed_well_within_the_deadline(timeout, patience):
     found = read(timeout=timeout)
     assert int(found.client["socket.timeout.ms"]) == found.raw["request_timeout_ms"] == patience
@@ -462,6 +462,16 @@ def test_a_password_reaches_both_clients(mechanism, module, line):
         ({"security.protocol": "SASL_SSL", "sasl.mechanism": "GSSAPI"}, "'sasl.mechanism' is one of PLAIN"),
         ({"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN", "sasl.username": "u"}, "needs 'sasl.password'"),
         ({"security.protocol": "SASL_SSL", "sasl.mechanism": "OAUTHBEARER"}, "needs 'sasl.oauthbearer.token.endpoint"),
+        (
+            {
+                "security.protocol": "SASL_SSL",
+                "sasl.mechanism": "OAUTHBEARER",
+                "sasl.oauthbearer.token.endpoint.url": "id.example/token",
+                "sasl.oauthbearer.client.id": "app",
+                "sasl.oauthbearer.client.secret": SECRET,
+            },
+            "'sasl.oauthbearer.token.endpoint.url' is a URL with https://",
+        ),
         (
             {"sasl.login.callback.handler.class": "org.example.Mine"},
             "'sasl.login.callback.handler.class' names a Java class",
