@@ -236,7 +236,7 @@ def end_as_told(broker, name, told):
     state = broker.status(token, NO_LEDGER, Deadline(10)).state
     assert state is (TokenState(wanted.value) if name in told else state)
     assert state in (TokenState.PREPARED, TokenState(wanted.value))
-    assert (broker.commit if name == "prepared" else broker.abort)(token, Deadline(10)) is wanted
+    assert (broker.commit if name == "prepared" else broker.abort)(token, NO_LEDGER, Deadline(10)) is wanted
     told[name] = None
 
 

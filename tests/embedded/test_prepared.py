@@ -45,7 +45,7 @@ def test_a_prepared_transaction_is_invisible_and_outlives_its_broker(opened):
     second = opened()
     assert values(second, "orders") == []
     assert status(second, token).state is TokenState.PREPARED
-    assert second.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert second.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     assert values(second, "orders") == [b"1", b"2"]
     assert status(second, token).state is TokenState.COMMITTED
 
@@ -78,10 +78,10 @@ def test_the_first_decision_stands_and_is_told_to_whoever_asks_for_another(opene
     broker, other = opened(), opened()
     token = prepare(broker, "orders", b"1")
     end = broker.commit if first is Outcome.COMMITTED else broker.abort
-    assert end(token, Deadline(5)) is first
+    assert end(token, NO_LEDGER, Deadline(5)) is first
     for somebody in (broker, other):
-        assert somebody.commit(token, Deadline(5)) is first
-        assert somebody.abort(token, Deadline(5)) is first
+        assert somebody.commit(token, NO_LEDGER, Deadline(5)) is first
+        assert somebody.abort(token, NO_LEDGER, Deadline(5)) is first
     assert values(other, "orders") == ([b"1"] if first is Outcome.COMMITTED else [])
 
 
@@ -92,7 +92,7 @@ def test_a_prepared_transaction_survives_a_newer_owner_of_its_id(opened):
     second = opened()
     open_writer(second, "billing")
     assert status(second, token).state is TokenState.PREPARED
-    assert second.commit(token, Deadline(5)) is Outcome.COMMITTED
+    assert second.commit(token, NO_LEDGER, Deadline(5)) is Outcome.COMMITTED
     assert values(second, "orders") == [b"1"]
 
 
@@ -111,7 +111,7 @@ def test_an_owner_that_was_shut_out_prepares_nothing(opened, stored):
         writer.prepare(Deadline(5))
     assert rows(second, "SELECT * FROM transactions") == rows(second, "SELECT * FROM messages") == []
     with pytest.raises(EvidenceLost):
-        second.commit(token_of(first, writer, transaction, prepared=True), Deadline(5))
+        second.commit(token_of(first, writer, transaction, prepared=True), NO_LEDGER, Deadline(5))
 
 
 def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened):
@@ -120,7 +120,7 @@ def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened
     expire(broker, token)
     assert status(broker, token).state is TokenState.ABORTED
     assert rows(broker, "SELECT state FROM transactions") == [("prepared",)]  # asking changed nothing
-    assert opened().commit(token, Deadline(5)) is Outcome.ABORTED
+    assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert status(broker, token).state is TokenState.ABORTED
     assert values(broker, "orders") == []
 
@@ -280,7 +280,7 @@ def test_whoever_comes_next_finishes_an_abort_that_was_left_half_done(opened, mo
     assert status(broker, token).state is TokenState.ABORTED
     other = opened()
     assert values(other, "orders") == [b"behind"]
-    assert other.commit(token, Deadline(5)) is Outcome.ABORTED
+    assert other.commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert rows(other, "SELECT state FROM transactions") == [("aborted",)]
 
 
