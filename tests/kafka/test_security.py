@@ -26,6 +26,7 @@ from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.security import OAuthTokens
 from txnbridge_kafka.settings import Settings
 
+import txnbridge
 from tests.kafka.certificates import Authority
 from tests.kafka.test_settings import OAUTH, PLAIN, SCRAM, SECRET, read
 from txnbridge.errors import AccessDenied, BrokerUnavailable
@@ -375,6 +376,26 @@ def test_a_certificate_for_another_name_is_refused_unless_names_are_not_compared
     else:
         with pytest.raises(BrokerUnavailable):
             ask(settings, SHORT, [])
+
+
+# --- the bridge ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bridge_works_over_tls_with_a_login(world):
+    told = {**trusting(world.ours), **with_password("PLAIN", "SASL_SSL")}
+    url = f"kafka://{HOST}:{world.ports['BOTH']}"
+    with txnbridge.connect(url, transactional_id="secure", create_topics=1, kafka=told) as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send("secure", b"1")
+        assert bridge.commit(str(txn.token)) is txnbridge.Outcome.COMMITTED
+        assert next(iter(bridge.consumer("secure"))).value == b"1"
+
+
+def test_a_bridge_with_a_wrong_password_does_not_open_and_says_what_to_check(world):
+    url = f"kafka://{HOST}:{world.ports['SASL']}"
+    with pytest.raises((AccessDenied, BrokerUnavailable), match=r"check .*sasl\.username, sasl\.password") as caught:
+        txnbridge.connect(url, timeout=SHORT, kafka=with_password("PLAIN", password=SECRET))
+    assert SECRET not in str(caught.value)
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
