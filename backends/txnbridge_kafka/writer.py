@@ -102,6 +102,10 @@ class KafkaWriter(Writer):
         self._mended_groups.clear()
 
     def reopen(self, deadline: Deadline) -> None:
+        self._unknown = True  # somebody may hold a token of the last transaction
+        self._reopen(deadline)
+
+    def _reopen(self, deadline: Deadline) -> None:
         self._owner.check(deadline)
         self._drop()
         if self._opened is not None:
@@ -112,13 +116,13 @@ class KafkaWriter(Writer):
     def _end_leftover(self, opened: Described, deadline: Deadline) -> None:
         """End what is open, and keep what a token may be asked about: opening the id destroys that evidence."""
         self.past = found = end_if_open(self._cluster, self.id, deadline, only=opened)
-        if self._unknown and found is not None and found.pid == opened.pid and found.state != "Empty":
+        if self._unknown and found is not None and found.pid == opened.pid:
             self._owner.open_once(deadline)
             self._owner.note_outcome(found, deadline)
 
     def _ready(self, deadline: Deadline) -> TransactionalProducer:
         if self._producer is None or self._stale:
-            self.reopen(deadline)
+            self._reopen(deadline)
         assert self._producer is not None
         return self._producer
 
@@ -130,7 +134,7 @@ class KafkaWriter(Writer):
             self._log = self._owner.ledger.begin(begin.deadline)
         if producer.begin() is not None:
             # It was fenced, or its last transaction timed out at the broker: whether the id is still ours shows now.
-            self.reopen(begin.deadline)
+            self._reopen(begin.deadline)
             producer = self._ready(begin.deadline)
             if error := producer.begin():
                 raise translate(error, f"beginning a transaction on {self.id}") from KafkaException(error)
@@ -292,6 +296,7 @@ class KafkaWriter(Writer):
 
     def _store(self, producer: TransactionalProducer, deadline: Deadline) -> None:
         """Acknowledge and flush; on any trouble the transaction is aborted here, or is left for `abort`."""
+        deadline.check("the transaction")
         try:
             self._send_acks(producer, deadline)
             self.flush(deadline)
