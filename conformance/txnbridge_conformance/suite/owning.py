@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
-from txnbridge.testing import Point, Unvisited
+from txnbridge.testing import Child, Point, Unvisited
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
@@ -111,15 +111,22 @@ def test_wherever_an_owner_sleeps_through_a_takeover_nothing_of_it_appears_later
         assert (said == "committed") == bool(before), f"it slept at {point}"
 
 
+def has_opened(racer: Child) -> bool:
+    """Whether a racer has come to its pause; one that was overtaken while it opened the id has ended already."""
+    try:
+        racer.stopped()
+    except AssertionError:
+        return False
+    return True
+
+
 @proves(Capability.FENCING)
 def test_of_two_owners_that_race_for_an_id_one_commits(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
 ) -> None:
     pause = "transaction.begin/before"
     racers = [run(programs.own_and_commit, txnbridge_url, topic, owner, b"%d" % n, pause=pause) for n in range(2)]
-    for racer in racers:
-        racer.stopped()  # both have opened the id, in whichever order
-    for racer in racers:
+    for racer in [racer for racer in racers if has_opened(racer)]:
         racer.resume()
     assert sorted(racer.result() for racer in racers) == ["Fenced", "committed"]
     assert len(seen(bridge, topic)) == 1
