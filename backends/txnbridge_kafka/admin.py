@@ -178,7 +178,8 @@ class KafkaAdmin(Admin):
         return found, None if found is None else records.of(found)
 
     def _abort(self, found: Described, deadline: Deadline) -> Outcome:
-        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline)
+        # Its producer may be committing it this moment.
+        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline, shut_out=False)
         if ended.code == DONE:
             return Outcome.ABORTED
         # Somebody else was quicker. The start tells whether what is there now is still the same transaction.

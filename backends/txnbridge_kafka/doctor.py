@@ -37,6 +37,9 @@ def _times(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     settings = cluster.settings
     wanted = settings.timeout + (settings.hold or 0)
     for number, found in cluster.topics.broker_configs(deadline).items():
+        if not found:
+            text = f"this user may not see the settings of broker {number}, so nothing is said of them"
+            yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
         longest = int(found.get("transaction.max.timeout.ms", 900_000)) / 1000
         if longest < wanted:
             yield Advice(
@@ -53,6 +56,9 @@ def check_topics(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
     names = [name for name in (*_COORDINATION, *logs) if name in everything]
     settings = cluster.topics.configs(names, deadline)
+    if _COORDINATION[0] not in names:
+        text = "is not to be seen: nobody has used a transaction here yet, or this user may not know"
+        yield Advice("warning", _COORDINATION[0], text, "grant this user Describe on Kafka's own topics")
     for name in names:
         copies = min((len(each.replicas) for each in everything[name].partitions.values()), default=0)
         findings = list(_weak(copies, settings[name]))
@@ -109,5 +115,8 @@ def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
             f"has a transaction open in {places(held)}, and no coordinator knows it: readers wait there for ever",
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
+    if found.unread:
+        text = f"this user may not read {found.unread} of the partitions that it sees, so nothing is said of those"
+        yield Advice("warning", "rights", text, "grant it Read on their topics")
     if not (found.forgotten or found.unknown):
-        yield Advice("ok", "markers", "every transaction that has ended has ended in all its partitions")
+        yield Advice("ok", "markers", "what has ended has ended in all partitions that this user may read")

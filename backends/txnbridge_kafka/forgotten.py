@@ -8,7 +8,7 @@ the second look a transaction that its writer has begun since would be taken for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from txnbridge.errors import InvalidState, NotFound
@@ -50,21 +50,25 @@ class Forgotten:
 
 @dataclass(frozen=True)
 class Survey:
-    """All of a cluster: what was forgotten, and what is open of producers that no coordinator knows, by their ids."""
+    """What of a cluster this user may read: what was forgotten there, and what is open of producers that no coordinator
+    knows, by their ids. `unread` partitions could not be looked at."""
 
     forgotten: list[Forgotten]
     unknown: dict[int, Held]
+    unread: int
 
 
 def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     """Ask every leader for what is open, and the coordinators about it."""
     requests = cluster.requests
-    held = _open_in(requests, _everywhere(cluster, deadline), deadline)
+    everywhere = _everywhere(cluster, deadline)
+    asked = requests.producers(everywhere, deadline, readable_only=True)
+    held = _open_ones(asked)
     # Asked for after that: whoever had something open then is known to a coordinator since.
     ids = {each.id: each.pid for each in requests.transactions(deadline)}
     before = _ended(requests.describe([id for id, pid in ids.items() if pid in held], deadline))
     suspects = {told.pid for told in before.values()}
-    again = _open_in(requests, [one for pid in suspects for one in held[pid]], deadline) if suspects else {}
+    again = _open_ones(requests.producers([one for pid in suspects for one in held[pid]], deadline))
     after = requests.describe(list(before), deadline)
     return Survey(
         forgotten=[
@@ -73,6 +77,7 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
             if told.pid in again and after.get(id) == told
         ],
         unknown={pid: where for pid, where in held.items() if pid not in set(ids.values())},
+        unread=len(everywhere) - len(asked),
     )
 
 
@@ -83,7 +88,7 @@ def forgotten_of(cluster: Cluster, id: str, deadline: Deadline) -> Forgotten:
         raise NotFound(f"no coordinator knows {id!r}")
     if told.state not in _ENDED:
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
-    held = _open_in(cluster.requests, _everywhere(cluster, deadline), deadline).get(told.pid, {})
+    held = _open_ones(cluster.requests.producers(_everywhere(cluster, deadline), deadline)).get(told.pid, {})
     if cluster.requests.describe([id], deadline).get(id) != told:
         raise InvalidState(f"{id} is in use: stop its writer first")
     return Forgotten(told, held)
@@ -110,10 +115,10 @@ def _everywhere(cluster: Cluster, deadline: Deadline) -> list[Partition]:
     return [(name, number) for name, topic in topics.items() for number in topic.partitions]
 
 
-def _open_in(requests: Requests, partitions: list[Partition], deadline: Deadline) -> dict[int, Held]:
+def _open_ones(asked: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int, Held]:
     """By producer id: where the leaders hold a transaction of it open."""
     held: dict[int, dict[Partition, ActiveProducer]] = defaultdict(dict)
-    for partition, producers in requests.producers(partitions, deadline).items():
+    for partition, producers in asked.items():
         for active in producers:
             if active.start_offset is not None:
                 held[active.pid][partition] = active

@@ -196,11 +196,14 @@ class Requests:
 
         return self._until(deadline, "describing transactions", attempt)
 
-    def end(self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline) -> Ended:
+    def end(self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool = True) -> Ended:
         """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
 
-        The same decision may be repeated. Raises `OutcomeUnknown` if it was asked and no final answer came, any other
-        error only if it was certainly never asked or certainly refused.
+        The same decision may be repeated. By default its producer is shut out too, where the cluster can do that. Not
+        with `shut_out=False`, which is for transactions that a producer may be ending by itself: of one that was
+        committed so just before, the request that shuts out would say that it is aborted now.
+        Raises `OutcomeUnknown` if it was asked and no final answer came, any other error only if it was certainly
+        never asked or certainly refused.
         """
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
@@ -208,7 +211,7 @@ class Requests:
         async def attempt(line: _Line) -> Ended:
             nonlocal asked
             node = await line.coordinator(id)
-            newest = 5 if await line.bumps_epochs(node) else 4
+            newest = 5 if shut_out and await line.bumps_epochs(node) else 4
             request = EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )
@@ -280,8 +283,13 @@ class Requests:
 
         return self._until(deadline, what, attempt)
 
-    def producers(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, list[ActiveProducer]]:
-        """The producers that each partition's leader remembers; a partition that does not exist is absent."""
+    def producers(
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+    ) -> dict[Partition, list[ActiveProducer]]:
+        """The producers that each partition's leader remembers; a partition that does not exist is absent.
+
+        With `readable_only` so is one that this user may not read, instead of an `AccessDenied`.
+        """
         found: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
@@ -300,7 +308,7 @@ class Requests:
                     left.discard(partition)
                     if each.error_code == DONE:
                         found[partition] = [_active(producer) for producer in each.active_producers]
-                    elif each.error_code != _UNKNOWN_TOPIC:
+                    elif each.error_code != _UNKNOWN_TOPIC and not (readable_only and each.error_code in _DENIED):
                         raise _refused(each.error_code, f"asking for the producers of {_title(partition)}")
             return found
 

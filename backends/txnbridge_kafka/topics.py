@@ -28,6 +28,8 @@ KEEP_ALL: Mapping[str, str] = {
     "retention.bytes": "-1",
     "unclean.leader.election.enable": "false",
 }
+# The client of a log's reader wants the name of a group, and looks for its coordinator; no group is ever joined.
+LOG_GROUP = "txnbridge-log"
 # To read, to append, to look at, and to drop old records.
 _RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
 
@@ -160,6 +162,7 @@ class Topics:
             f" --replication-factor {copies} {settings}"
             f"\nand grants this user:"
             f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME {rights} --topic {name}"
+            f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME --operation Describe --group {LOG_GROUP}"
         )
 
     def delete(self, topic: str, deadline: Deadline) -> None:

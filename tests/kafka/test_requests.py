@@ -182,6 +182,21 @@ def committed_one(world: World) -> tuple[int, int]:
     return who
 
 
+def committed_by_its_producer(world: World) -> tuple[int, int]:
+    """By the oldest request, which is the one that librdkafka knows: the epoch stays."""
+    who = world.begun()
+    world.producers[-1].commit_transaction(LONG)
+    assert world.completed().epoch == who[1]
+    return who
+
+
+def aborted_by_its_producer(world: World) -> tuple[int, int]:
+    who = world.begun()
+    world.producers[-1].abort_transaction(LONG)
+    assert world.completed().epoch == who[1]
+    return who
+
+
 def aborted_one(world: World) -> tuple[int, int]:
     who = world.begun()
     assert world.end(who, ABORT).code == 0
@@ -260,6 +275,12 @@ TABLE: list[tuple[Situation, bool, dict[int, int]]] = [
     (aborted_one, ABORT, {4: 0, 5: 0}),
     (committed_one, ABORT, {4: 48, 5: 48}),
     (aborted_one, COMMIT, {4: 48, 5: 48}),
+    # The newer request takes what is complete under its own epoch for the past: a commit has nothing to commit, and an
+    # abort is an end of nothing. So it tells nobody how such a transaction ended.
+    (committed_by_its_producer, COMMIT, {4: 0, 5: 48}),
+    (committed_by_its_producer, ABORT, {4: 48, 5: 0}),
+    (aborted_by_its_producer, COMMIT, {4: 48, 5: 48}),
+    (aborted_by_its_producer, ABORT, {4: 0, 5: 0}),
     (timed_out, COMMIT, {4: 90, 5: 48}),
     (timed_out, ABORT, {4: 90, 5: 0}),
     (timed_out_and_asked_with_the_epoch_since, COMMIT, {4: 48, 5: 48}),
@@ -278,7 +299,7 @@ TABLE: list[tuple[Situation, bool, dict[int, int]]] = [
     (committed_and_asked_with_a_higher_epoch, COMMIT, {4: 90, 5: 90}),
 ]
 # What the older cluster and the older version show of it in an ordinary run.
-SHORT = {open_one, empty, unknown_id}
+SHORT = {open_one, empty, unknown_id, committed_by_its_producer}
 
 
 def rows(version: int) -> list[Any]:
@@ -347,6 +368,14 @@ def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
     who = committed_one(world)
     monkeypatch.setattr(requests, "_EPOCH_BUMPS", 99)
     assert world.end(who, COMMIT) == Ended(90, *who)
+
+
+def test_an_end_that_need_not_shut_the_producer_out_says_what_that_has_done_itself(world):
+    who = committed_by_its_producer(world)
+    before = world.completed()
+    assert world.requests.end(world.id, *who, ABORT, Deadline(LONG), shut_out=False) == Ended(48, *who)
+    assert world.requests.end(world.id, *who, COMMIT, Deadline(LONG), shut_out=False) == Ended(0, *who)
+    assert world.described() == before
 
 
 def test_an_end_by_the_newer_version_shuts_the_producer_out(world):

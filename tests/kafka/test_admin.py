@@ -1,0 +1,830 @@
+"""What an administrator sees, ends and mends, and what the doctor says, on live brokers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
+from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers.plugin import StartKafka
+from txnbridge_kafka import forgotten
+from txnbridge_kafka.admin import KafkaAdmin, owner_of
+from txnbridge_kafka.log import KafkaLog
+from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.topics import KEEP_ALL, Topics
+
+import txnbridge
+from txnbridge import Bridge, Outcome
+from txnbridge._events import Emitter
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+)
+from txnbridge.spi import Advice, Context, Deadline, Decision, OpenTransaction
+
+LONG = 30.0
+LATE = 2.0
+_numbers = count(1)
+_silent = logging.getLogger("tests.kafka.librdkafka")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+Connect = Callable[..., Bridge]
+MakeAdmin = Callable[..., KafkaAdmin]
+
+
+@pytest.fixture
+def unique() -> Callable[[str], str]:
+    return lambda stem: f"admin-{stem}-{next(_numbers)}"
+
+
+@pytest.fixture
+def connect(kafka_broker: brokers.Broker) -> Iterator[Connect]:
+    opened: list[Bridge] = []
+
+    def connect(broker: brokers.Broker = kafka_broker, **options: Any) -> Bridge:
+        opened.append(txnbridge.connect(broker.url, **options))
+        return opened[-1]
+
+    yield connect
+    for bridge in opened:
+        bridge.close()
+
+
+@pytest.fixture
+def owner(unique: Callable[[str], str]) -> str:
+    return unique("owner")
+
+
+@pytest.fixture
+def bridge(connect: Connect, owner: str) -> Bridge:
+    return connect(transactional_id=owner, create_topics=1)
+
+
+@pytest.fixture
+def topic(bridge: Bridge, unique: Callable[[str], str]) -> str:
+    name = unique("topic")
+    bridge.admin.create_topic(name, 2)
+    return name
+
+
+def bootstrap_of(broker: brokers.Broker | faults.Proxy) -> str:
+    return broker.url.removeprefix("kafka://")
+
+
+def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> Settings:
+    bootstrap = bootstrap_of(broker)
+    settings = Settings(
+        bootstrap=bootstrap,
+        client={"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"},
+        raw={},
+        timeout=LONG,
+        hold=None,
+        application="tests",
+        create_topics=0,
+    )
+    return replace(settings, **changes)
+
+
+@pytest.fixture
+def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
+    """An administrator without a bridge, and so without decision logs."""
+    opened: list[Requests] = []
+
+    def make(broker: brokers.Broker | faults.Proxy = kafka_broker, **changes: Any) -> KafkaAdmin:
+        settings = settings_of(broker, **changes)
+        opened.append(Requests(settings))
+        context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0)
+        return KafkaAdmin(settings, opened[-1], context)
+
+    yield make
+    for requests in opened:
+        requests.close()
+
+
+def producer_of(broker: brokers.Broker, id: str, timeout_ms: int = 60_000) -> Producer:
+    settings = {
+        "bootstrap.servers": bootstrap_of(broker),
+        "transactional.id": id,
+        "transaction.timeout.ms": timeout_ms,
+    }
+    producer = Producer(settings, logger=_silent)
+    producer.init_transactions(LONG)
+    return producer
+
+
+def write(producer: Producer, topic: str, *values: bytes) -> None:
+    """Begin a transaction and store messages in it."""
+    producer.begin_transaction()
+    for value in values:
+        producer.produce(topic, value, partition=0)
+    assert producer.flush(LONG) == 0
+
+
+def make_topic(broker: brokers.Broker, name: str) -> str:
+    Topics(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
+    return name
+
+
+def commit_one(broker: brokers.Broker, topic: str, value: bytes) -> None:
+    producer = producer_of(broker, f"admin-single-{next(_numbers)}")
+    write(producer, topic, value)
+    producer.commit_transaction(LONG)
+
+
+def visible(broker: brokers.Broker, topic: str) -> list[bytes | None]:
+    """What readers of committed messages see in partition 0, up to where they have to wait."""
+    settings = {
+        "bootstrap.servers": bootstrap_of(broker),
+        "group.id": "admin-tests",
+        "enable.partition.eof": True,
+        "enable.auto.commit": False,
+    }
+    reader = Consumer(settings, logger=_silent)
+    reader.assign([TopicPartition(topic, 0, 0)])
+    found: list[bytes | None] = []
+    try:
+        while True:
+            message = reader.poll(LONG)
+            assert message is not None
+            error = message.error()
+            if error is not None:
+                assert error.code() == KafkaError._PARTITION_EOF
+                return found
+            found.append(message.value())
+    finally:
+        reader.close()
+
+
+def listed(bridge: Bridge, id: str) -> list[OpenTransaction]:
+    return [one for one in bridge.admin.transactions() if one.transactional_id == id]
+
+
+# --- topics ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_is_created_with_its_retention(bridge, unique):
+    name, plain = unique("kept"), unique("plain")
+    assert bridge.admin.create_topic(name, 3, retention_seconds=90, retention_bytes=1 << 20) is True
+    assert bridge.admin.create_topic(plain) is True
+    found = bridge.admin.topic(name)
+    assert (found.partitions, found.internal, found.retention_seconds, found.retention_bytes) == (3, False, 90, 1 << 20)
+    assert bridge.admin.topic(plain).retention_bytes is None
+
+
+@pytest.mark.parametrize("retention", [{"retention_seconds": 0}, {"retention_seconds": -1}, {"retention_bytes": -1}])
+def test_a_retention_that_is_none_is_refused(bridge, unique, retention):
+    with pytest.raises(InvalidOption, match="must be above 0"):
+        bridge.admin.create_topic(unique("never"), **retention)
+
+
+def test_a_topic_that_is_there_is_no_error_unless_it_differs(bridge, topic):
+    assert bridge.admin.create_topic(topic, 2) is False
+    for other in (1, 3):
+        with pytest.raises(InvalidOption, match="2 partitions"):
+            bridge.admin.create_topic(topic, other)
+
+
+def test_a_name_that_kafka_does_not_take_is_refused(make_admin):
+    with pytest.raises(InvalidOption, match="name is invalid"):
+        make_admin().create_topic("no spaces", 1, Deadline(LONG))
+
+
+def test_a_new_topic_takes_messages_at_once(connect, unique):
+    bridge = connect(create_topics=0)
+    for _ in range(5):
+        name = unique("at-once")
+        bridge.admin.create_topic(name, 4)
+        with bridge.transaction() as txn:
+            txn.send(name, b"first", partition=3)
+        assert txn.outcome is Outcome.COMMITTED
+
+
+def test_topics_of_ours_and_of_kafka_are_internal(bridge, topic, owner):
+    with bridge.transaction() as txn:
+        txn.send(topic, b"makes the internal ones")
+    kinds = {found.name: found.internal for found in bridge.admin.topics(internal=True)}
+    assert (kinds["__transaction_state"], kinds[f"_txnbridge-log-{owner}"], kinds[topic]) == (True, True, False)
+    assert topic in [found.name for found in bridge.admin.topics()]
+    assert "__transaction_state" not in [found.name for found in bridge.admin.topics()]
+
+
+def test_a_topic_that_does_not_exist_cannot_be_deleted_or_grown(bridge, unique):
+    missing = unique("missing")
+    with pytest.raises(NotFound, match=missing):
+        bridge.admin.delete_topic(missing)
+    with pytest.raises(NotFound, match=missing):
+        bridge.admin.grow_topic(missing, 3)
+
+
+def test_partitions_become_more_and_never_fewer(bridge, topic):
+    bridge.admin.grow_topic(topic, 5)
+    bridge.admin.grow_topic(topic, 5)
+    assert wait_until(lambda: bridge.admin.topic(topic).partitions == 5, LONG)
+    with pytest.raises(InvalidOption, match="cannot become fewer"):
+        bridge.admin.grow_topic(topic, 2)
+
+
+def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge, kafka_broker, topic, unique):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    with pytest.raises(InvalidState, match="in use"):
+        bridge.admin.delete_topic(topic)
+    bridge.commit(str(txn.token))
+    id = unique("writer")
+    producer = producer_of(kafka_broker, id)
+    write(producer, topic, b"open")
+    with pytest.raises(InvalidState, match=id):
+        bridge.admin.delete_topic(topic)
+    producer.commit_transaction(LONG)
+    assert wait_until(lambda: not listed(bridge, id), LONG)
+    bridge.admin.delete_topic(topic)
+    assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
+
+
+# --- topics of our own -----------------------------------------------------------------------------------------------
+
+PASSWORD = "do-not-tell"
+
+
+@pytest.fixture
+def guarded(start_kafka: StartKafka) -> Iterator[tuple[brokers.Broker, faults.Proxy]]:
+    """A broker that knows users by password at its proxy's listener; guest may do nothing there."""
+    login = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    broker = start_kafka(
+        container=False,
+        settings={
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXY:SASL_PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "sasl.enabled.mechanisms": "PLAIN",
+            "listener.name.proxy.plain.sasl.jaas.config": f'{login} user_guest="{PASSWORD}";',
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "super.users": "User:ANONYMOUS",
+        },
+    )
+    with faults.proxy(broker) as proxy:
+        yield broker, proxy
+
+
+def as_guest(proxy: faults.Proxy) -> dict[str, Any]:
+    sasl = {"security_protocol": "SASL_PLAINTEXT", "sasl_mechanism": "PLAIN"}
+    return {
+        "client": {
+            "bootstrap.servers": bootstrap_of(proxy),
+            "security.protocol": "SASL_PLAINTEXT",
+            "sasl.mechanism": "PLAIN",
+            "sasl.username": "guest",
+            "sasl.password": PASSWORD,
+        },
+        "raw": {**sasl, "sasl_plain_username": "guest", "sasl_plain_password": PASSWORD},
+    }
+
+
+def grant(broker: brokers.Broker, name: str, operations: list[str], kind: ResourceType = ResourceType.TOPIC) -> None:
+    kafka = AdminClient({"bootstrap.servers": bootstrap_of(broker)}, logger=_silent)
+    acls = [
+        AclBinding(
+            kind,
+            name,
+            ResourcePatternType.LITERAL,
+            "User:guest",
+            "*",
+            getattr(AclOperation, named),
+            AclPermissionType.ALLOW,
+        )
+        for named in operations
+    ]
+    for done in kafka.create_acls(acls).values():
+        done.result(LONG)
+
+
+# What kafka-acls.sh calls operations, and the client does.
+_OPERATIONS = {
+    "Read": "READ",
+    "Write": "WRITE",
+    "Describe": "DESCRIBE",
+    "DescribeConfigs": "DESCRIBE_CONFIGS",
+    "Delete": "DELETE",
+}
+
+
+def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enough(guarded):
+    broker, proxy = guarded
+    settings = settings_of(proxy, **as_guest(proxy))
+    name = "_txnbridge-log-guests"
+    with pytest.raises(AccessDenied) as told:
+        Topics(settings).create_internal_topic(name, Deadline(LONG))
+    text = str(told.value)
+    assert PASSWORD not in text
+    create, acls, group = (line for line in text.splitlines() if line.startswith("  kafka-"))
+    assert f"--create --topic {name} --partitions 1" in create
+    config = dict(each.split("=", 1) for each in create.split(" --config ")[1:])
+    assert KEEP_ALL.items() <= config.items()
+
+    # What the two commands say, done by the administrator.
+    assert Topics(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
+    granted = [each.split(" ")[0] for each in acls.split(" --operation ")[1:]]
+    grant(broker, name, [_OPERATIONS[each] for each in granted])
+    assert "--operation Describe" in group
+    grant(broker, group.split(" --group ")[1], ["DESCRIBE"], ResourceType.GROUP)
+
+    log = KafkaLog(settings, "guests", Deadline(LONG), Emitter("tests", []))
+    positions = [log.append(b"record", Deadline(LONG)) for _ in range(3)]
+    assert [record for _, record in log.read(None, None, Deadline(LONG))] == [b"record"] * 3
+    log.trim(positions[2], Deadline(LONG))
+    assert log.begin(Deadline(LONG)) == positions[2]
+    log.close()
+
+
+def test_what_the_doctor_may_not_see_it_says(guarded, make_admin):
+    broker, proxy = guarded
+    commit_one(broker, make_topic(broker, "seen"), b"message")
+    admin = make_admin(proxy, **as_guest(proxy))
+    found = {(advice.level, advice.subject) for advice in admin.check(Deadline(LONG))}
+    assert {("warning", "rights"), ("warning", "__transaction_state")} <= found
+    grant(broker, "seen", ["DESCRIBE"])
+    unread = [advice for advice in admin.check(Deadline(LONG)) if "may not read 1 " in advice.text]
+    assert [advice.level for advice in unread] == ["warning"]
+    grant(broker, "seen", ["READ"])
+    assert not any("may not read" in advice.text for advice in admin.check(Deadline(LONG)))
+    with pytest.raises(AccessDenied):
+        admin.end("somebodys.0", Decision.ABORT, Deadline(LONG))
+    assert admin.transactions(Deadline(LONG)) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda admin, deadline: admin.create_topic("x", 1, deadline),
+        lambda admin, deadline: admin.topics(deadline),
+        lambda admin, deadline: admin.delete_topic("x", deadline),
+        lambda admin, deadline: admin.grow_topic("x", 2, deadline),
+        lambda admin, deadline: admin.transactions(deadline),
+        lambda admin, deadline: admin.end("x.0", Decision.ABORT, deadline),
+        lambda admin, deadline: admin.repair("x.0", deadline),
+        lambda admin, deadline: admin.check(deadline),
+    ],
+    ids=["create", "topics", "delete", "grow", "transactions", "end", "repair", "check"],
+)
+def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_broker, make_admin, call):
+    admin = make_admin()
+    kafka_broker.pause()
+    try:
+        started = time.monotonic()
+        with pytest.raises(BrokerUnavailable):
+            call(admin, Deadline(0.5))
+        assert time.monotonic() - started < 0.5 + LATE
+    finally:
+        kafka_broker.resume()
+
+
+# --- transactions ----------------------------------------------------------------------------------------------------
+
+
+def test_the_owner_of_a_writers_id():
+    assert [owner_of(id) for id in ("a.0", "a.b.12", "a.p3", "a.x", "a", "a.p", ".1")] == [
+        "a",
+        "a.b",
+        "a",
+        "a.x",
+        "a",
+        "a.p",
+        ".1",
+    ]
+
+
+def test_an_open_transaction_is_listed_with_its_times_and_partitions(bridge, kafka_broker, topic, owner):
+    producer = producer_of(kafka_broker, f"{owner}.77", timeout_ms=50_000)
+    assert listed(bridge, owner) == []
+    write(producer, topic, b"open")
+    (found,) = listed(bridge, owner)
+    assert (found.transaction, found.state, found.messages, found.token) == (f"{owner}.77", "open", None, None)
+    assert found.partitions == ((topic, 0),)
+    assert found.since is not None and abs(found.since - time.time() * 1000) < 60_000
+    assert found.expires_at == found.since + 50_000
+    producer.commit_transaction(LONG)
+    assert wait_until(lambda: listed(bridge, owner) == [], LONG)
+
+
+def test_another_programs_transaction_is_listed_under_its_own_name(bridge, kafka_broker, topic, unique):
+    id = unique("foreign")
+    producer = producer_of(kafka_broker, id)
+    write(producer, topic, b"open")
+    (found,) = listed(bridge, id)
+    assert (found.transaction, found.state) == (id, "open")
+    assert bridge.admin.abort(id) is Outcome.ABORTED
+    with pytest.raises(KafkaException):
+        producer.commit_transaction(LONG)
+
+
+def test_a_prepared_transaction_is_listed_with_the_token_that_was_given_out(bridge, topic, owner):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"one")
+        txn.send(topic, b"two")
+    (found,) = listed(bridge, owner)
+    assert (found.transaction, found.state, found.messages) == (txn.id, "prepared", 2)
+    assert str(found.token) == str(txn.token)
+    assert found.expires_at == txn.token.expires_at
+    assert bridge.abort(str(found.token)) is Outcome.ABORTED
+
+
+def test_prepared_transactions_of_every_application_are_listed(connect, bridge, topic, unique):
+    id, application = unique("other"), unique("application")
+    other = connect(transactional_id=id, application=application)
+    with other.transaction(prepare=True) as txn:
+        txn.send(topic, b"theirs")
+    (found,) = listed(bridge, id)
+    assert (found.transaction, found.state, str(found.token)) == (txn.id, "prepared", str(txn.token))
+    assert bridge.admin.commit(txn.id) is Outcome.COMMITTED
+    assert other.abort(str(txn.token)) is Outcome.COMMITTED
+
+
+@pytest.mark.parametrize("by", ["its own id", "its writer's id"])
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_a_prepared_transaction_is_ended_by_either_name_and_tells_the_truth_ever_after(bridge, topic, by, decision):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    name = txn.id if by == "its own id" else str(txn.token.how["id"])
+    wanted = Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED
+    assert getattr(bridge.admin, decision)(name) is wanted
+    assert bridge.admin.commit(name) is wanted
+    assert bridge.admin.abort(name) is wanted
+    assert bridge.abort(str(txn.token)) is wanted
+
+
+def test_how_a_prepared_one_ended_is_known_after_its_id_served_another(connect, topic, owner):
+    bridge = connect(transactional_id=f"{owner}-small", kafka={"prepared_ids": 1})
+    with bridge.transaction(prepare=True) as first:
+        first.send(topic, b"first")
+    assert bridge.admin.commit(first.id) is Outcome.COMMITTED
+    with bridge.transaction(prepare=True) as second:
+        second.send(topic, b"second")
+    assert second.token.how["id"] == first.token.how["id"]
+    assert bridge.admin.abort(first.id) is Outcome.COMMITTED
+    assert bridge.admin.abort(second.id) is Outcome.ABORTED
+
+
+def test_an_open_one_can_only_be_aborted(bridge, kafka_broker, topic, owner):
+    producer = producer_of(kafka_broker, f"{owner}.77")
+    write(producer, topic, b"open")
+    with pytest.raises(InvalidState, match="only its writer can commit"):
+        bridge.admin.commit(f"{owner}.77")
+    assert bridge.admin.abort(f"{owner}.77") is Outcome.ABORTED
+    with pytest.raises(KafkaException):
+        producer.commit_transaction(LONG)
+    commit_one(kafka_broker, topic, b"marker")
+    assert wait_until(lambda: visible(kafka_broker, topic) == [b"marker"], LONG)
+
+
+def test_what_nobody_knows_and_what_has_ended_is_not_found(bridge, kafka_broker, topic, owner):
+    for name in ("nobody", "nobody.0", "nobody.p0", "nobody/12/3"):
+        with pytest.raises(NotFound, match=name):
+            bridge.admin.abort(name)
+    producer = producer_of(kafka_broker, f"{owner}.77")
+    write(producer, topic, b"open")
+    producer.commit_transaction(LONG)
+    assert wait_until(lambda: listed(bridge, owner) == [], LONG)
+    with pytest.raises(NotFound, match="has ended"):
+        bridge.admin.abort(f"{owner}.77")
+
+
+def test_undecided_is_no_end(make_admin):
+    with pytest.raises(InvalidOption):
+        make_admin().end("x.0", Decision.UNDECIDED, Deadline(LONG))
+
+
+def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafka_broker, topic, unique, monkeypatch):
+    """Its writer commits after it was looked up and before it is ended."""
+    admin, id = make_admin(), unique("racer")
+    producer = producer_of(kafka_broker, id)
+    write(producer, topic, b"quick")
+    end = admin._requests.end
+
+    def slowly(*args: Any) -> Any:
+        producer.commit_transaction(LONG)
+        return end(*args)
+
+    monkeypatch.setattr(admin._requests, "end", slowly)
+    assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
+
+
+def test_a_log_that_cannot_be_read_hides_nothing_and_its_prepared_ones_are_not_aborted(
+    start_kafka, connect, kafka_broker, unique
+):
+    broker = start_kafka()
+    bridge = connect(broker, transactional_id="reader", create_topics=1)
+    topics = Topics(settings_of(broker))
+    topics.create("data", 1, Deadline(LONG))
+    topics.create("_txnbridge-log-odd", 2, Deadline(LONG))
+    producer = producer_of(broker, "odd.p0")
+    write(producer, "data", b"perhaps prepared")
+    with bridge.transaction(prepare=True) as txn:
+        txn.send("data", b"prepared")
+    assert {one.transaction: one.state for one in bridge.admin.transactions()} == {
+        "odd.p0": "open",
+        txn.id: "prepared",
+    }
+    with pytest.raises(InvalidOption, match="_txnbridge-log-odd"):
+        bridge.admin.abort("odd.p0")
+    assert bridge.admin.abort(txn.id) is Outcome.ABORTED
+    topics.delete("_txnbridge-log-odd", Deadline(LONG))
+    assert wait_until(lambda: not topics.count("_txnbridge-log-odd", Deadline(LONG)), LONG)
+    assert bridge.admin.abort("odd.p0") is Outcome.ABORTED
+
+
+# --- forgotten markers -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def careless() -> Iterator[brokers.Broker]:
+    """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
+    settings = {
+        "transaction.partition.verification.enable": "false",
+        "transactional.id.expiration.ms": "3000",
+        "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
+    }
+    with brokers.kafka(container=False, settings=settings) as broker:
+        yield broker
+
+
+class Held:
+    """A transaction that its coordinator calls ended, and that is open in a partition."""
+
+    def __init__(self, broker: brokers.Broker, admin: KafkaAdmin, commit: bool) -> None:
+        self.broker, self.admin = broker, admin
+        self.id, self.topic = f"held-{next(_numbers)}.0", f"held-topic-{next(_numbers)}"
+        admin.create_topic(self.topic, 1, Deadline(LONG))
+        self.producer = producer_of(broker, self.id)
+        write(self.producer, self.topic, b"before")
+        told = admin._requests.describe([self.id], Deadline(LONG))[self.id]
+        # By the older request, which leaves the epoch as it is: the producer notices nothing and writes on.
+        self.ended = admin._requests.end(self.id, told.pid, told.epoch, commit, Deadline(LONG))
+        assert self.ended.code == 0
+        wanted = "CompleteCommit" if commit else "CompleteAbort"
+        assert wait_until(lambda: self.state() == wanted, LONG)
+        self.producer.produce(self.topic, b"held", partition=0)
+        assert self.producer.flush(LONG) == 0
+
+    def state(self) -> str:
+        return self.admin._requests.describe([self.id], Deadline(LONG))[self.id].state
+
+    def visible(self) -> list[bytes | None]:
+        return visible(self.broker, self.topic)
+
+
+@pytest.fixture
+def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Held]:
+    monkeypatch.setattr("txnbridge_kafka.requests._EPOCH_BUMPS", 99)
+    admin = make_admin(careless)
+    return lambda commit: Held(careless, admin, commit)
+
+
+def problems(admin: KafkaAdmin, subject: str) -> list[Advice]:
+    found = admin.check(Deadline(LONG))
+    return [advice for advice in found if advice.level == "problem" and advice.subject == subject]
+
+
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decided(hold, commit):
+    one = hold(commit)
+    commit_one(one.broker, one.topic, b"later")
+    assert one.visible() == ([b"before"] if commit else [])  # and nothing of what came later
+    (advice,) = problems(one.admin, f"transaction {one.id}")
+    assert f"{one.topic}[0]" in advice.text
+    assert advice.remedy.endswith(f"transactions repair {one.id}")
+    word = "commit" if commit else "abort"
+    assert (
+        one.admin.repair(one.id, Deadline(LONG)) == f"wrote the forgotten {word} markers of {one.id} in {one.topic}[0]"
+    )
+    kept = [b"before", b"held", b"later"] if commit else [b"later"]
+    assert wait_until(lambda: one.visible() == kept, LONG)
+    assert problems(one.admin, f"transaction {one.id}") == []
+    assert "nothing of" in one.admin.repair(one.id, Deadline(LONG))
+
+
+def test_a_repair_after_which_the_writer_goes_on(hold):
+    one = hold(True)
+    one.admin.repair(one.id, Deadline(LONG))
+    again = producer_of(one.broker, one.id)
+    write(again, one.topic, b"again")
+    again.commit_transaction(LONG)
+    assert wait_until(lambda: one.visible() == [b"before", b"held", b"again"], LONG)
+
+
+def test_what_has_not_ended_is_not_repaired(bridge, kafka_broker, topic, owner):
+    producer = producer_of(kafka_broker, f"{owner}.77")
+    write(producer, topic, b"open")
+    with pytest.raises(InvalidState, match="has not ended"):
+        bridge.admin.repair(f"{owner}.77")
+    producer.commit_transaction(LONG)
+    with pytest.raises(NotFound):
+        bridge.admin.repair("nobody.0")
+
+
+def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
+    """Between the two looks at the coordinator it begins its next transaction: that one's messages are not touched."""
+    one = hold(True)
+    requests = one.admin._requests
+    look = requests.producers
+
+    def meanwhile(*args: Any) -> Any:
+        begin_again(one, requests.describe)
+        return look(*args)
+
+    monkeypatch.setattr(requests, "producers", meanwhile)
+    with pytest.raises(InvalidState, match="in use: stop its writer"):
+        one.admin.repair(one.id, Deadline(LONG))
+    monkeypatch.undo()
+    assert one.visible() == [b"before"]
+
+
+def begin_again(one: Held, describe: Callable[..., Any]) -> None:
+    """As its writer does: the same epoch, and something new in the transaction."""
+    told = describe([one.id], Deadline(LONG))[one.id]
+    one.admin._requests.add_offsets(one.id, told.pid, told.epoch, "some-group", Deadline(LONG))
+
+
+def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch):
+    one = hold(True)
+    describe = one.admin._requests.describe
+    looks = count(1)
+
+    def meanwhile(*args: Any) -> Any:
+        if next(looks) == 2:
+            begin_again(one, describe)
+        return describe(*args)
+
+    assert one.id in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    monkeypatch.setattr(one.admin._requests, "describe", meanwhile)
+    assert one.id not in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    assert next(looks) == 3
+
+
+def test_after_the_id_was_opened_again_nobody_guesses(hold):
+    one = hold(True)
+    # Not by a client, which would abort what is open: the coordinator has nothing to abort.
+    one.admin._requests.fence(one.id, 60_000, Deadline(LONG))
+    (advice,) = problems(one.admin, f"transaction {one.id}")
+    assert "never ended" in advice.text
+    with pytest.raises(InvalidState, match="opened again since"):
+        one.admin.repair(one.id, Deadline(LONG))
+    assert one.visible() == [b"before"]
+
+
+def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold):
+    one = hold(True)
+    pid = one.ended.pid
+    assert wait_until(lambda: not one.admin._requests.describe([one.id], Deadline(LONG)), LONG)
+    (advice,) = problems(one.admin, f"producer {pid}")
+    assert f"{one.topic}[0]" in advice.text
+    with pytest.raises(NotFound):
+        one.admin.repair(one.id, Deadline(LONG))
+
+
+# How often a broker is killed right after a commit: about every second time it forgets the markers.
+ATTEMPTS = 12
+
+
+def forget_markers(broker: brokers.Broker, admin: KafkaAdmin) -> tuple[str, str] | None:
+    """Kill a broker right after a commit, until it comes back without the markers: the writer's id and the topic."""
+    for attempt in range(ATTEMPTS):
+        id, topic = f"killed-{attempt}.0", f"killed-topic-{attempt}"
+        admin.create_topic(topic, 1, Deadline(LONG))
+        producer = producer_of(broker, id)
+        write(producer, topic, *(b"%d" % number for number in range(300)))
+        producer.commit_transaction(LONG)
+        broker.restart()
+        told = admin._requests.describe([id], Deadline(LONG))[id]
+        assert told.state in ("PrepareCommit", "CompleteCommit")
+        assert wait_until(partial(is_complete, admin, id), LONG)
+        if problems(admin, f"transaction {id}"):
+            return id, topic
+    return None
+
+
+def is_complete(admin: KafkaAdmin, id: str) -> bool:
+    return admin._requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
+
+
+@pytest.mark.full
+def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is_lost(start_kafka, make_admin):
+    broker = start_kafka(container=False)
+    admin = make_admin(broker)
+    found = forget_markers(broker, admin)
+    if found is None:
+        pytest.skip(f"the broker forgot no markers in {ATTEMPTS} kills")
+    id, topic = found
+    assert visible(broker, topic) == []
+    assert admin._requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
+    assert admin.transactions(Deadline(LONG)) == []
+    assert f"commit markers of {id}" in admin.repair(id, Deadline(LONG))
+    assert wait_until(lambda: visible(broker, topic) == [b"%d" % number for number in range(300)], LONG)
+    assert problems(admin, f"transaction {id}") == []
+    # The id goes on, and an abort of its next transaction takes nothing of it away.
+    producer = producer_of(broker, id)
+    write(producer, topic, b"aborted")
+    producer.abort_transaction(LONG)
+    commit_one(broker, topic, b"marker")
+    assert wait_until(lambda: visible(broker, topic)[-1] == b"marker", LONG)
+    assert len(visible(broker, topic)) == 301
+
+
+# --- the doctor ------------------------------------------------------------------------------------------------------
+
+
+def advice_of(admin: KafkaAdmin, subject: str) -> list[Advice]:
+    return [advice for advice in admin.check(Deadline(LONG)) if advice.subject == subject]
+
+
+def test_topics_with_one_copy_are_a_warning(make_admin, bridge, topic, owner):
+    with bridge.transaction() as txn:
+        txn.send(topic, b"makes the internal ones")
+    for name in ("__transaction_state", f"_txnbridge-log-{owner}"):
+        (advice,) = advice_of(make_admin(), name)
+        assert (advice.level, advice.text.startswith("has 1 copy")) == ("warning", True)
+        assert advice.remedy
+
+
+def test_a_leader_that_may_lack_records_is_a_warning(make_admin, unique):
+    name = f"_txnbridge-log-{unique('unclean')}"
+    admin = make_admin()
+    Topics(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
+    assert any("may become leader" in advice.text for advice in advice_of(admin, name))
+    admin.delete_topic(name, Deadline(LONG))
+
+
+def settings_of_admin(admin: KafkaAdmin) -> Settings:
+    return admin._settings
+
+
+def test_the_clusters_transaction_version_is_told(make_admin, start_kafka):
+    (newest,) = advice_of(make_admin(), "transaction.version")
+    assert newest.level == "ok"
+    older = start_kafka(container=False, transaction_version=1)
+    (advice,) = advice_of(make_admin(older), "transaction.version")
+    assert (advice.level, "upgrade" in advice.remedy) == ("warning", True)
+
+
+def test_a_time_that_the_brokers_do_not_allow_is_a_problem(make_admin):
+    assert advice_of(make_admin(), "broker 1") == []
+    (advice,) = advice_of(make_admin(timeout=600.0, hold=600.0), "broker 1")
+    assert advice.level == "problem"
+    assert "900 s" in advice.text and "1200 s" in advice.text
+
+
+def test_transactions_that_are_open_for_long_are_a_warning_and_fresh_ones_are_not(
+    make_admin, kafka_broker, topic, unique
+):
+    id = unique("slow")
+    producer = producer_of(kafka_broker, id)
+    write(producer, topic, b"open")
+    subject = f"transaction {id}"
+    assert advice_of(make_admin(), subject) == []
+    # For a bridge whose transactions take no time, this one is old already.
+    assert wait_until(lambda: bool(advice_of(make_admin(timeout=0.5), subject)), LONG)
+    (advice,) = advice_of(make_admin(timeout=0.5), subject)
+    assert (advice.level, advice.remedy) == ("warning", f"txnbridge transactions abort {id}")
+    producer.abort_transaction(LONG)
+
+
+def test_a_prepared_one_is_a_warning_with_the_command_that_ends_it(bridge, topic):
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    (advice,) = [one for one in bridge.admin.check() if one.subject == f"transaction {txn.id}"]
+    assert (advice.level, f"commit {txn.id}" in advice.remedy) == ("warning", True)
+    bridge.abort(str(txn.token))
+
+
+def test_markers_that_are_where_they_belong_are_told(make_admin, bridge, topic):
+    with bridge.transaction() as txn:
+        txn.send(topic, b"well")
+    assert wait_until(lambda: [one.level for one in advice_of(make_admin(), "markers")] == ["ok"], LONG)
+
+
+@pytest.mark.full
+def test_on_three_nodes_topics_are_safe_and_known_everywhere(start_kafka, make_admin, connect):
+    broker = start_kafka(nodes=3)
+    admin = make_admin(broker)
+    for number in range(5):
+        assert admin.create_topic(f"everywhere-{number}", 6, Deadline(LONG))
+        assert admin._requests.partitions_everywhere(f"everywhere-{number}", Deadline(LONG)) == 6
+    bridge = connect(broker, transactional_id="three", create_topics=3)
+    with bridge.transaction() as txn:
+        txn.send("everywhere-0", b"makes the internal ones")
+    for name in ("__transaction_state", "_txnbridge-log-three"):
+        assert [advice.level for advice in advice_of(admin, name)] == ["ok"]
+    assert [advice.level for advice in admin.check(Deadline(LONG))] == ["ok"] * len(admin.check(Deadline(LONG)))
