@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -20,6 +20,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_kafka.clients import AdminClient, Consumer, Producer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
+_LONGEST_NAME = 249
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
 _READ_AT_ONCE = 500  # records in memory at once, beside those that the client has fetched ahead
 # Several threads may wait for reports, and each one's poll also serves the others': how late one notices that.
 _SLICE = 0.01
@@ -63,14 +66,24 @@ class KafkaLog(DecisionLog):
         self._lock = threading.Lock()
         self._producer: Producer | None = None
         self._readers: list[Consumer] = []  # those that nobody reads with
-        self._open(deadline)
+        with events.step("step:log", log=name):
+            self._open(deadline)
 
     # --- opening --------------------------------------------------------------------------------------------------
 
     def _open(self, deadline: Deadline) -> None:
+        if not _NAME.fullmatch(self._topic):
+            raise InvalidOption(
+                f"{self._topic!r} is no name of a topic: on Kafka an application has a name of letters, digits, '.',"
+                f" '_' and '-', and with the prefix {_LONGEST_NAME} of them at most"
+            )
         topics = Topics(self._settings)
         topics.create_internal_topic(self._topic, deadline)
-        found = topics.configs([self._topic], deadline)[self._topic]  # empty if this user may not read them
+        self._check_settings(topics, deadline)
+
+    def _check_settings(self, topics: Topics, deadline: Deadline) -> bool:
+        """Refuse a topic that would lose records; False if this user may not see its settings."""
+        found = topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={found[name]} instead of {wanted}"
             for name, wanted in KEEP_ALL.items()
@@ -83,6 +96,7 @@ class KafkaLog(DecisionLog):
                 f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {self._topic}"
                 f" --add-config {wanted}"
             )
+        return bool(found)
 
     # --- where it begins and ends ---------------------------------------------------------------------------------
 
@@ -171,7 +185,9 @@ class KafkaLog(DecisionLog):
             {
                 **self._client_settings(),
                 "acks": "all",
-                "enable.idempotence": True,
+                # A copy of a record does no harm, because the first one counts. A client that makes none would first
+                # have to get an id, for which it waits half a second now and then, after each lost answer again.
+                "enable.idempotence": False,
                 "linger.ms": 0,
                 "message.max.bytes": 1_000_000,  # a record has 900,000 at most, whatever is set for messages
             }
@@ -243,6 +259,10 @@ class KafkaLog(DecisionLog):
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
+        if not self._check_settings(Topics(self._settings), deadline):
+            raise PositionLost(
+                f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
+            )
 
     def _take_reader(self) -> Consumer:
         with self._lock:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState, NotFound, NotSupported
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
+from txnbridge_kafka.clients import Producer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics

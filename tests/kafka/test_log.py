@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -266,6 +268,12 @@ def test_a_topic_with_two_partitions_is_no_log(kafka_broker, admin, name, topic)
         open_log(kafka_broker.url, name)
 
 
+@pytest.mark.parametrize("name", ["a b", "a/b", "ü", "x" * 250], ids=ascii)
+def test_a_name_that_no_topic_can_have_is_refused(kafka_broker, name):
+    with pytest.raises(InvalidOption, match="application"):
+        open_log(kafka_broker.url, name)
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -310,6 +318,17 @@ def test_the_end_of_somebodys_transaction_is_no_record_and_no_gap(kafka_broker, 
     assert read(log) == everything  # read without isolation
     assert read(log, (2,), (3,)) == everything[2:3]
     assert read(log, (2,), (2,)) == []
+
+
+def test_a_gap_in_a_topic_that_is_compacted_by_now_is_not_passed_over(kafka_broker, log, admin, topic):
+    append(log, b"0")
+    end_a_transaction_in(topic, kafka_broker.url, commit=True, records=[b"1"])
+    wait_for_end(log, (2,))
+    append(log, b"3")
+    set_config(admin, topic, "cleanup.policy", "compact,delete")
+    with pytest.raises(InvalidOption, match=r"cleanup\.policy=compact,delete"):
+        read(log)
+    assert read(log, (0,), (1,)) == [((0,), b"0"), ((1,), b"1")]
 
 
 def wait_for_end(log, position):
@@ -397,7 +416,7 @@ def test_an_append_whose_request_is_held_may_come_late_and_is_not_sent_twice(kaf
         assert [record for _, record in read(log)] == [b"0", b"1", b"late", b"2"]
 
 
-def test_an_append_whose_connection_drops_is_stored_once_and_answered(kafka_broker, name, opened):
+def test_an_append_whose_connection_drops_is_answered_and_has_a_copy_in_front(kafka_broker, name, opened):
     with faults.proxy(kafka_broker) as proxy:
         log = opened(proxy.url, name)
         append(log, b"0")
@@ -407,8 +426,8 @@ def test_an_append_whose_connection_drops_is_stored_once_and_answered(kafka_brok
             hold.answered()
             hold.drop()
             proxy.cut()
-            assert appending.result(30) == (1,)
-        assert [record for _, record in read(log)] == [b"0", b"1"]
+            assert appending.result(30) == (2,)
+        assert [record for _, record in read(log)] == [b"0", b"1", b"1"]
 
 
 def test_a_reading_goes_on_when_its_connection_drops(kafka_broker, name, opened):
@@ -491,4 +510,27 @@ def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(
         old.read("other")
     with pytest.raises(EvidenceLost):
         young.read("token", begin=begin)
-    assert young.read("id").claim.decision is Decision.ABORT
+    assert young.claim("id", Decision.COMMIT).decision is Decision.ABORT
+
+
+# --- a forked child -------------------------------------------------------------------------------------------------
+
+FORKING = """
+import gc, os, sys
+from tests.kafka.test_log import append, open_log, read
+log = open_log(sys.argv[1], sys.argv[2])
+append(log, b"parent")
+assert len(read(log)) == 1
+child = os.fork()
+if child == 0:
+    del log
+    gc.collect()
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+append(log, b"parent again")
+assert len(read(log)) == 2
+"""
+
+
+def test_a_forked_child_forgets_the_parents_clients_and_the_parent_goes_on(kafka_broker, name):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, kafka_broker.url, name], check=True, timeout=60)
