@@ -139,10 +139,8 @@ class KafkaLog(DecisionLog):
     # --- appending ------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        producer = self._take_producer(deadline)
-        report = self._send(producer, record, deadline)
+        report = self._send(record, deadline)
         if report is None:
-            self._drop(producer)
             raise OutcomeUnknown(
                 f"a record may or may not be in the decision log {self._topic}: no answer came within"
                 f" {deadline.seconds:g} s"
@@ -150,15 +148,20 @@ class KafkaLog(DecisionLog):
         failure, offset = report
         if failure is None:
             return (offset,)
-        self._drop(producer)
+        error = KafkaException(failure)
         if failure.code() in _NOT_STORED:
-            raise self._in_our_words(KafkaException(failure), "appending to it") from KafkaException(failure)
+            raise self._in_our_words(error, "appending to it") from error
         raise OutcomeUnknown(
             f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
-        ) from KafkaException(failure)
+        ) from error
 
-    def _send(self, producer: Producer, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """What the client reports of a record: its error, or none and the offset. Nothing if it has no answer yet."""
+    def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
+        """What the client reports of a record: its error, or none and the offset. Nothing if it has no answer yet.
+
+        A client that could not store it is used no more, and gone with the last thread that waits for it, with all that
+        it has not sent. So nothing is raised while it is at hand: it would live on as long as the error.
+        """
+        producer = self._take_producer(deadline)
         reports: list[tuple[KafkaError | None, int]] = []
 
         def delivered(error: KafkaError | None, message: Message) -> None:
@@ -168,11 +171,12 @@ class KafkaLog(DecisionLog):
             producer.produce(self._topic, record, partition=0, on_delivery=delivered)
             while not reports and not deadline.expired:
                 producer.poll(min(_SLICE, _seconds(deadline)))
-        except (KafkaException, SystemError) as error:
-            failure = kafka_error(error)
-            if failure is None:
-                raise
-            reports.append((failure, 0))  # behind the record's own report, if that came
+        except KafkaException as error:
+            reports.append((error.args[0], 0))  # behind the record's own report, if that came
+        if not reports or reports[0][0] is not None:
+            with self._lock:
+                if self._producer is producer:
+                    self._producer = None
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> Producer:
@@ -204,12 +208,6 @@ class KafkaLog(DecisionLog):
                 raise KafkaException(found.error)
 
         self._ask(look, "reaching its broker", deadline)
-
-    def _drop(self, producer: Producer) -> None:
-        """Use it no more. When the last thread that waits for it has let go, what it could not send is forgotten."""
-        with self._lock:
-            if self._producer is producer:
-                self._producer = None
 
     # --- reading --------------------------------------------------------------------------------------------------
 
