@@ -150,7 +150,7 @@ class KafkaPublisher(Publisher):
     def _fail(self, error: KafkaError) -> None:
         """Give up for good: whatever is still waiting in this process is never sent."""
         self._failures.append(error)
-        self._producer = None
+        self._let_go()
         self._ready()
 
     def _ready(self) -> Producer:
@@ -176,7 +176,14 @@ class KafkaPublisher(Publisher):
         try:
             self.flush(deadline)
         finally:
-            self._producer = None  # never its own `close`, which waits without limit
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Send nothing more. Never by the client's own `close`, which waits without limit."""
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            # An error that the caller keeps would keep the client too, and it would go on with what it has.
+            producer.purge()
 
 
 def _producer(settings: Settings, failed: Callable[[KafkaError], object]) -> Producer:

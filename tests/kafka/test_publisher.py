@@ -1,0 +1,295 @@
+"""Sends without a transaction, on a live broker."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+from txnbridge_conformance import faults
+from txnbridge_embedded.murmur import partition_of
+from txnbridge_kafka.publisher import KafkaPublisher
+from txnbridge_kafka.topics import Topics
+
+from tests.kafka.test_log import GRACE, client_settings, settings_for, takes
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+)
+from txnbridge.spi import Deadline, Emitter
+
+
+@pytest.fixture
+def admin(kafka_broker):
+    return AdminClient(client_settings(kafka_broker.url))
+
+
+@pytest.fixture
+def make_topic(admin):
+    def make(partitions=1, **config):
+        name = f"publisher-{uuid.uuid4().hex[:12]}"
+        admin.create_topics([NewTopic(name, partitions, 1, config=config)])[name].result()
+        return name
+
+    return make
+
+
+@pytest.fixture
+def topic(make_topic):
+    return make_topic()
+
+
+@pytest.fixture
+def open_publisher(kafka_broker):
+    publishers = []
+
+    def open_one(url=kafka_broker.url, create_topics=0, **producer):
+        settings = replace(settings_for(url), create_topics=create_topics, producer=producer)
+        publishers.append(KafkaPublisher(settings, Topics(settings), Deadline(30), Emitter("tests", [])))
+        return publishers[-1]
+
+    yield open_one
+    for publisher in publishers:
+        with suppress(DeliveryFailed):  # some tests make it fail
+            publisher.close(Deadline(30))
+
+
+@pytest.fixture
+def publisher(open_publisher):
+    return open_publisher()
+
+
+def send(publisher, topic, value, key=None, headers=None, partition=None, timestamp=None, sequence=None, timeout=30):
+    publisher.send(topic, value, key, headers, partition, timestamp, sequence, Deadline(timeout))
+
+
+def stored(url, topic, partition=0):
+    """Every message of a partition."""
+    consumer = Consumer({**client_settings(url), "group.id": "nobody", "enable.partition.eof": True})
+    consumer.assign([TopicPartition(topic, partition, 0)])
+    found = []
+    while (message := consumer.poll(30)) is not None and message.error() is None:
+        found.append(message)
+    assert message is not None, "no end of the partition came"
+    consumer.close()
+    return found
+
+
+def values(url, topic, partition=0):
+    return [message.value() for message in stored(url, topic, partition)]
+
+
+def test_what_was_flushed_is_there_once_and_in_order(kafka_broker, publisher, topic):
+    expected = [b"%d" % number for number in range(5000)]
+    for value in expected:
+        send(publisher, topic, value)
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic) == expected
+
+
+def test_a_message_arrives_as_it_was_sent(kafka_broker, publisher, topic):
+    send(publisher, topic, b"value", b"key", [("kind", b"new"), ("kind", b"newer")], timestamp=1_700_000_000_123)
+    send(publisher, topic, None, b"key")
+    send(publisher, topic, b"")
+    publisher.flush(Deadline(30))
+    first, tombstone, empty = stored(kafka_broker.url, topic)
+    assert (first.value(), first.key()) == (b"value", b"key")
+    assert first.headers() == [("kind", b"new"), ("kind", b"newer")]
+    assert first.timestamp()[1] == 1_700_000_000_123
+    assert (tombstone.value(), tombstone.key()) == (None, b"key")
+    assert (empty.value(), empty.key(), empty.headers()) == (b"", None, None)
+
+
+def test_a_message_becomes_visible_without_a_flush(kafka_broker, publisher, topic):
+    send(publisher, topic, b"1")
+    deadline = Deadline(30)
+    while not values(kafka_broker.url, topic):
+        deadline.check("becoming visible")
+
+
+def test_closing_stores_what_is_left_and_nothing_more_is_taken(kafka_broker, publisher, topic):
+    send(publisher, topic, b"1")
+    publisher.close(Deadline(30))
+    publisher.close(Deadline(30))
+    assert values(kafka_broker.url, topic) == [b"1"]
+    with pytest.raises(InvalidState, match="closed"):
+        send(publisher, topic, b"2")
+
+
+def test_a_key_goes_to_the_partition_that_the_java_client_picks(kafka_broker, publisher, make_topic):
+    topic = make_topic(partitions=4)
+    for number in range(40):
+        send(publisher, topic, b"", b"key-%d" % number)
+    publisher.flush(Deadline(30))
+    for partition in range(4):
+        keys = [message.key() for message in stored(kafka_broker.url, topic, partition)]
+        assert keys
+        assert {partition_of(key, 4) for key in keys} == {partition}
+
+
+def test_sequences_are_refused(publisher, topic):
+    with pytest.raises(NotSupported, match="sequence"):
+        send(publisher, topic, b"1", sequence=1)
+    with pytest.raises(NotSupported, match="sequence"):
+        publisher.last_sequence(topic, Deadline(30))
+
+
+# --- refused at once ------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_cannot_be_sent_is_refused_and_the_others_go_on(kafka_broker, publisher, topic):
+    send(publisher, topic, b"1")
+    with pytest.raises(NotFound, match=rf"txnbridge topics create {topic}-not --partitions N --url {kafka_broker.url}"):
+        send(publisher, f"{topic}-not", b"never")
+    for partition in (1, 7, -1):
+        with pytest.raises(NotFound, match="partition"):
+            send(publisher, topic, b"never", partition=partition)
+    with pytest.raises(InvalidOption, match=r"message\.max\.bytes"):
+        send(publisher, topic, b"x" * 2_000_000)
+    for timestamp in (0, -1):
+        with pytest.raises(InvalidOption, match="timestamp"):
+            send(publisher, topic, b"never", timestamp=timestamp)
+    send(publisher, topic, b"2")
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic) == [b"1", b"2"]
+
+
+def test_a_missing_topic_is_made_where_that_is_wanted(kafka_broker, open_publisher, admin):
+    publisher = open_publisher(create_topics=3)
+    topic = f"publisher-{uuid.uuid4().hex[:12]}"
+    send(publisher, topic, b"1", partition=2)
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic, 2) == [b"1"]
+    assert len(admin.list_topics(topic).topics[topic].partitions) == 3
+
+
+def test_partitions_that_are_added_are_found(kafka_broker, publisher, topic, admin):
+    send(publisher, topic, b"1")
+    publisher.flush(Deadline(30))
+    admin.create_partitions([NewPartitions(topic, 3)])[topic].result()
+    send(publisher, topic, b"2", partition=2)
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic, 2) == [b"2"]
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_stored_behind_a_message_that_the_broker_refuses(kafka_broker, open_publisher, make_topic):
+    topic = make_topic(2, **{"max.message.bytes": "10000"})
+    # Small batches, five of them on their way at once: so others are behind the refused one when the answer comes.
+    publisher = open_publisher(**{"batch.num.messages": "10", "linger.ms": "0"})
+    with pytest.raises(DeliveryFailed, match="Message size too large"):
+        for number in range(400):
+            send(publisher, topic, b"%d" % number + b"x" * (20_000 if number == 200 else 0), partition=number % 2)
+        publisher.flush(Deadline(30))
+    for call in (lambda: send(publisher, topic, b"more"), lambda: publisher.flush(Deadline(30))):
+        with pytest.raises(DeliveryFailed, match="could not be stored"):
+            call()
+    publisher.close(Deadline(30))
+    there = [int(value) for value in values(kafka_broker.url, topic, 0)]
+    assert there == list(range(0, 2 * len(there), 2))
+    assert len(there) <= 100
+    # What was sent later to other partitions may be there, but without a gap as well.
+    others = [int(value) for value in values(kafka_broker.url, topic, 1)]
+    assert others == list(range(1, 2 * len(others) + 1, 2))
+
+
+def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, open_publisher, topic, admin, make_topic):
+    other = make_topic()
+    # By itself the client believes for half a minute that the topic is only late.
+    publisher = open_publisher(**{"topic.metadata.propagation.max.ms": "1000"})
+    send(publisher, topic, b"1")
+    send(publisher, other, b"1")
+    publisher.flush(Deadline(30))
+    admin.delete_topics([topic])[topic].result()
+    send(publisher, topic, b"2")
+    with pytest.raises(DeliveryFailed):
+        publisher.flush(Deadline(60))
+    with pytest.raises(DeliveryFailed):
+        send(publisher, other, b"2")
+    assert values(kafka_broker.url, other) == [b"1"]
+
+
+def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_broker, open_publisher, topic):
+    publisher = open_publisher(**{"queue.buffering.max.messages": "10"})
+    for number in range(1000):
+        send(publisher, topic, b"%d" % number)
+    publisher.flush(Deadline(30))
+    kafka_broker.pause()
+    try:
+        for _ in range(10):
+            send(publisher, topic, b"waits")
+        error = takes(0.5, DeadlineExceeded, lambda deadline: send(publisher, topic, b"never", timeout=0.5))
+        assert "room" in str(error)
+        error = takes(0.5, DeadlineExceeded, publisher.flush)
+        assert "10 messages" in str(error)
+    finally:
+        kafka_broker.resume()
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic) == [b"%d" % number for number in range(1000)] + [b"waits"] * 10
+
+
+def test_closing_ends_at_its_deadline_and_gives_up_what_is_left(kafka_broker, open_publisher, topic):
+    publisher = open_publisher()
+    send(publisher, topic, b"1")
+    publisher.flush(Deadline(30))
+    kafka_broker.pause()
+    try:
+        for _ in range(100):
+            send(publisher, topic, b"may be there once")
+        error = takes(0.5, DeadlineExceeded, publisher.close)
+    finally:
+        kafka_broker.resume()
+    again = open_publisher()
+    send(again, topic, b"2")
+    again.flush(Deadline(30))
+    found = values(kafka_broker.url, topic)
+    assert found[0] == b"1" and found[-1] == b"2"
+    assert len(found) <= 102
+    assert error.__traceback__ is not None  # and by it the client, which sends nothing more
+
+
+def test_its_own_retries_make_no_duplicates(kafka_broker, open_publisher, topic):
+    with faults.proxy(kafka_broker) as proxy:
+        publisher = open_publisher(proxy.url)
+        send(publisher, topic, b"0")
+        publisher.flush(Deadline(30))
+        for number in range(1, 4):
+            hold = proxy.hold(answers="Produce")
+            send(publisher, topic, b"%d" % number)
+            hold.answered()
+            hold.drop()
+            proxy.cut()
+            publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, topic) == [b"0", b"1", b"2", b"3"]
+
+
+def test_messages_outlive_kill_9_of_the_broker(start_kafka):
+    broker = start_kafka()
+    settings = replace(settings_for(broker.url), create_topics=1)
+    publisher = KafkaPublisher(settings, Topics(settings), Deadline(30), Emitter("tests", []))
+    expected = [b"%d" % number for number in range(3000)]
+    for number, value in enumerate(expected):
+        send(publisher, "killed", value)
+        if number == 1000:
+            publisher.flush(Deadline(30))
+        if number == 1500:
+            broker.kill()
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        publisher.flush(Deadline(0.5))
+    assert time.monotonic() - started < 0.5 + GRACE
+    broker.start()
+    publisher.flush(Deadline(60))
+    assert values(broker.url, "killed") == expected
+    publisher.close(Deadline(30))
