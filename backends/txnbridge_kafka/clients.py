@@ -7,12 +7,16 @@ waits for them and dies of a segmentation fault. So a child keeps them all, and 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 from typing import Any
 
 import confluent_kafka
 import confluent_kafka.admin
+
+# A program that configures no logging is not to find the clients' lines on its screen.
+logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
