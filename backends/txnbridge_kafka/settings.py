@@ -222,8 +222,6 @@ def _defaults(timeout: float) -> dict[str, str]:
         "reconnect.backoff.max.ms": "1000",
         # Before the broker closes an idle connection (ten minutes), which could meet a request that is on its way.
         "connections.max.idle.ms": "540000",
-        # Partitions may be added while we write and read; a request a minute costs nothing.
-        "topic.metadata.refresh.interval.ms": "60000",
         # The producer's own default would create a mistyped topic wherever the broker lets it.
         "allow.auto.create.topics": "false",
     }
