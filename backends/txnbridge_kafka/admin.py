@@ -31,7 +31,7 @@ from txnbridge.spi import (
 from txnbridge_kafka import doctor
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import end_prepared
-from txnbridge_kafka.forgotten import forgotten_of, write_forgotten
+from txnbridge_kafka.forgotten import mend
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
 from txnbridge_kafka.prepared import token_of
 from txnbridge_kafka.requests import DONE, Described, Requests
@@ -191,20 +191,17 @@ class KafkaAdmin(Admin):
         return _outcome(now)
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Write the markers that a broker forgot of an ended transaction, with its coordinator's own decision.
+        """Write the markers that a broker forgot of ended transactions, as their coordinator had decided them.
 
         Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too.
         Raises `NotFound`, and `InvalidState` for what has not ended or does not hold still.
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
-        one = forgotten_of(self._cluster, id, deadline)
-        if prepared is not None and not prepared.is_about(one.told):
-            raise InvalidState(f"the id of {transaction} carries another transaction by now; repair {id} to mend that")
-        if not one.held:
+        written = mend(self._cluster, id, deadline)
+        if not written:
             return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
-        write_forgotten(self._requests, one, deadline)
-        return f"wrote the forgotten {one.word} markers of {id} in {one.where}"
+        return f"wrote the forgotten markers of {id}: {', '.join(written)}"
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 

@@ -87,10 +87,10 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
     for one in transactions:
         age = 0 if one.since is None else (now - one.since) // 1000
         if one.expires_at is not None and now > one.expires_at + _LATE_MS:
-            text, level = f"is {one.state} for {age} s, and its time is over: the broker does not end it", "problem"
+            text, level = f"{one.state} since {age} s, and its time is over: the broker does not end it", "problem"
         elif one.state == "prepared" or age > settings.timeout:
-            left = "" if one.expires_at is None else f" for up to {max(0, one.expires_at - now) // 1000} s more"
-            text, level = f"is {one.state} for {age} s and holds readers back{left}", "warning"
+            left = "" if one.expires_at is None else f", for up to {max(0, one.expires_at - now) // 1000} s more"
+            text, level = f"{one.state} since {age} s; readers wait for its end{left}", "warning"
         else:
             continue  # somebody is just writing
         how = f"commit {one.transaction}, or abort" if one.state == "prepared" else f"abort {one.transaction}"
@@ -101,13 +101,12 @@ def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     """Transactions that are open in a partition although they have ended, or although nobody knows them."""
     found = survey(cluster, deadline)
     for one in found.forgotten:
-        if one.is_decided:
-            text = f"its {one.word} was never carried out in {one.where}"
-            remedy = f"stop its writer, then: txnbridge transactions repair {one.told.id}"
-        else:
-            text = f"a transaction of an earlier owner was never ended in {one.where}"
-            remedy = "let its owner write there: it looks first, and mends what its decision log tells"
-        yield Advice("problem", f"transaction {one.told.id}", f"{text}: readers wait there for ever", remedy)
+        yield Advice(
+            "problem",
+            f"transaction {one.told.id}",
+            f"has ended, and the broker forgot that in {places(one.held)}: readers wait there for ever",
+            f"stop its writer, then: txnbridge transactions repair {one.told.id}",
+        )
     for pid, held in found.unknown.items():
         yield Advice(
             "problem",

@@ -1,23 +1,25 @@
 """Transactions that have ended for their coordinator and are still open in a partition, proven before they are touched.
 
 A broker that is killed right after a commit may forget to write its markers. Readers stop there, and no time-out helps.
+
 The proof is what the coordinator says before and after the leaders are asked: ended, and the same transaction. Without
-the second look a transaction that its writer has begun since would be taken for the forgotten one.
+the second look a transaction that its writer has begun since would be taken for the forgotten one. How that one ended
+is read from the coordinator's log, because what the coordinator tells may be about a later one, elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import COMMITTED
+from txnbridge_kafka.history import Ending, endings
 from txnbridge_kafka.requests import ActiveProducer, Described, Requests
 
-# "Empty" is an id that was opened again since: that the markers are missing is certain, which ones is not.
+# "Empty" is an id that was opened again since.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
 
 Held = Mapping[Partition, ActiveProducer]
@@ -29,23 +31,6 @@ class Forgotten:
 
     told: Described
     held: Held
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the coordinator still says how it ended."""
-        return self.told.state != "Empty"
-
-    @property
-    def commit(self) -> bool:
-        return self.told.state in COMMITTED
-
-    @property
-    def word(self) -> str:
-        return ("commit" if self.commit else "abort") if self.is_decided else "end"
-
-    @property
-    def where(self) -> str:
-        return places(self.held)
 
 
 @dataclass(frozen=True)
@@ -81,29 +66,52 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     )
 
 
-def forgotten_of(cluster: Cluster, id: str, deadline: Deadline) -> Forgotten:
-    """What is forgotten of one id; nowhere, if nothing is. Raises `NotFound`, and `InvalidState` without a proof."""
+def mend(cluster: Cluster, id: str, deadline: Deadline) -> list[str]:
+    """Write the markers of an id that were forgotten, and say which; an empty list if none were.
+
+    Raises `NotFound`, and `InvalidState` without a proof of each: then nothing was written.
+    """
     told = cluster.requests.describe([id], deadline).get(id)
     if told is None:
         raise NotFound(f"no coordinator knows {id!r}")
     if told.state not in _ENDED:
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
     held = _open_ones(cluster.requests.producers(_everywhere(cluster, deadline), deadline)).get(told.pid, {})
+    decided = _decided(id, held, endings(cluster, id, deadline) if held else (), told)
     if cluster.requests.describe([id], deadline).get(id) != told:
         raise InvalidState(f"{id} is in use: stop its writer first")
-    return Forgotten(told, held)
+    return [
+        _write(cluster.requests, told.pid, epoch, commit, where, deadline)
+        for (epoch, commit), where in sorted(decided.items())
+    ]
 
 
-def write_forgotten(requests: Requests, one: Forgotten, deadline: Deadline) -> None:
-    """Write the markers as the coordinator would have. Raises `InvalidState` if it no longer says which."""
-    if not one.is_decided:
-        raise InvalidState(
-            f"{one.told.id} was opened again since, and its coordinator has forgotten how the transaction in"
-            f" {one.where} ended; its owner mends that from the decision log, before its next message there"
-        )
+def _decided(
+    id: str, held: Held, known: Sequence[Ending], told: Described
+) -> dict[tuple[int, bool], dict[Partition, ActiveProducer]]:
+    """What is held, by the epoch and the decision of its last end there: any later one would have ended it too."""
+    decided: dict[tuple[int, bool], dict[Partition, ActiveProducer]] = defaultdict(dict)
+    for partition, active in held.items():
+        # An end may raise the epoch by one, and its markers carry the new one.
+        about = [
+            each
+            for each in known
+            if each.pid == told.pid and partition in each.partitions and each.epoch - active.epoch in (0, 1)
+        ]
+        if not about:
+            raise InvalidState(
+                f"how the transaction of {id} in {places([partition])} ended is not in its coordinator's log any more:"
+                " its owner may know from the decision log, and mends it before its next message there"
+            )
+        decided[about[-1].epoch, about[-1].commit][partition] = active
+    return decided
+
+
+def _write(requests: Requests, pid: int, epoch: int, commit: bool, where: Held, deadline: Deadline) -> str:
     # A partition refuses a coordinator that is older than one it has heard of.
-    known = max(0, *(active.coordinator_epoch for active in one.held.values()))
-    requests.write_markers(one.told.pid, one.told.epoch, one.commit, list(one.held), deadline, known)
+    known = max(0, *(active.coordinator_epoch for active in where.values()))
+    requests.write_markers(pid, epoch, commit, list(where), deadline, known)
+    return f"{'commit' if commit else 'abort'} in {places(where)}"
 
 
 def places(partitions: Collection[Partition]) -> str:

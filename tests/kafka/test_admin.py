@@ -18,7 +18,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka
-from txnbridge_kafka import forgotten
+from txnbridge_kafka import forgotten, history
 from txnbridge_kafka.admin import KafkaAdmin, owner_of
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.requests import Requests
@@ -34,6 +34,7 @@ from txnbridge.errors import (
     InvalidOption,
     InvalidState,
     NotFound,
+    StorageFailed,
 )
 from txnbridge.spi import Advice, Context, Deadline, Decision, OpenTransaction
 
@@ -514,9 +515,9 @@ def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafk
     write(producer, topic, b"quick")
     end = admin._requests.end
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **kwargs: Any) -> Any:
         producer.commit_transaction(LONG)
-        return end(*args)
+        return end(*args, **kwargs)
 
     monkeypatch.setattr(admin._requests, "end", slowly)
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
@@ -607,9 +608,8 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
     assert f"{one.topic}[0]" in advice.text
     assert advice.remedy.endswith(f"transactions repair {one.id}")
     word = "commit" if commit else "abort"
-    assert (
-        one.admin.repair(one.id, Deadline(LONG)) == f"wrote the forgotten {word} markers of {one.id} in {one.topic}[0]"
-    )
+    said = one.admin.repair(one.id, Deadline(LONG))
+    assert said == f"wrote the forgotten markers of {one.id}: {word} in {one.topic}[0]"
     kept = [b"before", b"held", b"later"] if commit else [b"later"]
     assert wait_until(lambda: one.visible() == kept, LONG)
     assert problems(one.admin, f"transaction {one.id}") == []
@@ -641,9 +641,9 @@ def test_a_writer_that_is_at_work_is_no_proof(hold, monkeypatch):
     requests = one.admin._requests
     look = requests.producers
 
-    def meanwhile(*args: Any) -> Any:
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
         begin_again(one, requests.describe)
-        return look(*args)
+        return look(*args, **kwargs)
 
     monkeypatch.setattr(requests, "producers", meanwhile)
     with pytest.raises(InvalidState, match="in use: stop its writer"):
@@ -674,15 +674,79 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
     assert next(looks) == 3
 
 
-def test_after_the_id_was_opened_again_nobody_guesses(hold):
-    one = hold(True)
-    # Not by a client, which would abort what is open: the coordinator has nothing to abort.
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_how_it_ended_is_known_after_its_id_was_opened_again(hold, commit):
+    one = hold(commit)
     one.admin._requests.fence(one.id, 60_000, Deadline(LONG))
-    (advice,) = problems(one.admin, f"transaction {one.id}")
-    assert "never ended" in advice.text
-    with pytest.raises(InvalidState, match="opened again since"):
+    assert one.state() == "Empty"
+    assert len(problems(one.admin, f"transaction {one.id}")) == 1
+    one.admin.repair(one.id, Deadline(LONG))
+    commit_one(one.broker, one.topic, b"later")
+    kept = [b"before", b"held", b"later"] if commit else [b"later"]
+    assert wait_until(lambda: one.visible() == kept, LONG)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothing(hold, commit, again):
+    one = hold(commit)
+    requests = one.admin._requests
+    if again:
+        requests.fence(one.id, 60_000, Deadline(LONG))
+    begin_again(one, requests.describe)
+    told = requests.describe([one.id], Deadline(LONG))[one.id]
+    assert requests.end(one.id, told.pid, told.epoch, not commit, Deadline(LONG)).code == 0
+    assert wait_until(lambda: one.state() == ("CompleteAbort" if commit else "CompleteCommit"), LONG)
+    word = "commit" if commit else "abort"
+    assert one.admin.repair(one.id, Deadline(LONG)).endswith(f": {word} in {one.topic}[0]")
+    commit_one(one.broker, one.topic, b"later")
+    kept = [b"before", b"held", b"later"] if commit else [b"later"]
+    assert wait_until(lambda: one.visible() == kept, LONG)
+
+
+def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
+    one = hold(True)
+    monkeypatch.setattr(forgotten, "endings", lambda *_: [])  # compaction leaves an id's last state only
+    with pytest.raises(InvalidState, match="log any more"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]
+
+
+def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[str], str], step: int) -> None:
+    """One commit and one abort in several topics, and what the log has of them; `step`: by how much each end raises."""
+    id, topics = unique("history"), [unique("history-ä".encode().hex()) for _ in range(3)]
+    for name in topics:
+        admin.create_topic(name, 2, Deadline(LONG))
+    producer = producer_of(broker, id)
+    producer.begin_transaction()
+    for name in topics:
+        producer.produce(name, b"x", partition=1)
+    assert producer.flush(LONG) == 0
+    told = admin._requests.describe([id], Deadline(LONG))[id]
+    admin._requests.end(id, told.pid, told.epoch, True, Deadline(LONG))
+    assert wait_until(partial(is_complete, admin, id), LONG)
+    again = producer_of(broker, id)
+    write(again, topics[0], b"x")
+    opened = admin._requests.describe([id], Deadline(LONG))[id]
+    again.abort_transaction(LONG)
+    committed, aborted = history.endings(admin._cluster, id, Deadline(LONG))
+    assert committed == history.Ending(told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics))
+    assert aborted == history.Ending(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
+    assert history.endings(admin._cluster, unique("nobody"), Deadline(LONG)) == []
+
+
+def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_broker, make_admin, unique):
+    check_endings(kafka_broker, make_admin(), unique, 1)
+
+
+def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, unique):
+    broker = start_kafka(version="3.9.2")
+    check_endings(broker, make_admin(broker), unique, 0)
+
+
+def test_a_record_of_another_form_is_not_guessed_at():
+    with pytest.raises(StorageFailed, match="__transaction_state"):
+        history._ending(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold):
@@ -731,7 +795,7 @@ def test_a_commit_that_a_killed_broker_forgot_is_found_and_mended_and_nothing_is
     assert visible(broker, topic) == []
     assert admin._requests.describe([id], Deadline(LONG))[id].state == "CompleteCommit"
     assert admin.transactions(Deadline(LONG)) == []
-    assert f"commit markers of {id}" in admin.repair(id, Deadline(LONG))
+    assert admin.repair(id, Deadline(LONG)).endswith(f"{id}: commit in {topic}[0]")
     assert wait_until(lambda: visible(broker, topic) == [b"%d" % number for number in range(300)], LONG)
     assert problems(admin, f"transaction {id}") == []
     # The id goes on, and an abort of its next transaction takes nothing of it away.
