@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -128,10 +129,15 @@ class Pool:
     def take(self, deadline: Deadline) -> PreparedWriter:
         """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
         self._owner.open_once(deadline)
-        with self._lock:
-            writer = self._ready.popleft() if self._ready else None
-        if writer is None:
-            writer = self._open_one(deadline)
+        while True:
+            with self._lock:
+                writer = self._ready.popleft() if self._ready else None
+            writer = writer or self._open_one(deadline)
+            if writer is not None:
+                break
+            if deadline.left() <= _LOOK_SECONDS:
+                raise DeadlineExceeded(self._all_taken(deadline))
+            time.sleep(_LOOK_SECONDS)
         self._open_ahead()
         return writer
 
@@ -159,10 +165,12 @@ class Pool:
 
     def _open_in_background(self) -> None:
         try:
-            writer = self._open_one(Deadline(_AHEAD_SECONDS), wait=False)
+            writer = self._open_one(Deadline(_AHEAD_SECONDS))
         except TxnBridgeError as error:
             # Whoever needs one next opens it in the foreground, and is told.
             _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
+            return
+        if writer is None:
             return
         with self._lock:
             if not self._closed:
@@ -170,15 +178,12 @@ class Pool:
                 return
         writer.close()
 
-    def _open_one(self, deadline: Deadline, wait: bool = True) -> PreparedWriter:
-        while True:
-            found = self._find_free(deadline)
-            if found is not None:
-                id, before = found
-                break
-            if not wait or deadline.left() <= _LOOK_SECONDS:
-                raise DeadlineExceeded(self._all_taken(deadline if wait else Deadline(_LOOK_SECONDS)))
-            threading.Event().wait(_LOOK_SECONDS)
+    def _open_one(self, deadline: Deadline) -> PreparedWriter | None:
+        """A writer on an id that holds nothing unresolved; None if there is none at the moment."""
+        free = self._find_free(deadline)
+        if free is None:
+            return None
+        id, before = free
         writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
         try:
             writer.past = before

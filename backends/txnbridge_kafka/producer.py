@@ -7,10 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
+from txnbridge_kafka.clients import Producer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 

@@ -77,6 +77,7 @@ class KafkaWriter(Writer):
         self._producer: TransactionalProducer | None = None
         self._stale = ""  # why the producer is not used for another transaction
         self._opened: Described | None = None  # what the coordinator said right after the id was opened
+        self._begun_under: Described | None = None  # the same, of the opening that the last transaction is in
         self.past: Described | None = None  # and before
         self._unknown = False  # whether a token was given out whose only evidence is at the coordinator
         self._log: Mapping[str, Any] | None = None
@@ -139,6 +140,7 @@ class KafkaWriter(Writer):
             if error := producer.begin():
                 raise translate(error, f"beginning a transaction on {self.id}") from KafkaException(error)
         self._begun = begin
+        self._begun_under = self._opened
         self._produce = producer.produce
         self._acks = {}
         self._messages = 0
@@ -266,10 +268,10 @@ class KafkaWriter(Writer):
             raise self._not_stored(error, deadline) from KafkaException(error)
 
     def evidence(self) -> Evidence:
-        opened = self._opened
+        under = self._begun_under
         how: dict[str, Any] = {"id": self.id}
-        if opened is not None:
-            how |= {"pid": opened.pid, "epoch": opened.epoch}
+        if under is not None:
+            how |= {"pid": under.pid, "epoch": under.epoch}
         if self._owner.opening is not None:
             how["opening"] = self._owner.opening
         return Evidence(how, self._messages, log=self._log)

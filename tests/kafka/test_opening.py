@@ -1,0 +1,154 @@
+"""Opening an id: what it fences, what it ends, what it spares, and what is still known of what it destroyed."""
+
+from __future__ import annotations
+
+import pytest
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import eventually, seen, send, values
+from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_kafka.owner import OPEN
+
+from txnbridge import Bridge, DeadlineExceeded, Fenced, Outcome, OutcomeUnknown, TokenState
+from txnbridge.spi import Deadline
+from txnbridge.testing import next_commit
+
+
+def describe(bridge: Bridge, *ids: str) -> dict[str, str]:
+    """What the coordinator says of Kafka's own ids."""
+    found = bridge._broker._cluster.requests.describe(ids, Deadline(30))
+    return {id: found[id].state for id in ids if id in found}
+
+
+def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, value)
+    return str(txn.token)
+
+
+def test_the_writers_of_a_larger_owner_are_fenced_too(connect: Connect, topic: str, owner: str) -> None:
+    older = connect(transactional_id=owner, writers=3)
+    left = [older.transaction() for _ in range(3)]
+    for txn in left:
+        txn.send_many(topic, [b"left open" * 2_000] * 100)
+        txn._writer.flush(txn._begin.deadline)
+    newer = connect(transactional_id=owner, writers=1)
+    states = describe(newer, *(f"{owner}.{number}" for number in range(3)))
+    assert OPEN not in states.values()
+    for txn in left:
+        with pytest.raises(Fenced):
+            txn.commit()
+    assert values(seen(newer, topic)) == []
+
+
+def test_what_was_begun_to_be_prepared_is_ended_and_what_is_prepared_is_spared(
+    connect: Connect, topic: str, owner: str
+) -> None:
+    older = connect(transactional_id=owner)
+    token = prepare(older, topic)
+    begun = older.transaction(prepare=True)
+    begun.send_many(topic, [b"never" * 2_000] * 100)
+    begun._writer.flush(begun._begin.deadline)
+    newer = connect(transactional_id=owner)
+    assert describe(newer, begun._writer.id) != {begun._writer.id: OPEN}
+    assert newer.status(token).state is TokenState.PREPARED
+    with pytest.raises(Fenced):
+        begun.__exit__(None, None, None)
+    assert newer.commit(token) is Outcome.COMMITTED
+    assert values(seen(newer, topic)) == [b"prepared"]
+
+
+def test_who_was_taken_over_is_told_by_whom(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
+) -> None:
+    older = connect(transactional_id=owner)
+    taker = run(programs.own_and_commit, txnbridge_url, topic, owner, b"taken over")
+    pid = taker.pid
+    assert taker.result() == "committed"
+    with pytest.raises(Fenced) as caught:
+        send(older, topic, b"zombie")
+    assert str(caught.value.newer).endswith(f"pid {pid}")
+
+
+def test_a_zombie_does_not_take_the_id_back(connect: Connect, topic: str, owner: str) -> None:
+    """Whatever it tries, however often: the newer owner goes on as if it were not there."""
+    older = connect(transactional_id=owner, writers=2)
+    send(older, topic, b"0")
+    newer = connect(transactional_id=owner, writers=2)
+    for number in range(3):
+        for prepare_too in (False, True):
+            with pytest.raises(Fenced):
+                with older.transaction(prepare=prepare_too) as txn:
+                    txn.send(topic, b"zombie")
+        send(newer, topic, b"%d" % (number + 1))
+    assert values(seen(newer, topic)) == [b"0", b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
+def test_an_outcome_that_was_not_heard_is_known_after_the_id_was_opened_by_another(
+    connect: Connect, topic: str, owner: str, happened: bool
+) -> None:
+    older = connect(transactional_id=owner, application="shop", writers=1)
+    send(older, topic, b"0")
+    with next_commit(older, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown) as caught:
+        send(older, topic, b"1")
+    token = str(caught.value.token)
+    newer = connect(transactional_id=owner, application="shop", writers=1)
+    for number in range(2):
+        send(newer, topic, b"later %d" % number)
+    wanted = TokenState.COMMITTED if happened else TokenState.ABORTED
+    assert newer.status(token).state is wanted
+    assert connect(application="shop").status(token).state is wanted
+
+
+def test_the_outcome_of_a_prepared_transaction_is_known_after_its_id_was_used_again(
+    connect: Connect, topic: str, owner: str
+) -> None:
+    bridge = connect(transactional_id=owner, kafka={"prepared_ids": 2})
+    tokens = [prepare(bridge, topic, b"%d" % number) for number in range(2)]
+    outcomes = [bridge.commit(tokens[0]), bridge.abort(tokens[1])]
+    for number in range(4):
+        assert bridge.commit(prepare(bridge, topic, b"again %d" % number)) is Outcome.COMMITTED
+    assert outcomes == [Outcome.COMMITTED, Outcome.ABORTED]
+    other = connect()
+    assert [other.status(token).state for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
+    assert [other.commit(tokens[0]), other.abort(tokens[0])] == [Outcome.COMMITTED] * 2
+    assert [other.commit(tokens[1]), other.abort(tokens[1])] == [Outcome.ABORTED] * 2
+
+
+def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(
+    connect: Connect, topic: str, owner: str
+) -> None:
+    bridge = connect(transactional_id=owner, kafka={"prepared_ids": 2})
+    tokens = [prepare(bridge, topic, b"%d" % number) for number in range(2)]
+    with pytest.raises(DeadlineExceeded, match="hold unresolved ones") as caught:
+        bridge.transaction(prepare=True, timeout=1.5)
+    assert tokens[0] in str(caught.value)
+    bridge.commit(tokens[1])
+    tokens[1] = prepare(bridge, topic, b"2")
+    for token in tokens:
+        bridge.commit(token)
+    assert sorted(m.value for m in seen(bridge, topic)) == [b"0", b"1", b"2"]
+
+
+def test_an_id_whose_prepared_transaction_waits_is_not_opened_by_the_next_owner(
+    connect: Connect, topic: str, owner: str
+) -> None:
+    token = prepare(connect(transactional_id=owner, kafka={"prepared_ids": 3}), topic)
+    newer = connect(transactional_id=owner, kafka={"prepared_ids": 3})
+    for number in range(4):
+        newer.commit(prepare(newer, topic, b"%d" % number))
+    assert newer.status(token).state is TokenState.PREPARED
+    assert newer.commit(token) is Outcome.COMMITTED
+    assert sorted(m.value for m in seen(newer, topic)) == [b"0", b"1", b"2", b"3", b"prepared"]
+
+
+def test_a_bridge_without_an_id_leaves_no_trace_in_the_log_until_it_prepares(
+    connect: Connect, topic: str, unique
+) -> None:
+    application = unique("application")
+    bridge = connect(application=application)
+    send(bridge, topic, b"1")
+    log = f"_txnbridge-log-{application}"
+    assert log not in [found.name for found in bridge.admin.topics(internal=True)]
+    bridge.abort(prepare(bridge, topic))
+    eventually(lambda: log in [found.name for found in bridge.admin.topics(internal=True)], "the log is there")
