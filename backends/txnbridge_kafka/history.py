@@ -11,10 +11,11 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import StorageFailed
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.clients import Consumer
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.mending import offsets_partition

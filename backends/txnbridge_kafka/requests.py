@@ -158,6 +158,7 @@ class _NotYetError(Exception):
 class Requests:
     """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
 
+    (Names of hosts are looked up, and tokens asked for, on the calling thread: a resolver that hangs is waited for.)
     They raise `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that is
     too old, and what is said at each.
     """

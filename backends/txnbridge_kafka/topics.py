@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._metadata import TopicMetadata
 from confluent_kafka.admin._resource import ResourceType
@@ -18,6 +17,7 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline
+from txnbridge_kafka.clients import AdminClient
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 
@@ -213,7 +213,7 @@ class Topics:
         with self._lock:
             if self._client is None:
                 # Nobody polls it, so its lines would pile up; its errors say the same.
-                told: dict[str, Any] = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": _ignore}
+                told = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": _ignore}
                 self._client = AdminClient(told)
             return self._client
 
