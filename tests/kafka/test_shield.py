@@ -1,0 +1,256 @@
+"""Requests that arrive late do nothing to the transactions that follow: seen on the plain client, gone through ours.
+
+The plain client is the broken variant here: each anomaly is first shown on it, so that a test which could no longer
+bring one about would fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from txnbridge_conformance import faults
+from txnbridge_conformance.looking import seen, send, take, values
+from txnbridge_conformance.plugin import Connect
+
+import txnbridge
+from txnbridge import Bridge, Outcome
+
+# What the plain client and ours wait for an answer before they send a request again.
+PATIENCE_MS = 1500
+_silent = logging.getLogger("tests.kafka.plain")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+
+def plain_producer(proxy: faults.Proxy, id: str) -> Producer:
+    producer = Producer(
+        {
+            "bootstrap.servers": proxy.url.removeprefix("kafka://"),
+            "transactional.id": id,
+            "socket.timeout.ms": PATIENCE_MS,
+        },
+        logger=_silent,
+    )
+    producer.init_transactions(30)
+    return producer
+
+
+def commit_plainly(producer: Producer, topic: str, value: bytes) -> None:
+    producer.begin_transaction()
+    producer.produce(topic, value)
+    commit_until_ok(producer)
+
+
+def commit_until_ok(producer: Producer) -> None:
+    while True:
+        try:
+            producer.commit_transaction(30)
+            return
+        except KafkaException as error:
+            if not error.args[0].retriable():
+                raise
+
+
+@pytest.fixture
+def through(proxy: faults.Proxy) -> Bridge:
+    """A bridge with one writer, whose requests the proxy can hold."""
+    settings = {"socket.timeout.ms": str(PATIENCE_MS)}
+    with txnbridge.connect(proxy.url, writers=1, kafka=settings) as bridge:
+        yield bridge
+
+
+def in_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+HOW = ["the answer is late", "the connection drops"]
+
+
+def hold_a_commit(proxy: faults.Proxy, how: str, commit: Callable[[], object]) -> faults.Hold:
+    """Let a commit succeed while its first request is still on its way to the broker."""
+    hold = proxy.hold(requests="EndTxn")
+    committing = in_thread(commit)
+    hold.wait()
+    if how == "the connection drops":
+        proxy.cut()
+    committing.join(60)
+    assert not committing.is_alive()
+    return hold
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_late_commit_half_commits_the_next_transaction_of_the_plain_client(
+    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str, how: str
+) -> None:
+    producer = plain_producer(proxy, owner)
+    commit_plainly(producer, topic, b"0")
+    hold = hold_a_commit(proxy, how, lambda: commit_plainly(producer, topic, b"1"))
+    producer.begin_transaction()
+    producer.produce(topic, b"never")
+    assert producer.flush(30) == 0
+    hold.release()
+    hold.answered()
+    with suppress(KafkaException):
+        producer.abort_transaction(30)
+    assert b"never" in values(seen(bridge, topic))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_late_commit_does_nothing_to_our_next_transaction(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, how: str
+) -> None:
+    send(through, topic, b"0")
+    hold = hold_a_commit(proxy, how, lambda: send(through, topic, b"1"))
+    with through.transaction() as txn:
+        txn.send_many(topic, [b"never" * 2_000] * 200)
+        txn._writer.flush(txn._begin.deadline)  # so that the broker has it
+        hold.release()
+        hold.answered()
+        assert values(bridge.read(topic, limit=10)) == [b"0", b"1"]
+        txn.abort()
+    assert values(seen(bridge, topic)) == [b"0", b"1"]
+
+
+@pytest.mark.parametrize("settings", [{"log_level": 3}, {"log_level": 5}, {}], ids=str)
+def test_no_wish_about_logs_blinds_the_shield(
+    proxy: faults.Proxy, bridge: Bridge, topic: str, settings: dict[str, int]
+) -> None:
+    with txnbridge.connect(proxy.url, writers=1, kafka=settings) as through:
+        send(through, topic, b"0")
+        hold = hold_a_commit(proxy, "the connection drops", lambda: send(through, topic, b"1"))
+        with through.transaction() as txn:
+            txn.send(topic, b"never")
+            txn._writer.flush(txn._begin.deadline)
+            hold.release()
+            hold.answered()
+            txn.abort()
+    assert values(seen(bridge, topic)) == [b"0", b"1"]
+
+
+def test_a_late_message_replaces_one_of_the_next_transaction_of_the_plain_client(
+    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str
+) -> None:
+    producer = plain_producer(proxy, owner)
+    commit_plainly(producer, topic, b"0")
+    producer.begin_transaction()
+    hold = proxy.hold(requests="Produce")
+    producer.produce(topic, b"late")
+    producer.poll(0)
+    hold.wait()
+    with suppress(KafkaException):
+        producer.flush(PATIENCE_MS / 1000)
+    abort_until_ok(producer)
+    second = proxy.hold(requests="Produce")
+    producer.begin_transaction()
+    producer.produce(topic, b"2")
+    producer.poll(0)
+    second.wait()
+    hold.release()
+    hold.answered()
+    second.release()
+    commit_until_ok(producer)
+    found = values(seen(bridge, topic))
+    assert b"late" in found
+    assert b"2" not in found
+
+
+def abort_until_ok(producer: Producer) -> None:
+    while True:
+        try:
+            producer.abort_transaction(30)
+            return
+        except KafkaException as error:
+            if not error.args[0].retriable():
+                raise
+            producer.poll(0.05)
+
+
+def test_a_late_message_is_not_seen_and_replaces_none_of_ours(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
+) -> None:
+    send(through, topic, b"0")
+    with through.transaction(timeout=10) as txn:
+        hold = proxy.hold(requests="Produce")
+        txn.send(topic, b"late")
+        txn._writer._producer.poll(0)
+        hold.wait()
+        txn.abort()
+    assert txn.outcome is Outcome.ABORTED
+    second = proxy.hold(requests="Produce")
+    with through.transaction() as txn:
+        txn.send(topic, b"2")
+        txn._writer._producer.poll(0)
+        second.wait()
+        hold.release()
+        hold.answered()
+        second.release()
+    assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, group: str
+) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with through.consumer(topic, group) as consumer:
+        (first,) = take(consumer, 1)
+        hold = proxy.hold(requests="TxnOffsetCommit")
+
+        def acknowledge() -> None:
+            with through.transaction() as txn:
+                txn.ack(first)
+
+        committing = in_thread(acknowledge)
+        hold.wait()
+        proxy.cut()
+        committing.join(60)
+        with through.transaction() as txn:
+            (second,) = take(consumer, 1)
+            txn.ack(second)
+            txn._writer._send_acks(txn._writer._producer, txn._begin.deadline)
+            hold.release()
+            hold.answered()
+    with bridge.consumer(topic, group) as consumer:
+        assert values(take(consumer, 1)) == [b"3"]
+
+
+def test_a_transaction_is_prepared_while_a_late_request_of_the_one_before_is_held(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
+) -> None:
+    send(through, topic, b"0")
+    hold = hold_a_commit(proxy, "the connection drops", lambda: send(through, topic, b"1"))
+    with through.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    hold.release()
+    hold.answered()
+    assert values(bridge.read(topic, limit=10)) == [b"0", b"1"]
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+    assert values(seen(bridge, topic)) == [b"0", b"1", b"prepared"]
+
+
+def test_a_connection_that_never_was_made_costs_no_new_opening(connect: Connect, bridge: Bridge, topic: str) -> None:
+    """A second address at which nobody listens is logged as a failure too, again and again."""
+    opened: list[object] = []
+
+    class Listener:
+        @txnbridge.hookimpl
+        def txnbridge_event(self, event: txnbridge.Event) -> None:
+            if event.name == "step:open" and event.phase == "after":
+                opened.append(event)
+
+    with txnbridge.plugins.registered(Listener()):
+        dead = connect_with_a_dead_address(bridge.url)
+        with dead:
+            for number in range(20):
+                send(dead, topic, b"%d" % number)
+    assert len(opened) == 1
+
+
+def connect_with_a_dead_address(url: str) -> Bridge:
+    return txnbridge.connect(f"{url},127.0.0.1:1", writers=1)
