@@ -80,14 +80,18 @@ class KafkaAdmin(Admin):
         retention_bytes: int | None = None,
     ) -> bool:
         created = self._topics.create(name, partitions, deadline, _retention(retention_seconds, retention_bytes))
-        while (count := self._requests.partitions_everywhere(name, deadline)) < partitions:
-            if count and not created:
-                break
-            deadline.check(f"waiting until every broker knows topic {name!r}")
-            time.sleep(_LOOK_SECONDS)
+        # One that was there may have been made this moment too, and not be known everywhere yet.
+        count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         return created
+
+    def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
+        """Return when every broker knows so many partitions, so that whoever asks one of them next finds them."""
+        while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
+            deadline.check(f"waiting until every broker knows topic {topic!r}")
+            time.sleep(_LOOK_SECONDS)
+        return count
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
         found = self._topics.all(deadline)
@@ -111,6 +115,7 @@ class KafkaAdmin(Admin):
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
         self._topics.grow(name, partitions, deadline)
+        self._wait_until_known(name, partitions, deadline)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
