@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import dropwhile, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +21,7 @@ class Wish:
     """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have."""
 
     target: int | None = None
+    since: int | None = None  # a point in time, for which the target is the broker's answer
     refused: int | None = None
 
 
@@ -39,6 +40,9 @@ class Cursor:
         self.settled = False  # where it goes on is certain, and the client reads there
         self.paused = False
         self.wish = Wish()
+        # Nothing stamped before is handed out until something that is not has been: the broker counts the markers of
+        # transactions too, which are stamped when it writes them, and so names an offset that may be too low.
+        self.since: int | None = None
         self.lost = ""  # why it cannot go on without being told where
         # Something was dropped that the client takes for handed out, so the client's own position says nothing.
         self.astray = False
@@ -53,6 +57,7 @@ class Cursor:
     def unsettle(self, wish: Wish) -> None:
         """Hand out nothing until it is settled where it goes on."""
         self.wish = wish
+        self.since = wish.since
         self.settled = False
         self.lost = ""
 
@@ -68,6 +73,10 @@ class Cursor:
 
     def hand_out(self, run: Sequence[Any]) -> list[Message]:
         """Messages of this partition, in order, as ours."""
+        if self.since is not None:
+            run = self._reach(self.since, run)
+            if not run:
+                return []
         topic, number = self.partition
         source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed
         first, last = run[0].offset(), run[-1].offset()
@@ -93,6 +102,14 @@ class Cursor:
             )
             for message in run
         ]
+
+    def _reach(self, since: int, run: Sequence[Any]) -> Sequence[Any]:
+        """The messages from the first one on that is stamped at or after a time."""
+        self.next = run[-1].offset() + 1
+        reached = list(dropwhile(lambda message: message.timestamp()[1] < since, run))
+        if reached:
+            self.since = None
+        return reached
 
     def _count(self, offset: int) -> int:
         """How many times an offset that was handed out before is handed out with this one."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import confluent_kafka.admin
-from confluent_kafka import ConsumerGroupTopicPartitions, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import (
+    OFFSET_INVALID,
+    ConsumerGroupTopicPartitions,
+    IsolationLevel,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 
 from txnbridge.errors import DeadlineExceeded
@@ -20,6 +28,17 @@ from txnbridge_kafka.settings import Settings
 _log = logging.getLogger("txnbridge.kafka.client")
 
 _SPEC: Any = confluent_kafka.admin.OffsetSpec  # type: ignore[attr-defined]  # missing in the client's list of names
+_LISTING = "reading where partitions begin and end"
+_PAUSE = 0.02  # a new partition gets its leader within milliseconds
+_NOT_NOW = {
+    KafkaError._NOENT,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.REQUEST_TIMED_OUT,
+}
 # The client takes no time limit of zero.
 _LEAST_SECONDS = 0.01
 
@@ -60,7 +79,7 @@ class Offsets:
         asked = [TopicPartition(*partition) for partition in partitions]
         if not asked:
             return {}
-        self._client.poll(0)  # or its log would pile up
+        self._client.poll(0)
         what = f"reading the positions of group {group!r}"
         answers = self._client.list_consumer_group_offsets(
             [ConsumerGroupTopicPartitions(group, asked)], require_stable=decided, request_timeout=_seconds(deadline)
@@ -80,25 +99,49 @@ class Offsets:
             what = f"looking for topic {topic!r}"
             try:
                 told = self._client.list_topics(topic, _seconds(deadline)).topics[topic]
+                if told.error is not None:
+                    raise KafkaException(told.error)
             except KafkaException as error:
                 raise translate(error, what) from error
-            if told.error is not None:
-                raise translate(KafkaException(told.error), what)
             found[topic] = len(told.partitions)
         return found
 
     def _listed(self, partitions: Iterable[Partition], spec: Any, deadline: Deadline) -> dict[Partition, int]:
-        asked = {TopicPartition(*partition): spec for partition in partitions}
-        if not asked:
-            return {}
-        self._client.poll(0)
+        asked = {partition: spec for partition in partitions}
+        found: dict[Partition, int] = {}
+        while asked:
+            found.update(self._list(asked, deadline))
+            asked = {partition: spec for partition in asked if partition not in found}
+            if asked:
+                # Partitions that are new, or without a leader at the moment. A look at the topics shows which is new
+                # to the client, and whether they exist.
+                deadline.check(_LISTING)
+                time.sleep(min(_PAUSE, deadline.left()))
+                self.counts({topic for topic, _ in asked}, deadline)
+        return found
+
+    def _list(self, asked: Mapping[Partition, Any], deadline: Deadline) -> dict[Partition, int]:
+        """The answers that there are."""
+        self._client.poll(0)  # or its log would pile up
         answers: Mapping[TopicPartition, Future[Any]] = self._client.list_offsets(
-            asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_seconds(deadline)
+            {TopicPartition(*partition): spec for partition, spec in asked.items()},
+            isolation_level=IsolationLevel.READ_COMMITTED,
+            request_timeout=_seconds(deadline),
         )
-        what = "reading where partitions begin and end"
-        return {
-            (each.topic, each.partition): _answer(answer, what, deadline).offset for each, answer in answers.items()
-        }
+        found: dict[Partition, int] = {}
+        for each, answer in answers.items():
+            try:
+                offset = answer.result(deadline.left()).offset
+            except FutureTimeoutError:
+                continue
+            except KafkaException as error:
+                if error.args[0].code() not in _NOT_NOW:
+                    raise translate(error, _LISTING) from error
+            else:
+                # The client says this, and nothing of an error, where it got no answer in time.
+                if offset != OFFSET_INVALID:
+                    found[each.topic, each.partition] = offset
+        return found
 
 
 def _seconds(deadline: Deadline) -> float:
@@ -114,9 +157,9 @@ def _answer(answer: Future[Any], what: str, deadline: Deadline) -> Any:
         raise translate(error, what) from error
 
 
-def is_passing(error: BaseException) -> bool:
+def is_passing(error: BaseException | None) -> bool:
     """Whether an error of the client is about membership or a coordinator, which the client mends by itself."""
-    found = kafka_error(error)
+    found = None if error is None else kafka_error(error)
     return found is not None and (found.retriable() or found.code() in _PASSING)
 
 

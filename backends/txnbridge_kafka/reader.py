@@ -13,7 +13,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_kafka.cursor import Cursor, Wish, split
 from txnbridge_kafka.errors import translate
@@ -112,7 +112,11 @@ class KafkaReader(Reader):
     def _begin_alone(self, deadline: Deadline) -> None:
         partitions = [(topic, number) for topic, count in self._counts.items() for number in range(count)]
         first = self._starts.first(partitions, deadline)
-        self._settle({cursor: cursor.wish for cursor in map(self._add, partitions)}, first)
+        cursors = [self._add(partition) for partition in partitions]
+        self._settle({cursor: cursor.wish for cursor in cursors}, first)
+        if isinstance(self._subscription.start, int):
+            for cursor in cursors:
+                cursor.since = self._subscription.start
 
     def _join(self, context: Context, deadline: Deadline) -> None:
         self._group_starts = GroupStarts(self._offsets, self._subscription, context, self._counts, deadline)
@@ -213,7 +217,12 @@ class KafkaReader(Reader):
             if not self._work.done:
                 return
             work, self._work = self._work, None
-            work.finish()
+            try:
+                work.finish()
+            except BrokerUnavailable as error:
+                if not isinstance(error, DeadlineExceeded) and not is_passing(error.__cause__):
+                    raise
+                _log.warning("no answer yet: %s", error)
         if self._work is None and self._committing is None:
             self._look_up(Deadline(self._settings.timeout))
 
@@ -287,6 +296,8 @@ class KafkaReader(Reader):
                 cursor.lose(start.why, start.at)
             else:
                 cursor.next = start
+                if start != cursor.wish.target:
+                    cursor.since = None  # the group has got further
                 ready.append(cursor)
         try:
             self._place(ready)
@@ -353,6 +364,9 @@ class KafkaReader(Reader):
             self._kept.append(error)
 
     def _on_revoke(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        if not self._closed:
+            # The group is being shared out anew, and the proof that goes with it is another one already.
+            self._renew_context()
         self._leave(partitions, before=self._listener.revoking)
 
     def _on_lost(self, client: Consumer, partitions: list[TopicPartition]) -> None:
@@ -396,26 +410,26 @@ class KafkaReader(Reader):
             if elsewhere[partition] < begin:
                 what = "the position to seek"
                 raise PositionLost(out_of_range(what, partition, elsewhere[partition], begin, begin))
-        self._go_on(offsets)
+        self._go_on({cursor: Wish(target=offset) for cursor, offset in offsets.items()})
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         cursors = {partition: cursor for partition, cursor in self._cursors.items() if cursor.next is not None}
         since = self._offsets.since(cursors, timestamp, deadline)
-        self._go_on({cursor: since[partition] for partition, cursor in cursors.items()})
+        self._go_on({c: Wish(target=since[partition], since=timestamp) for partition, c in cursors.items()})
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         back = {partition: min(_offset(each) for each in given) for partition, given in positions.items() if given}
         # If it has left, they come again where it is now.
         here = {cursor: at for partition, at in back.items() if (cursor := self._cursors.get(partition)) is not None}
-        self._go_on({cursor: min(at, cursor.next if cursor.next is not None else at) for cursor, at in here.items()})
+        self._go_on({c: Wish(target=at if c.next is None else min(at, c.next)) for c, at in here.items()})
 
-    def _go_on(self, offsets: Mapping[Cursor, int]) -> None:
-        self._pause(offsets)
-        for cursor, offset in offsets.items():
-            cursor.next = offset
-            cursor.unsettle(Wish(target=offset))
+    def _go_on(self, wishes: Mapping[Cursor, Wish]) -> None:
+        self._pause(wishes)
+        for cursor, wish in wishes.items():
+            cursor.next = wish.target
+            cursor.unsettle(wish)
         if self._group_starts is None:
-            self._settle({c: c.wish for c in offsets}, {c.partition: offset for c, offset in offsets.items()})
+            self._settle(wishes, {c.partition: c.next for c in wishes if c.next is not None})
         # In a group the next poll first asks what is acknowledged: that is not read again.
 
     def pause(self, partitions: Sequence[Partition]) -> None:

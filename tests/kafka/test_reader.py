@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
+from contextlib import suppress
 
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
-
-from txnbridge.errors import AccessDenied, DeadlineExceeded, Fenced, InvalidOption, InvalidState, NotFound, PositionLost
-from txnbridge.spi import Context, Deadline, Emitter, Ledger, Subscription
 from txnbridge_kafka.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
 
+from txnbridge.errors import AccessDenied, DeadlineExceeded, Fenced, InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.spi import Context, Deadline, Emitter, Ledger, Subscription
+from txnbridge.testing import Child, tell
+
 COOPERATIVE = {"assignment": "cooperative-sticky"}
 EAGER = {"assignment": "range"}
 CONSUMER = {"group_protocol": "consumer"}
+ALL_KINDS = pytest.mark.parametrize(
+    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
+)
 KINDS = pytest.mark.parametrize("kind", [COOPERATIVE, EAGER, CONSUMER], ids=["cooperative", "eager", "consumer"])
 APPLICATION = "reader-tests"
 
@@ -119,21 +125,29 @@ class Member:
         """Poll until so many partitions are here."""
         return self.until(lambda: len(self.reader.positions()) == count)
 
+    def passes(self, topic, offset):
+        """Poll until the client has passed over what is no message."""
+        self.until(lambda: self.reader._client.position([TopicPartition(topic, 0)])[0].offset == offset)
+
     def lag(self):
         return self.reader.lag(Deadline(10))
 
     def close(self):
         self.reader.close(Deadline(20))
 
+    def closed_or_late(self):
+        with suppress(DeadlineExceeded):
+            self.reader.close(Deadline(1))
+
 
 class Cluster:
     """A broker, with the raw client's means to bring about what is to be read."""
 
     def __init__(self, broker):
-        self.bootstrap = broker.url.removeprefix("kafka://")
+        self.bootstrap = broker if isinstance(broker, str) else broker.url.removeprefix("kafka://")
         self.admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
         self.ledgers = {}
-        self._producers = []
+        self._writer = None
 
     def settings(self, **options):
         client = {"bootstrap.servers": self.bootstrap}
@@ -152,14 +166,11 @@ class Cluster:
         """One that may be in a transaction while another one is."""
         made = Producer({"bootstrap.servers": self.bootstrap, "transactional.id": uuid.uuid4().hex, "log_level": 0})
         made.init_transactions(30)
-        self._producers.append(made)
         return made
 
     def write(self, topic, *values, partition=0, commit=True, **options):
         """One transaction."""
-        if not self._producers:
-            self.producer()
-        producer = self._producers[0]
+        producer = self._writer = self._writer or self.producer()
         producer.begin_transaction()
         for value in values:
             producer.produce(topic, value, partition=partition, **options)
@@ -168,13 +179,48 @@ class Cluster:
 
     def ack(self, member, *messages):
         """Acknowledge in a transaction, as a writer does."""
-        if not self._producers:
-            self.producer()
-        producer = self._producers[0]
+        producer = self.producer()
         producer.begin_transaction()
-        context = member.ack_context()
-        producer.send_offsets_to_transaction(behind(messages), context.metadata, 20)
+        producer.send_offsets_to_transaction(behind(messages), member.ack_context().metadata, 20)
         producer.commit_transaction(20)
+
+    def all_of(self, topic, partitions):
+        return [TopicPartition(topic, number) for number in range(partitions)]
+
+    def grow(self, topic, partitions):
+        for done in self.admin.create_partitions([NewPartitions(topic, partitions)]).values():
+            done.result(20)
+        while len(self.admin.list_topics(topic, 20).topics[topic].partitions) < partitions:
+            time.sleep(0.01)
+
+    def trim(self, topic, partition, before):
+        """What retention does."""
+        for done in self.admin.delete_records([TopicPartition(topic, partition, before)]).values():
+            done.result(20)
+
+    def expire(self, group):
+        """What a broker does with the positions of a group without members, a week later."""
+        for done in self.admin.delete_consumer_groups([group]).values():
+            done.result(20)
+
+    def dirty(self, topic):
+        """A reader of everything."""
+        client = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap,
+                "group.id": "dirty",
+                "isolation.level": "read_uncommitted",
+                "auto.offset.reset": "earliest",
+                "log_level": 0,
+            }
+        )
+        client.assign([TopicPartition(topic, 0, 0)])
+        return client
+
+    def drain(self, client, count):
+        found = [message.value() for message in client.consume(count, 20)]
+        client.close()
+        return found
 
     def group(self, group):
         """The positions that a group has, by partition."""
@@ -220,7 +266,7 @@ def join(cluster):
         member.close()
 
 
-# --- alone --------------------------------------------------------------------------------------------------------------
+# --- alone ------------------------------------------------------------------------------------------------------------
 
 
 def test_without_a_group_every_partition_is_read_from_the_start(cluster, join):
@@ -265,3 +311,677 @@ def test_a_group_goes_on_behind_what_it_acknowledged(cluster, join, group):
     cluster.ack(first, *messages[:4])
     first.close()
     assert values(join(topic, group).take(6)) == numbered(4, 10)
+
+
+def test_without_a_group_reading_starts_where_it_is_told(cluster, join):
+    topic = cluster.topic()
+    for number in (1, 2, 3):
+        cluster.write(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
+    latest = join(topic, None, start="latest")
+    assert values(join(topic, None, start=1_600_000_000_002).take(2)) == [b"2", b"3"]
+    late = join(topic, None, start=1_600_000_000_004)
+    cluster.write(topic, b"4", timestamp=1_600_000_000_001)
+    assert values(latest.take(1)) == values(late.take(1)) == [b"4"]
+
+
+def test_what_is_added_to_a_topic_is_read_from_its_beginning(cluster, join):
+    topic = cluster.topic()
+    member = join(topic, None, start="latest")
+    cluster.grow(topic, 3)
+    for partition in (1, 2):
+        cluster.write(topic, b"%d" % partition, partition=partition)
+    assert sorted(values(member.take(2))) == [b"1", b"2"]
+
+
+def test_a_missing_topic_is_not_found(cluster, join):
+    with pytest.raises(NotFound, match="no-such-topic"):
+        join("no-such-topic", None)
+
+
+def test_a_topic_that_is_deleted_is_not_found_any_more(cluster, join):
+    topic = cluster.topic()
+    member = join(topic, None)
+    for done in cluster.admin.delete_topics([topic]).values():
+        done.result(20)
+    with pytest.raises(NotFound):
+        member.take(1)
+
+
+def test_a_setting_that_the_client_does_not_take_is_refused(cluster, join):
+    with pytest.raises(InvalidOption, match=r"fetch\.min\.bytes"):
+        join(cluster.topic(), None, **{"fetch.min.bytes": -1})
+
+
+# --- what is committed and what is not --------------------------------------------------------------------------------
+
+
+def test_a_reader_waits_for_a_transaction_that_is_open_and_skips_nothing(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, b"1")
+    slow = cluster.producer()
+    slow.begin_transaction()
+    slow.produce(topic, b"2", partition=0)
+    slow.flush(20)
+    cluster.write(topic, b"3")
+    alone, member = join(topic, None), join(topic, group)
+    assert values(alone.take(1)) == values(member.take(1)) == [b"1"]
+    # Whoever does not wait has all of it by now: it reads the same partition by the same connection's worth of time.
+    dirty = cluster.dirty(topic)
+    assert cluster.drain(dirty, 3) == [b"1", b"2", b"3"]
+    assert alone.poll() == member.poll() == []
+    assert alone.lag() == {(topic, 0): 0}
+    slow.commit_transaction(20)
+    assert values(alone.take(2)) == values(member.take(2)) == [b"2", b"3"]
+
+
+def test_a_group_that_starts_behind_the_latest_reads_what_was_open_then(cluster, join, group):
+    topic = cluster.topic()
+    slow = cluster.producer()
+    slow.begin_transaction()
+    slow.produce(topic, b"open", partition=0)
+    slow.flush(20)
+    member = join(topic, group, start="latest")
+    member.has(1)
+    slow.commit_transaction(20)
+    assert values(member.take(1)) == [b"open"]
+
+
+def test_lag_does_not_count_markers_and_what_was_aborted_once_they_are_passed(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(3))
+    cluster.write(topic, *numbered(5), commit=False)
+    alone, member = join(topic, None), join(topic, group)
+    for reader in (alone, member):
+        messages = reader.take(3)
+        reader.passes(topic, 10)
+    assert alone.lag() == {(topic, 0): 0}
+    assert member.lag() == {(topic, 0): 10}
+    cluster.ack(member, *messages[:2])
+    assert member.lag() == {(topic, 0): 8}
+    cluster.ack(member, messages[2])
+    assert member.lag() == {(topic, 0): 0}
+    again = join(topic, group)
+    member.close()
+    again.until(lambda: again.lag() == {(topic, 0): 0})
+
+
+def test_lag_is_told_while_acknowledgements_are_not_decided(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(3))
+    member = join(topic, group)
+    messages = member.take(3)
+    producer = cluster.producer()
+    producer.begin_transaction()
+    producer.send_offsets_to_transaction(behind(messages), member.ack_context().metadata, 20)
+    assert member.lag() == {(topic, 0): 4}
+    producer.commit_transaction(20)
+    member.until(lambda: member.lag() == {(topic, 0): 0})
+
+
+# --- where a group begins ---------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_a_group_that_starts_behind_the_latest_loses_nothing_when_its_first_batch_aborts(cluster, join, group, kind):
+    topic = cluster.topic()
+    cluster.write(topic, b"old")
+    first = join(topic, group, kind, start="latest")
+    assert first.has(1) == []
+    cluster.write(topic, b"new")
+    assert values(first.take(1)) == [b"new"]
+    first.close()  # and what it read was never acknowledged
+    cluster.write(topic, b"newer")
+    assert values(join(topic, group, kind, start="latest").take(2)) == [b"new", b"newer"]
+
+
+def test_latest_is_when_the_reader_was_opened(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, b"old")
+    member = join(topic, group, start="latest")
+    cluster.write(topic, b"new")
+    assert values(member.take(1)) == [b"new"]
+
+
+def test_a_group_may_start_at_a_time(cluster, join, group):
+    topic = cluster.topic()
+    for number in (1, 2, 3):
+        cluster.write(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
+    assert values(join(topic, group, start=1_600_000_000_002).take(2)) == [b"2", b"3"]
+
+
+def test_where_a_group_begins_is_committed_and_recorded_before_the_first_message(cluster, join, group):
+    topic = cluster.topic(2)
+    cluster.write(topic, b"old")
+    member = join(topic, group, start="latest")
+    member.has(2)
+    assert cluster.group(group) == {(topic, 0): 2, (topic, 1): 0}
+    assert cluster.ledgers[f"group/{group}/{topic}"].all == [{"partitions": 2, "positions": [2, 0]}]
+
+
+@KINDS
+def test_a_group_whose_positions_have_expired_is_told_and_does_not_begin_again(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    cluster.write(topic, *numbered(3))
+    cluster.write(topic, *numbered(3), partition=1)
+    first = join(topic, group, kind)
+    messages = first.take(6)
+    cluster.ack(first, *messages)
+    first.close()
+    cluster.expire(group)
+    second = join(topic, group, kind)
+    for _ in range(3):
+        with pytest.raises(PositionLost, match=r"offsets\.retention\.minutes"):
+            second.take(1)
+    second.seek({(topic, 0): (1,), (topic, 1): (2,)})
+    assert sorted((m.partition, m.value) for m in second.take(3)) == [(0, b"1"), (0, b"2"), (1, b"2")]
+    second.close()
+    # What the user said has become the group's position.
+    third = join(topic, group, kind)
+    assert sorted((m.partition, m.value) for m in third.take(3)) == [(0, b"1"), (0, b"2"), (1, b"2")]
+
+
+def test_members_that_begin_at_once_are_not_taken_for_expired(cluster, join, group):
+    topic = cluster.topic(4)
+    members = [join(topic, group, CONSUMER) for _ in range(3)]
+    deadline = Deadline(60)
+    while sorted(p for m in members for p in m.positions()) != [(topic, number) for number in range(4)]:
+        for member in members:
+            member.poll(timeout=0.02)
+        deadline.check("sharing four partitions")
+    (*_, newest) = cluster.ledgers[f"group/{group}/{topic}"].all
+    assert newest == {"partitions": 4, "positions": [0, 0, 0, 0]}
+
+
+@KINDS
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_what_is_added_to_a_groups_topic_is_read_from_its_beginning(cluster, join, group, kind, start):
+    topic = cluster.topic()
+    member = join(topic, group, kind, start=start)
+    member.has(1)
+    cluster.grow(topic, 2)
+    cluster.write(topic, b"early", partition=1)
+    assert values(member.take(1)) == [b"early"]
+    (*_, newest) = cluster.ledgers[f"group/{group}/{topic}"].all
+    assert newest == {"partitions": 1, "positions": [0, 0]}
+    member.close()
+    cluster.expire(group)
+    with pytest.raises(PositionLost):
+        join(topic, group, kind, start=start).take(1)
+
+
+def test_what_was_added_while_nobody_was_there_is_read_from_its_beginning(cluster, join, group):
+    topic = cluster.topic()
+    first = join(topic, group, start="latest")
+    first.has(1)
+    first.close()
+    cluster.grow(topic, 2)
+    cluster.write(topic, b"early", partition=1)
+    assert values(join(topic, group, start="latest").take(1)) == [b"early"]
+
+
+def test_the_record_is_not_read_again_while_nothing_is_missing(cluster, join, group):
+    topic = cluster.topic(2)
+    cluster.write(topic, b"1")
+    first = join(topic, group)
+    first.take(1)
+    ledger = cluster.ledgers[f"group/{group}/{topic}"]
+    second = join(topic, group)
+    share(first, second, topic, 2)
+    second.until(lambda: not second.reader._starts.unchecked)  # a reader makes sure once
+    reads = ledger.reads
+    second.close()
+    first.has(2)
+    assert (ledger.reads, len(ledger.all)) == (reads, 1)
+
+
+def test_a_group_that_is_older_than_its_record_is_recorded(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(3))
+    raw = Consumer({"bootstrap.servers": cluster.bootstrap, "group.id": group, "log_level": 0})
+    raw.commit(offsets=[TopicPartition(topic, 0, 1)], asynchronous=False)
+    raw.close()
+    member = join(topic, group)
+    assert values(member.take(2)) == [b"1", b"2"]
+    member.until(lambda: cluster.ledgers[f"group/{group}/{topic}"].all)
+    assert cluster.ledgers[f"group/{group}/{topic}"].all == [{"partitions": 1, "positions": [1]}]
+
+
+def test_without_the_right_to_the_decision_log_a_group_reads_and_says_so_once(cluster, join, group, caplog):
+    class Denied(Openings):
+        def newest_opening(self, deadline):
+            raise AccessDenied("not for you")
+
+    topics = cluster.topic(), cluster.topic()
+    for topic in topics:
+        cluster.ledgers[f"group/{group}/{topic}"] = Denied()
+        cluster.write(topic, b"1")
+    member = join(topics, group)
+    assert values(member.take(2)) == [b"1", b"1"]
+    member.until(lambda: not member.reader._starts.unchecked)
+    assert [r.message for r in caplog.records if "decision log" in r.message and group in r.message] != []
+    assert len([r for r in caplog.records if r.name == "txnbridge"]) == 1
+
+
+def test_another_members_record_in_between_is_no_error(cluster, join, group):
+    class Contended(Openings):
+        def opened(self, data, deadline):
+            super().opened({"partitions": 2, "positions": [None, 7]}, deadline)
+            if len(self.all) == 1:
+                raise Fenced("another one has opened it")
+            return super().opened(data, deadline)
+
+    topic = cluster.topic(2)
+    cluster.ledgers[f"group/{group}/{topic}"] = ledger = Contended()
+    cluster.write(topic, b"1")
+    assert values(join(topic, group).take(1)) == [b"1"]
+    assert ledger.all[-1] == {"partitions": 2, "positions": [0, 7]}
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+
+def test_what_retention_has_removed_is_told_and_not_skipped(cluster, join, group):
+    topic = cluster.topic(2)
+    cluster.write(topic, *numbered(10))
+    cluster.write(topic, b"other", partition=1)
+    first = join(topic, group)
+    messages = first.take(11)
+    cluster.ack(first, *[m for m in messages if m.partition == 0][:3])
+    first.close()
+    cluster.trim(topic, 0, 6)
+    for member in (join(topic, group), join(topic, None)):
+        if member.reader._subscription.group is None:
+            member = join(topic, None)
+            member.take(5)
+            cluster.trim(topic, 0, 8)
+            member.seek({(topic, 0): (8,)})
+            with pytest.raises(PositionLost, match="before 8"):
+                member.seek({(topic, 0): (2,)})
+            assert values(member.take(2)) == [b"8", b"9"]
+            continue
+        found = []
+        with pytest.raises(PositionLost, match=rf"is 3 in {topic}\[0\].* before 6"):
+            while True:
+                found += member.take(1)
+        assert values(found) == [b"other"]
+        assert member.positions()[topic, 0] == (3,)
+        with pytest.raises(PositionLost, match="before 6"):
+            member.seek({(topic, 0): (5,)})
+        member.seek({(topic, 0): (6,)})
+        assert values(member.take(4)) == numbered(6, 10)
+        assert [m.position for m in member.poll()] == []
+
+
+def test_what_retention_removes_under_a_reader_is_told(cluster, join):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(10))
+    member = join(topic, None)
+    member.take(10)
+    member.seek({(topic, 0): (2,)})
+    assert values(member.take(1)) == [b"2"]
+    member.pause([(topic, 0)])
+    cluster.trim(topic, 0, 6)
+    member.resume([(topic, 0)])
+    with pytest.raises(PositionLost, match=r"is 3 .* before 6"):
+        member.take(1)
+    member.seek({(topic, 0): (6,)})
+    assert values(member.take(4)) == numbered(6, 10)
+
+
+def test_a_position_beyond_the_end_is_told(cluster, join):
+    topic = cluster.topic()
+    cluster.write(topic, b"1")
+    member = join(topic, None)
+    member.seek({(topic, 0): (100,)})
+    with pytest.raises(PositionLost, match=r"is 100 .* ends at 2"):
+        member.take(1)
+
+
+# --- going back and forth ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
+)
+def test_after_a_seek_nothing_comes_that_was_fetched_before(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    count = 3000
+    for partition in range(2):
+        for at in range(0, count, 1000):
+            cluster.write(topic, *numbered(at, at + 1000), partition=partition)
+    # The markers of three transactions stand between: offsets 1000, 2001 and 3002.
+    offsets = [o for o in range(count + 2) if o not in (1000, 2001)]
+    member = join(topic, None) if kind is None else join(topic, group, kind)
+    member.has(2)
+    member.seek({(topic, 0): (0,), (topic, 1): (0,)})
+    chance = random.Random(7)
+    expected = {0: 0, 1: 0}  # the index of the next message of each partition
+    for _ in range(300):
+        for message in member.poll(chance.choice([1, 10, 500]), chance.choice([0, 0.001, 0.05])):
+            assert message.position == (offsets[expected[message.partition]],)
+            expected[message.partition] += 1
+        for partition in chance.sample([0, 1], chance.choice([0, 1, 2])):
+            index = chance.randrange(count)
+            member.seek({(topic, partition): (offsets[index],)})
+            expected[partition] = index
+            assert member.positions()[topic, partition] == (offsets[index],)
+    left = sum(count - index for index in expected.values())
+    for message in member.take(left):
+        assert message.position == (offsets[expected[message.partition]],)
+        expected[message.partition] += 1
+    assert expected == {0: count, 1: count}
+
+
+def test_what_a_group_has_acknowledged_is_not_read_again_by_seeking(cluster, join, group):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(10))
+    member = join(topic, group)
+    messages = member.take(10)
+    cluster.ack(member, *messages[:4])
+    member.seek({(topic, 0): (1,)})
+    assert member.positions() == {(topic, 0): (1,)}
+    assert values(member.take(6)) == numbered(4, 10)
+    member.seek({(topic, 0): (7,)})
+    assert values(member.take(3)) == numbered(7, 10)
+    member.seek_to_time(0, Deadline(10))
+    assert values(member.take(6)) == numbered(4, 10)
+
+
+def test_reading_goes_on_from_a_time(cluster, join):
+    topic = cluster.topic(2)
+    for number in range(6):
+        cluster.write(topic, b"%d" % number, partition=number % 2, timestamp=1_600_000_000_000 + number)
+    member = join(topic, None)
+    member.take(6)
+    member.seek_to_time(1_600_000_000_003, Deadline(10))
+    assert sorted(values(member.take(3))) == [b"3", b"4", b"5"]
+    member.seek_to_time(1_600_000_000_006, Deadline(10))
+    cluster.write(topic, b"6")
+    assert values(member.take(1)) == [b"6"]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+def test_a_message_given_back_comes_again_with_those_behind_it(cluster, join, group, alone):
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(5))
+    member = join(topic, None if alone else group)
+    member.take(4)
+    member.nack({(topic, 0): [(3,), (1,)]})
+    assert [(m.value, m.deliveries) for m in member.take(4)] == [(b"1", 2), (b"2", 2), (b"3", 2), (b"4", 1)]
+    member.nack({(topic, 0): [(2,)], (topic, 7): [(0,)]})
+    assert [(m.value, m.deliveries) for m in member.take(3)] == [(b"2", 3), (b"3", 3), (b"4", 2)]
+
+
+def test_a_position_that_is_none_and_a_partition_that_is_not_here_are_refused(cluster, join):
+    topic = cluster.topic()
+    member = join(topic, None)
+    with pytest.raises(InvalidOption):
+        member.seek({(topic, 0): (1, 2)})
+    for call in (lambda: member.seek({(topic, 5): (0,)}), lambda: member.pause([(topic, 5)])):
+        with pytest.raises(InvalidState, match=rf"{topic}\[5\]"):
+            call()
+
+
+# --- pausing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [None, COOPERATIVE, EAGER, CONSUMER], ids=["alone", "cooperative", "eager", "consumer"]
+)
+def test_a_paused_partition_delivers_nothing_until_it_is_resumed(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    member = join(topic, None) if kind is None else join(topic, group, kind)
+    member.has(2)
+    chance = random.Random(11)
+    read = {0: [], 1: []}
+    written = 0
+
+    def keep(messages, *partitions):
+        for message in messages:
+            assert message.partition in partitions
+            read[message.partition].append(message.value)
+
+    for _ in range(20):
+        for partition in range(2):
+            cluster.write(topic, *numbered(written, written + 50), partition=partition)
+        written += 50
+        keep(member.poll(30, chance.choice([0, 0.05])), 0, 1)
+        member.pause([(topic, 0)])
+        marker = len(read[1])
+        while len(read[1]) < min(marker + 40, written):
+            keep(member.poll(chance.choice([1, 30]), 1), 1)
+        member.resume([(topic, 0)])
+    while len(read[0]) + len(read[1]) < 2 * written:
+        messages = member.take(1)
+        keep(messages, 0, 1)
+    assert read == {0: numbered(written), 1: numbered(written)}
+
+
+@KINDS
+def test_a_partition_stays_paused_when_the_group_is_shared_out_anew(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    cluster.write(topic, b"0")
+    cluster.write(topic, b"1", partition=1)
+    first = join(topic, group, kind)
+    first.take(2)
+    first.pause([(topic, 0), (topic, 1)])
+    second = join(topic, group, kind)
+    share(first, second, topic, 2)
+    second.close()
+    assert first.has(2) == []
+    for partition in (1, 0):
+        cluster.write(topic, b"new", partition=partition)
+        first.resume([(topic, partition)])
+        # What has come back begins again where the group stands; what has stayed does not.
+        while (message := first.take(1)[0]).value != b"new":
+            assert message.partition == partition
+        assert message.partition == partition
+
+
+# --- members come and go ----------------------------------------------------------------------------------------------
+
+
+def share(first, second, topic, partitions):
+    """Poll two members until each partition is with one of them, and both have some."""
+    everything = [(topic, number) for number in range(partitions)]
+    deadline = Deadline(60)
+    found = []
+    while True:
+        for member in (first, second):
+            found += member.poll(timeout=0.02)
+        shared = sorted([*first.positions(), *second.positions()])
+        if shared == everything and first.positions() and second.positions():
+            return found
+        deadline.check(f"sharing {partitions} partitions")
+
+
+@KINDS
+def test_members_share_the_partitions_and_take_over_from_those_who_leave(cluster, join, group, kind):
+    topic = cluster.topic(4)
+    for partition in range(4):
+        cluster.write(topic, b"%d" % partition, partition=partition)
+    first = join(topic, group, kind)
+    messages = first.take(4)
+    cluster.ack(first, *messages[:2])
+    second = join(topic, group, kind)
+    again = share(first, second, topic, 4)
+    begun = time.monotonic()
+    second.close()
+    again += first.has(4)
+    assert time.monotonic() - begun < 10  # long before the session of the one that left would have run out
+    # What was not acknowledged came again where it went, or not at all where the partition stayed.
+    assert {m.value for m in again} <= {m.value for m in messages[2:]}
+    assert set(first.listener.here) == set(first.positions())
+
+
+@KINDS
+def test_a_transaction_ends_before_its_partition_leaves(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    cluster.write(topic, *numbered(2))
+    cluster.write(topic, *numbered(2), partition=1)
+    first = join(topic, group, kind)
+    messages = first.take(4)
+
+    def finish(partitions):
+        cluster.ack(first, *messages)
+        first.listener.on_revoking = None
+
+    first.listener.on_revoking = finish
+    second = join(topic, group, kind)
+    assert share(first, second, topic, 2) == []
+    assert cluster.group(group) == {(topic, 0): 2, (topic, 1): 2}
+
+
+@KINDS
+def test_what_a_listener_raises_comes_out_of_the_poll_and_the_partition_leaves_all_the_same(cluster, join, group, kind):
+    class Failed(Exception):
+        pass
+
+    def fail(partitions):
+        first.listener.on_revoking = None
+        raise Failed
+
+    topic = cluster.topic(2)
+    first = join(topic, group, kind)
+    first.has(2)
+    first.listener.on_revoking = fail
+    second = join(topic, group, kind)
+    raised = []
+    deadline = Deadline(60)
+    while not (raised and first.positions() and second.positions()):
+        for member in (first, second):
+            try:
+                member.poll(timeout=0.02)
+            except Failed as error:
+                raised.append(error)
+        deadline.check("sharing")
+    assert len(raised) == 1
+    assert sorted([*first.positions(), *second.positions()]) == [(topic, 0), (topic, 1)]
+    first.listener.here = dict.fromkeys(first.positions())
+
+
+@pytest.mark.parametrize("kind", [COOPERATIVE, EAGER], ids=["cooperative", "eager"])
+def test_a_member_that_was_thrown_out_cannot_acknowledge(cluster, join, group, kind):
+    topic = cluster.topic(2)
+    cluster.write(topic, *numbered(3))
+    sleeper = join(topic, group, kind, **{"max.poll.interval.ms": 6000, "session.timeout.ms": 6000})
+    slept = sleeper.take(3)
+    other = join(topic, group, kind)
+    # The one that sleeps polls no more: after six seconds its own client leaves the group.
+    taken = other.take(3, timeout=60)
+    assert values(taken) == numbered(3)
+    with pytest.raises(KafkaException):
+        cluster.ack(sleeper, *slept)
+    cluster.ack(other, *taken[:1])
+    assert cluster.group(group)[topic, 0] == 1
+    sleeper.until(lambda: ("lost", (topic, 0)) in sleeper.listener.told)
+
+
+def test_acknowledgements_work_after_the_group_was_shared_out_anew(cluster, join, group):
+    topic = cluster.topic(2)
+    for partition in range(2):
+        cluster.write(topic, *numbered(3), partition=partition)
+    first = join(topic, group)
+    messages = first.take(6)
+    context = first.ack_context()
+    second = join(topic, group)
+    share(first, second, topic, 2)
+    ((_, stayed),) = first.positions()
+    cluster.write(topic, b"3", partition=stayed)
+    (more,) = first.take(1)
+    assert first.ack_context() is context
+    cluster.ack(first, *[m for m in messages if m.partition == stayed], more)
+    assert cluster.group(group)[topic, stayed] == 5
+
+
+def test_a_new_owner_waits_until_the_acknowledgements_of_the_old_one_are_decided(cluster, join, group):
+    topic = cluster.topic(2)
+    for partition in range(2):
+        cluster.write(topic, *numbered(3), partition=partition)
+    first = join(topic, group)
+    messages = first.take(6)
+    producer = cluster.producer()
+    producer.begin_transaction()
+    mine = [m for m in messages if m.partition == 0]
+    producer.send_offsets_to_transaction(behind(mine), first.ack_context().metadata, 20)
+    first.close()
+    second = join(topic, group)
+    assert {m.partition for m in second.take(3)} == {1}
+    assert list(second.positions()) == [(topic, 1)]
+    producer.commit_transaction(20)
+    cluster.write(topic, b"3")
+    assert values(second.take(1)) == [b"3"]
+
+
+# --- a broker that does not answer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
+def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_kafka, group, alone, capfd):
+    broker = start_kafka()
+    cluster = Cluster(broker)
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(10))
+    member = Member(cluster, topic, None if alone else group)
+    member.take(5)
+    broker.pause()
+    while member.poll(timeout=0.5):
+        pass  # what was fetched before
+    assert bounded(member.reader.poll, 10, Deadline(0.5)) == []
+    with pytest.raises(DeadlineExceeded):
+        bounded(member.reader.lag, Deadline(0.5))
+    with pytest.raises(DeadlineExceeded):
+        bounded(member.reader.seek_to_time, 0, Deadline(0.5))
+    member.seek({(topic, 0): (2,)})  # within what was read: nothing is asked
+    assert bounded(member.reader.poll, 10, Deadline(0.5)) == []
+    broker.resume()
+    assert values(member.take(8)) == numbered(2, 10)
+    broker.kill()
+    assert bounded(member.reader.poll, 10, Deadline(0.5)) == []
+    bounded(member.closed_or_late)
+    broker.start()
+    again = Member(cluster, topic, None if alone else group)
+    assert values(again.take(10, timeout=90)) == numbered(10)
+    again.close()
+    assert capfd.readouterr().err == ""
+
+
+def bounded(call, *args):
+    begun = time.monotonic()
+    try:
+        return call(*args)
+    finally:
+        assert time.monotonic() - begun < 2
+
+
+# --- a member that is killed ------------------------------------------------------------------------------------------
+
+
+def read_and_wait(bootstrap, topic, group, kind, client):
+    member = Member(Cluster(bootstrap), topic, group, kind, **client)
+    tell(values(member.take(3)))
+    while True:
+        member.poll(timeout=1)
+
+
+@KINDS
+def test_what_a_killed_member_did_not_acknowledge_comes_again_elsewhere(start_kafka, group, kind):
+    quick = {
+        "group.consumer.min.session.timeout.ms": "2000",
+        "group.consumer.session.timeout.ms": "3000",
+        "group.consumer.min.heartbeat.interval.ms": "500",
+        "group.consumer.heartbeat.interval.ms": "500",
+        "group.min.session.timeout.ms": "2000",
+    }
+    broker = start_kafka(settings=quick)
+    cluster = Cluster(broker)
+    topic = cluster.topic()
+    cluster.write(topic, *numbered(3))
+    client = {} if kind is CONSUMER else {"session.timeout.ms": 3000, "heartbeat.interval.ms": 500}
+    with Child(read_and_wait, cluster.bootstrap, topic, group, kind, client) as child:
+        assert child.told(60) == numbered(3)
+        survivor = Member(cluster, topic, group, kind, **client)
+        assert survivor.poll(timeout=1) == []
+        child.kill()
+        assert values(survivor.take(3)) == numbered(3)
+        survivor.close()
