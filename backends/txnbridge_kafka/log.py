@@ -31,7 +31,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 _LONGEST_NAME = 249
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
-_READ_AT_ONCE = 500  # records in memory at once, beside those that the client has fetched ahead
+_READ_AT_ONCE = 100  # records in memory at once, beside those that the client has fetched ahead
 # Several threads may wait for reports, and each one's poll also serves the others': how late one notices that.
 _SLICE = 0.01
 # A broker that has just started answers before it knows its topics.
@@ -275,9 +275,12 @@ class KafkaLog(DecisionLog):
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
-                # One reading waits until the broker has answered the last question of the one before, which found
+                # What is asked next waits until the broker has answered the last question of a reading, which finds
                 # nothing: the client's own half a second would be the time that a decision takes.
-                "fetch.wait.max.ms": 10,
+                "fetch.wait.max.ms": 1,
+                # Records may have nearly a megabyte, and what was fetched ahead is asked for again soon enough.
+                "queued.max.messages.kbytes": 16 * 1024,
+                "fetch.queue.backoff.ms": 5,
             }
         )
 
