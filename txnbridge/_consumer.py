@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._deadline import Deadline
@@ -23,18 +25,34 @@ if TYPE_CHECKING:
 # reads in a group and never acknowledges, which it does not want.
 MAX_UNACKED = 1_000_000
 
+_source_of = attrgetter("source")
+
 
 class Assignment:
     """One stay of one partition with one consumer: what was delivered in it and is not acknowledged yet."""
 
-    __slots__ = ("consumer", "context", "ended", "partition", "unacked")
+    __slots__ = ("_fresh", "_unacked", "consumer", "context", "ended", "partition")
 
     def __init__(self, consumer: Consumer, partition: Partition) -> None:
         self.consumer = consumer
         self.partition = partition
         self.context: object = None  # the reader's proof, taken with the first delivery
         self.ended = False
-        self.unacked: OrderedDict[Position, None] = OrderedDict()
+        # Most deliveries are noted in lists, which is quick, and looked up later or never. (One thread may poll while
+        # another acknowledges.)
+        self._fresh: deque[list[Position]] = deque()
+        self._unacked: dict[Position, None] = {}
+
+    def deliver(self, messages: Iterable[Message]) -> None:
+        """Note that these were delivered, in this order."""
+        self._fresh.append([message.position for message in messages])
+
+    @property
+    def unacked(self) -> dict[Position, None]:
+        """The positions of what was delivered and is not acknowledged, in order."""
+        while self._fresh:
+            self._unacked.update(dict.fromkeys(self._fresh.popleft()))
+        return self._unacked
 
 
 def collect_acks(
@@ -110,6 +128,7 @@ class Consumer:
         self._guard = threading.Lock()
         self._told = threading.Lock()  # a transaction may end on another thread than the one that polls
         self._assignments: dict[Partition, Assignment] = {}
+        self._most_unacked = 0  # no more than so many messages are
         self._pending: list[Message] = []  # read, but behind a message that could not be decoded
         self._holder: Transaction | None = None  # the open transaction that holds acknowledgements
         self._returned: dict[Assignment, list[Position]] = {}  # of an aborted transaction: to be delivered again
@@ -144,14 +163,17 @@ class Consumer:
         return messages
 
     def _track(self, messages: list[Message]) -> None:
-        for message in messages:
-            message.source.unacked[message.position] = None
+        for assignment, delivered in groupby(messages, _source_of):
+            assignment.deliver(delivered)
         context: object = None
         for assignment in self._assignments.values():
             if assignment.context is None:
                 context = context or self._reader.ack_context()
                 assignment.context = context
-        if sum(len(a.unacked) for a in self._assignments.values()) > MAX_UNACKED:
+        self._most_unacked += len(messages)
+        if self._most_unacked > MAX_UNACKED:
+            self._most_unacked = sum(len(a.unacked) for a in self._assignments.values())
+        if self._most_unacked > MAX_UNACKED:
             raise InvalidState(
                 f"more than {MAX_UNACKED} messages were delivered to group {self._subscription.group!r} and not"
                 " acknowledged; acknowledge them in transactions, or read without a group"

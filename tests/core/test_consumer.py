@@ -274,6 +274,20 @@ def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(roo
         room.consumer.nack(batch[1])
 
 
+def test_a_program_that_never_acknowledges_is_told_so(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._consumer.MAX_UNACKED", 5)
+    room.reader.feed(*(b"%d" % number for number in range(5, 12)))
+    for _ in range(2):
+        with room.bridge.transaction() as txn:
+            txn.ack(room.consumer.poll(4))  # what is acknowledged does not count
+    room.consumer.poll(2)
+    with room.bridge.transaction():
+        room.consumer.seek({P: (0,)})  # nor does what is forgotten
+    room.consumer.poll(5)
+    with pytest.raises(InvalidState, match="more than 5 messages were delivered to group 'g' and not acknowledged"):
+        room.consumer.poll(1)
+
+
 def test_closing_leaves_the_group_and_ends_what_was_delivered(room: Room) -> None:
     batch = room.consumer.poll()
     room.consumer.close()
