@@ -97,6 +97,8 @@ _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 _EPOCH_BUMPS = 2
 # A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
 _PATIENCE = 5.0
+# A log-in on a busy machine takes tenths of a second.
+_LEAST_PATIENCE = 0.3
 # Markers take milliseconds to be written; a coordinator takes seconds to move.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
 # Enough for a few callers at once; more are made as needed and not kept.
@@ -383,7 +385,7 @@ class Requests:
             if deadline.expired:
                 break
             try:
-                return self._once(attempt, min(deadline.left(), _PATIENCE))
+                return self._once(attempt, self._patience(deadline))
             except _NotYetError as error:
                 reason, cause = str(error), error.__cause__
             except errors.IncompatibleBrokerVersion as error:
@@ -399,6 +401,11 @@ class Requests:
                 reason, cause = _reason(error) + advice, error
             time.sleep(min(pause, deadline.left()))
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s: {reason}") from cause
+
+    def _patience(self, deadline: Deadline) -> float:
+        """How long one attempt may take; where there are other servers, so that time is left for another one."""
+        left = deadline.left()
+        return min(left, _PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[_Line], Awaitable[T]], seconds: float) -> T:
         """One attempt. Its connections are kept if it was answered, and dropped if not."""
