@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     DeadlineExceeded,
     InvalidOption,
@@ -23,7 +24,7 @@ from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_kafka.clients import AdminClient, Consumer, Producer
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import KEEP_ALL, Topics
+from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, Topics
 
 T = TypeVar("T")
 
@@ -48,6 +49,8 @@ _NOT_STORED = {
 }
 _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 _GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
+# The client looks for the coordinator of a group that it never joins, and may do without the right to it.
+_NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
@@ -234,6 +237,8 @@ class KafkaLog(DecisionLog):
             for message in self._fetch(reader, deadline):
                 offset = message.offset() or 0
                 error = message.error()
+                if error is not None and error.code() == _NO_GROUP:
+                    continue
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
                     self._wait_for_broker(KafkaException(error), f"reading record {at}", deadline)
                     reader.assign([self._at(at)])
@@ -269,7 +274,7 @@ class KafkaLog(DecisionLog):
         return Consumer(
             {
                 **self._client_settings(),
-                "group.id": "txnbridge-log",  # the client wants a name; no group is ever joined
+                "group.id": LOG_GROUP,
                 "isolation.level": "read_uncommitted",
                 "auto.offset.reset": "error",
                 "enable.auto.commit": False,
@@ -330,7 +335,10 @@ class KafkaLog(DecisionLog):
             return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
         if code in _TOO_LARGE:
             return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
-        return translate(error, what)
+        ours = translate(error, what)
+        if isinstance(ours, AccessDenied):
+            return AccessDenied(f"{ours}; an administrator grants:{Topics(self._settings).grants(self._topic)}")
+        return ours
 
 
 def _seconds(deadline: Deadline) -> float:

@@ -155,15 +155,18 @@ class Topics:
         copies = self._settings.replicas if self._settings.replicas > 0 else _COPIES
         wanted = {**config, **_in_sync(copies)}
         settings = " ".join(f"--config {key}={value}" for key, value in wanted.items())
-        rights = " ".join(f"--operation {right}" for right in _RIGHTS)
         return (
             f"this user may not create or see the topic {name!r}, which txnbridge needs. An administrator creates it:"
             f"\n  kafka-topics.sh {server} --create --topic {name} --partitions {partitions}"
             f" --replication-factor {copies} {settings}"
-            f"\nand grants this user:"
-            f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME {rights} --topic {name}"
-            f"\n  kafka-acls.sh {server} --add --allow-principal User:NAME --operation Describe --group {LOG_GROUP}"
+            f"\nand grants this user:{self.grants(name)}"
         )
+
+    def grants(self, name: str) -> str:
+        """The commands that give a user all rights to a topic of our own, a line each."""
+        command = f"\n  kafka-acls.sh --bootstrap-server {self._settings.bootstrap} --add --allow-principal User:NAME"
+        rights = " ".join(f"--operation {right}" for right in _RIGHTS)
+        return f"{command} {rights} --topic {name}{command} --operation Describe --group {LOG_GROUP}"
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Raises `NotFound`."""

@@ -21,9 +21,11 @@ from txnbridge_conformance import faults
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.settings import Settings
 
+from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from txnbridge import Decision
 from txnbridge._decisions import Decisions
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     DeadlineExceeded,
     EvidenceLost,
@@ -296,7 +298,7 @@ def test_a_topic_that_would_lose_records_is_refused_by_name(kafka_broker, admin,
 # --- offsets without a record ---------------------------------------------------------------------------------------
 
 
-def end_a_transaction_in(topic, url, *, commit, records=()):
+def end_a_transaction_in(topic, url, *, commit, records):
     producer = Producer({**client_settings(url), "transactional.id": uuid.uuid4().hex})
     producer.init_transactions(30)
     producer.begin_transaction()
@@ -534,3 +536,39 @@ assert len(read(log)) == 2
 
 def test_a_forked_child_forgets_the_parents_clients_and_the_parent_goes_on(kafka_broker, name):
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, kafka_broker.url, name], check=True, timeout=60)
+
+
+# --- rights ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_group(guarded, name, topic):  # noqa: F811
+    broker, proxy = guarded
+    admins = open_log(broker.url, name)
+    append(admins, b"0", b"1")
+    sasl = {key: value for key, value in as_guest(proxy)["client"].items() if key != "bootstrap.servers"}
+    with pytest.raises(AccessDenied, match=rf"(?s){topic}.*kafka-topics\.sh.*kafka-acls\.sh"):
+        open_log(proxy.url, name, **sasl)
+    grant(broker, topic, ["DESCRIBE"])
+    log = open_log(proxy.url, name, **sasl)  # its settings it may not read
+    assert bounds(log) == ((0,), (1,))
+    granting = rf"(?s){topic}.*kafka-acls\.sh .* --topic {topic}"
+    with pytest.raises(AccessDenied, match=granting):
+        append(log, b"never")
+    with pytest.raises(AccessDenied, match=granting):
+        read(log)
+    with pytest.raises(AccessDenied, match=granting):
+        log.trim((1,), Deadline(30))
+    grant(broker, topic, ["READ", "WRITE"])
+    append(log, b"2")
+    for _ in range(3):
+        assert read(log) == [((0,), b"0"), ((1,), b"1"), ((2,), b"2")]
+    # Whether the topic is compacted it may not see, so it cannot tell what a gap is.
+    end_a_transaction_in(topic, broker.url, commit=True, records=[b"3"])
+    wait_for_end(log, (4,))
+    append(log, b"5")
+    assert read(log, (0,), (2,)) == read(admins, (0,), (2,))
+    assert [record for _, record in read(admins)] == [b"0", b"1", b"2", b"3", b"5"]
+    with pytest.raises(PositionLost, match="compacted"):
+        read(log)
+    log.close()
+    admins.close()
