@@ -128,6 +128,7 @@ class Child:
         self._how = how
         self._name = f"{function.__module__}.{function.__qualname__}"
         self._told: deque[Any] = deque()
+        self._returned: list[Any] = []  # while something else was waited for
         self._line, theirs = multiprocessing.Pipe()
         task = _Task(_reference(function), pickle.dumps(args), where, how, dict(os.environ), _module_plugins())
         self._process = _fork_server().Process(target=_run, args=(theirs, task), name=self._name, daemon=True)
@@ -186,7 +187,7 @@ class Child:
 
     def result(self, timeout: float = 60) -> Any:
         """What the function returned. Raises what it raised, or `AssertionError` if it was killed or took too long."""
-        return self._receive("result", timeout)
+        return self._returned.pop() if self._returned else self._receive("result", timeout)
 
     def kill(self) -> None:
         """Kill the child with SIGKILL, and return when it is gone."""
@@ -221,6 +222,8 @@ class Child:
             except (EOFError, ConnectionResetError):
                 self._join(timeout)
                 raise AssertionError(f"{self._name} ended with {self._exit()} before it {said}") from None
+            if kind == "result":
+                self._returned.append(value)
             if kind in wanted:
                 return kind, value
             if kind == "told":

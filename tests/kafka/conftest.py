@@ -15,9 +15,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
+# Tests wait for dead members of groups to be noticed and for readers to learn of new partitions.
+SOON = "session.timeout.ms=2000&heartbeat.interval.ms=300&topic.metadata.refresh.interval.ms=1000"
+
+
 @pytest.fixture(scope="session")
 def txnbridge_url(kafka_broker: brokers.Broker) -> str:
-    return kafka_broker.url
+    return f"{kafka_broker.url}?{SOON}"
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ _LOGGING = """<Configuration>
 # - one partition of each internal topic, since each costs files and time at the start;
 # - transactions that timed out are looked for every half second instead of every ten, and a dead node is noticed after
 #   1.5 seconds instead of nine, so that tests of both are short;
+# - a dead member of a group may be noticed within seconds too;
 # - the cleaner's buffer would take half of the memory;
 # - a missing topic is an error, as it should be where transactions matter.
 _SETTINGS = {
@@ -56,6 +57,11 @@ _SETTINGS = {
     "offsets.topic.num.partitions": "1",
     "transaction.state.log.num.partitions": "1",
     "group.initial.rebalance.delay.ms": "0",
+    "group.min.session.timeout.ms": "1000",
+    "group.consumer.session.timeout.ms": "2000",
+    "group.consumer.min.session.timeout.ms": "1000",
+    "group.consumer.heartbeat.interval.ms": "500",
+    "group.consumer.min.heartbeat.interval.ms": "100",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
     "log.cleaner.dedupe.buffer.size": "2097152",
     "log.segment.bytes": "67108864",

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
-from txnbridge import Bridge, Capability, Consumer, InvalidState, Message, Outcome, OutcomeUnknown, Poison, Transaction
+from txnbridge import (
+    Bridge,
+    Capability,
+    Conflict,
+    Consumer,
+    InvalidState,
+    Message,
+    Outcome,
+    OutcomeUnknown,
+    Poison,
+    Transaction,
+)
 from txnbridge.testing import next_commit
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
@@ -324,7 +337,7 @@ def test_a_message_is_processed_once_while_members_come_and_go(
 
         def all_done() -> bool:
             _pass_on(staying, member, target)
-            return bool(member.assignment) and not any(member.lag().values())
+            return len(member.assignment) == 4 and not any(member.lag().values())
 
         eventually(all_done, "everything is processed")
     assert sorted(m.value for m in seen(bridge, target)) == expected
@@ -333,7 +346,8 @@ def test_a_message_is_processed_once_while_members_come_and_go(
 def _pass_on(bridge: Bridge, consumer: Consumer, target: str) -> None:
     batch = consumer.poll(7, timeout=0.1)
     if batch:
-        with bridge.transaction() as txn:
+        # While partitions are shared out anew, a broker may not know whose they are; then they come again.
+        with suppress(Conflict), bridge.transaction() as txn:
             for message in batch:
                 txn.send(target, message.value)
             txn.ack(batch)
