@@ -108,9 +108,7 @@ def _decided(
 
 
 def _write(requests: Requests, pid: int, epoch: int, commit: bool, where: Held, deadline: Deadline) -> str:
-    # A partition refuses a coordinator that is older than one it has heard of.
-    known = max(0, *(active.coordinator_epoch for active in where.values()))
-    requests.write_markers(pid, epoch, commit, list(where), deadline, known)
+    requests.write_markers(pid, epoch, commit, list(where), deadline)
     return f"{'commit' if commit else 'abort'} in {places(where)}"
 
 

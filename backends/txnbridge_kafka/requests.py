@@ -324,13 +324,17 @@ class Requests:
         commit: bool,
         partitions: Sequence[Partition],
         deadline: Deadline,
-        coordinator_epoch: int = 0,
+        coordinator_epoch: int | None = None,
     ) -> None:
         """Write the markers that end a transaction in its partitions, as its coordinator would have done.
 
-        It needs a right on the whole cluster. Raises `Fenced` if a partition knows a newer epoch.
+        A partition refuses a coordinator that is older than one it has heard of: without `coordinator_epoch` it is
+        asked which that was. It needs a right on the whole cluster. Raises `Fenced` if a partition knows a newer epoch.
         """
         left = set(partitions)
+        if coordinator_epoch is None:
+            heard = [each for those in self.producers(partitions, deadline).values() for each in those]
+            coordinator_epoch = max([0, *(each.coordinator_epoch for each in heard if each.pid == pid)])
 
         async def attempt(line: _Line) -> None:
             for node, those in (await line.leaders(left)).items():

@@ -624,7 +624,7 @@ def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too
     (active,) = one.admin._requests.producers([(one.topic, 0)], Deadline(LONG))[one.topic, 0]
     assert active.coordinator_epoch > 0
     with pytest.raises(BrokerUnavailable, match="52"):
-        one.admin._requests.write_markers(active.pid, active.epoch, True, [(one.topic, 0)], Deadline(LONG))
+        one.admin._requests.write_markers(active.pid, active.epoch, True, [(one.topic, 0)], Deadline(LONG), 0)
     one.admin.repair(one.id, Deadline(LONG))
     assert wait_until(lambda: one.visible() == [b"before", b"held"], LONG)
 
