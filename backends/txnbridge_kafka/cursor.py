@@ -21,7 +21,7 @@ class Wish:
     """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have."""
 
     target: int | None = None
-    since: int | None = None  # a point in time, for which the target is the broker's answer
+    since: tuple[int, int] | None = None  # a point in time that the target stands for, and where the log ended then
     refused: int | None = None
 
 
@@ -40,9 +40,9 @@ class Cursor:
         self.settled = False  # where it goes on is certain, and the client reads there
         self.paused = False
         self.wish = Wish()
-        # Nothing stamped before is handed out until something that is not has been: the broker counts the markers of
-        # transactions too, which are stamped when it writes them, and so names an offset that may be too low.
-        self.since: int | None = None
+        # Up to an offset nothing stamped before a time is handed out, until something stamped later has been: by the
+        # broker's count a marker of a transaction may be what is stamped later.
+        self.since: tuple[int, int] | None = None
         self.lost = ""  # why it cannot go on without being told where
         # Something was dropped that the client takes for handed out, so the client's own position says nothing.
         self.astray = False
@@ -103,10 +103,11 @@ class Cursor:
             for message in run
         ]
 
-    def _reach(self, since: int, run: Sequence[Any]) -> Sequence[Any]:
+    def _reach(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
         """The messages from the first one on that is stamped at or after a time."""
+        time, end = since
         self.next = run[-1].offset() + 1
-        reached = list(dropwhile(lambda message: message.timestamp()[1] < since, run))
+        reached = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if reached:
             self.since = None
         return reached

@@ -61,13 +61,18 @@ class Offsets:
         """Where readers of committed messages come to: the first undecided message, or the end."""
         return self._listed(partitions, _SPEC.latest(), deadline)
 
-    def since(self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline) -> dict[Partition, int]:
-        """The first offset stamped at or after a time, else the end."""
+    def since(
+        self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
+    ) -> dict[Partition, tuple[int, int]]:
+        """The first offset stamped at or after a time, or the end if there is none; and the end.
+
+        The broker counts the markers of transactions too, which are stamped when it writes them.
+        """
         names = list(partitions)
         # The ends first: a message that comes between the two questions is not passed over then.
         ends = self.ends(names, deadline)
         found = self._listed(names, _SPEC.for_timestamp(timestamp), deadline)
-        return {name: found[name] if 0 <= found[name] < ends[name] else ends[name] for name in names}
+        return {name: (found[name] if 0 <= found[name] < ends[name] else ends[name], ends[name]) for name in names}
 
     def committed(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
@@ -107,7 +112,7 @@ class Offsets:
         return found
 
     def _listed(self, partitions: Iterable[Partition], spec: Any, deadline: Deadline) -> dict[Partition, int]:
-        asked = {partition: spec for partition in partitions}
+        asked = dict.fromkeys(partitions, spec)
         found: dict[Partition, int] = {}
         while asked:
             found.update(self._list(asked, deadline))

@@ -111,12 +111,12 @@ class KafkaReader(Reader):
 
     def _begin_alone(self, deadline: Deadline) -> None:
         partitions = [(topic, number) for topic, count in self._counts.items() for number in range(count)]
-        first = self._starts.first(partitions, deadline)
-        cursors = [self._add(partition) for partition in partitions]
-        self._settle({cursor: cursor.wish for cursor in cursors}, first)
+        cursors = {partition: self._add(partition) for partition in partitions}
         if isinstance(self._subscription.start, int):
-            for cursor in cursors:
-                cursor.since = self._subscription.start
+            self._go_to(cursors, self._subscription.start, deadline)
+        else:
+            first = self._starts.first(partitions, deadline)
+            self._settle({cursor: cursor.wish for cursor in cursors.values()}, first)
 
     def _join(self, context: Context, deadline: Deadline) -> None:
         self._group_starts = GroupStarts(self._offsets, self._subscription, context, self._counts, deadline)
@@ -414,8 +414,12 @@ class KafkaReader(Reader):
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         cursors = {partition: cursor for partition, cursor in self._cursors.items() if cursor.next is not None}
+        self._go_to(cursors, timestamp, deadline)
+
+    def _go_to(self, cursors: Mapping[Partition, Cursor], timestamp: int, deadline: Deadline) -> None:
         since = self._offsets.since(cursors, timestamp, deadline)
-        self._go_on({c: Wish(target=since[partition], since=timestamp) for partition, c in cursors.items()})
+        ats = {cursor: since[partition] for partition, cursor in cursors.items()}
+        self._go_on({c: Wish(target=first, since=(timestamp, end)) for c, (first, end) in ats.items()})
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         back = {partition: min(_offset(each) for each in given) for partition, given in positions.items() if given}

@@ -49,7 +49,8 @@ class Starts:
             case "latest":
                 return self._offsets.ends(partitions, deadline)
             case timestamp:
-                return self._offsets.since(partitions, int(timestamp), deadline)
+                since = self._offsets.since(partitions, int(timestamp), deadline)
+                return {partition: first for partition, (first, _end) in since.items()}
 
     def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """What is new since the start is read from its beginning, whatever the start was: it has all come since."""

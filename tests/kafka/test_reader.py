@@ -319,6 +319,7 @@ def test_without_a_group_reading_starts_where_it_is_told(cluster, join):
         cluster.write(topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
     latest = join(topic, None, start="latest")
     assert values(join(topic, None, start=1_600_000_000_002).take(2)) == [b"2", b"3"]
+    # Nothing is stamped so late: it begins at the end, whatever the next one is stamped.
     late = join(topic, None, start=1_600_000_000_004)
     cluster.write(topic, b"4", timestamp=1_600_000_000_001)
     assert values(latest.take(1)) == values(late.take(1)) == [b"4"]
@@ -874,7 +875,8 @@ def test_a_member_that_was_thrown_out_cannot_acknowledge(cluster, join, group, k
         cluster.ack(sleeper, *slept)
     cluster.ack(other, *taken[:1])
     assert cluster.group(group)[topic, 0] == 1
-    sleeper.until(lambda: ("lost", (topic, 0)) in sleeper.listener.told)
+    share(sleeper, other, topic, 2)
+    assert set(sleeper.listener.here) == set(sleeper.positions())
 
 
 def test_acknowledgements_work_after_the_group_was_shared_out_anew(cluster, join, group):
@@ -922,7 +924,7 @@ def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_
     cluster = Cluster(broker)
     topic = cluster.topic()
     cluster.write(topic, *numbered(10))
-    member = Member(cluster, topic, None if alone else group)
+    member = Member(cluster, topic, None if alone else group, **{"session.timeout.ms": 6000})
     member.take(5)
     broker.pause()
     while member.poll(timeout=0.5):
@@ -981,7 +983,7 @@ def test_what_a_killed_member_did_not_acknowledge_comes_again_elsewhere(start_ka
     with Child(read_and_wait, cluster.bootstrap, topic, group, kind, client) as child:
         assert child.told(60) == numbered(3)
         survivor = Member(cluster, topic, group, kind, **client)
-        assert survivor.poll(timeout=1) == []
+        taken = survivor.poll(timeout=1)  # where all is shared out anew, it may be with the other one already
         child.kill()
-        assert values(survivor.take(3)) == numbered(3)
+        assert values(taken + survivor.take(3 - len(taken))) == numbered(3)
         survivor.close()
