@@ -92,6 +92,7 @@ class KafkaReader(Reader):
         self._committing: Committing | None = None
         self._closed = False
         self._look_at = 0.0
+        self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
         self._counts = {topic: topics.partitions(topic, deadline) for topic in subscription.topics}
         self._eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
@@ -136,7 +137,8 @@ class KafkaReader(Reader):
             self._follow()
             lost = next((c.lost for c in self._cursors.values() if c.lost and not c.paused), "")
             wait = 0.0 if lost else min(deadline.left(), _IDLE_SECONDS if self._work is None else _BUSY_SECONDS)
-            messages = self._hand_out(self._read(min(max_messages, _MOST_MESSAGES), wait))
+            batch, self._ahead = self._ahead or self._read(min(max_messages, _MOST_MESSAGES), wait), []
+            messages = self._hand_out(batch)
             if messages:
                 self._renew_context()
                 return messages
@@ -322,6 +324,7 @@ class KafkaReader(Reader):
         for cursor in cursors:
             cursor.settled = True
         self._pause([cursor for cursor in touched if cursor.paused or not cursor.settled])
+        self._forget_ahead(touched)
 
     def _move(self, cursor: Cursor) -> bool:
         """Seek, if the client reads the partition; False if it does not, or has given it up after an error."""
@@ -343,8 +346,13 @@ class KafkaReader(Reader):
         placed = [cursor for cursor in cursors if cursor.placed]
         for cursor in placed:
             cursor.placed = False
+        self._forget_ahead(placed)
         if not self._eager:
             self._client.incremental_unassign([cursor.at_next() for cursor in placed])
+
+    def _forget_ahead(self, cursors: Iterable[Cursor]) -> None:
+        gone = {cursor.partition for cursor in cursors}
+        self._ahead = [each for each in self._ahead if (each.topic(), each.partition()) not in gone]
 
     def _pause(self, cursors: Iterable[Cursor]) -> None:
         if names := [cursor.at_next() for cursor in cursors if cursor.placed]:
@@ -462,6 +470,8 @@ class KafkaReader(Reader):
         return cursor
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        # Without a look at what comes next nobody could tell a marker from a message.
+        self._ahead = self._ahead or self._read(1, 0)
         group, ends = self._subscription.group, self._offsets.ends(self._cursors, deadline)
         if group is None:
             return {p: self._behind(cursor, cursor.next or 0, ends[p]) for p, cursor in self._cursors.items()}
@@ -471,7 +481,8 @@ class KafkaReader(Reader):
         return {p: self._behind(cursor, stands[p], ends[p]) for p, cursor in self._cursors.items()}
 
     def _behind(self, cursor: Cursor, stands: int, end: int) -> int:
-        if cursor.settled and not cursor.astray and cursor.next is not None and stands >= cursor.next:
+        ahead = any((each.topic(), each.partition()) == cursor.partition for each in self._ahead)
+        if cursor.settled and not cursor.astray and not ahead and stands >= (cursor.next or 0):
             # Nothing is outstanding, so it stands where the client is: that passes over markers and what was aborted.
             stands = max(stands, self._client.position([cursor.at_next()])[0].offset)
         return max(0, end - stands)
