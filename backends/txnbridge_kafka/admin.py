@@ -183,8 +183,7 @@ class KafkaAdmin(Admin):
         return found, None if found is None else records.of(found)
 
     def _abort(self, found: Described, deadline: Deadline) -> Outcome:
-        # Its producer may be committing it this moment.
-        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline, shut_out=False)
+        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline)
         if ended.code == DONE:
             return Outcome.ABORTED
         # Somebody else was quicker. The start tells whether what is there now is still the same transaction.

@@ -199,12 +199,14 @@ class Requests:
 
         return self._until(deadline, "describing transactions", attempt)
 
-    def end(self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool = True) -> Ended:
+    def end(
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
+    ) -> Ended:
         """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
 
-        The same decision may be repeated. By default its producer is shut out too, where the cluster can do that. Not
-        with `shut_out=False`, which is for transactions that a producer may be ending by itself: of one that was
-        committed so just before, the request that shuts out would say that it is aborted now.
+        The same decision may be repeated. A commit also shuts the producer out, where the cluster can do that. An abort
+        does with `shut_out=True`, which is for ids whose producer never commits by itself: of a transaction that it has
+        committed just before, the request that shuts out would say that it is aborted now.
         Raises `OutcomeUnknown` if it was asked and no final answer came, any other error only if it was certainly
         never asked or certainly refused.
         """
@@ -214,7 +216,8 @@ class Requests:
         async def attempt(line: _Line) -> Ended:
             nonlocal asked
             node = await line.coordinator(id)
-            newest = 5 if shut_out and await line.bumps_epochs(node) else 4
+            may_shut_out = commit if shut_out is None else shut_out
+            newest = 5 if may_shut_out and await line.bumps_epochs(node) else 4
             request = EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )

@@ -274,6 +274,9 @@ def _code(error: KafkaException) -> int:
 
 
 def _passes(error: KafkaException) -> bool:
+    # A broker that has just started, or was slow, may be out of the controller's count for a moment.
+    if _code(error) == KafkaError.INVALID_REPLICATION_FACTOR:
+        return "currently fenced" in error.args[0].str()
     return _code(error) in (
         KafkaError._TRANSPORT,
         KafkaError._ALL_BROKERS_DOWN,

@@ -26,6 +26,7 @@ from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
 
 import txnbridge
+from tests.brokers.kit import state
 from txnbridge import Bridge, Outcome
 from txnbridge._events import Emitter
 from txnbridge.errors import (
@@ -367,6 +368,13 @@ def test_what_the_doctor_may_not_see_it_says(guarded, make_admin):
     assert admin.transactions(Deadline(LONG)) == []
 
 
+def stand_still(broker: brokers.Broker) -> None:
+    """Pause it, and return when it has stopped: threads that are at work may answer once more."""
+    broker.pause()
+    pid = broker.pid(1) if isinstance(broker, brokers.ProcessBroker) else None
+    assert pid is None or wait_until(lambda: "T" in state(pid), LONG)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -383,7 +391,7 @@ def test_what_the_doctor_may_not_see_it_says(guarded, make_admin):
 )
 def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_broker, make_admin, call):
     admin = make_admin()
-    kafka_broker.pause()
+    stand_still(kafka_broker)
     try:
         started = time.monotonic()
         with pytest.raises(BrokerUnavailable):
