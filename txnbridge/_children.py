@@ -90,7 +90,8 @@ class StopAt:
         return self._skip == -1 and point not in self._visited
 
     def _stop(self, point: Point) -> None:
-        os.kill(os.getpid(), self._signal)
+        # To this very thread: a signal to the process may be taken by another one, while this one runs on.
+        signal.pthread_kill(threading.get_ident(), self._signal)
 
 
 def _parse_point(text: str) -> Point:
@@ -171,6 +172,7 @@ class Child:
     def resume(self, timeout: float = 60) -> None:
         """Let a child that was paused at its point go on, and wait until it does."""
         deadline = time.monotonic() + timeout
+        self._signal(signal.SIGCONT)
         while not self._line.poll(_RESUME_SECONDS):
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self._name} was to go on and did not within {timeout:g} s")
