@@ -35,6 +35,7 @@ def _open(cluster: Cluster, owner: Owner, writer: KafkaWriter, deadline: Deadlin
 
 def _clear(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> Described | None:
     """End what is open under a plain writer's id, and record how its last one ended."""
+    owner.check(deadline)  # a process that slept since it opened the id would end what the next owner has open
     found = end_if_open(cluster, id, deadline)
     if found is not None and found.state in ("CompleteCommit", "CompleteAbort"):
         owner.note_outcome(found, deadline)

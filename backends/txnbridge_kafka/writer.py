@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +49,8 @@ _ABORT_GRACE = 2.0
 # What is still on its way when a transaction aborts makes its writer doubtful (a new one takes 0.3 s), so it is sent
 # first, unless that takes longer than this.
 _FLUSH_BEFORE_ABORT = 0.5
+# The coordinator ends a transaction within milliseconds.
+_MOMENT = 0.01
 # One turn of waiting for room in the client's buffer.
 _ROOM_SECONDS = 0.05
 
@@ -90,6 +93,8 @@ class KafkaWriter(Writer):
 
     def open(self, deadline: Deadline) -> None:
         """Open the id: what another process had open under it is aborted, and it is fenced."""
+        # A process that slept since it looked would fence the owner that has come meanwhile.
+        self._owner.check(deadline)
         producer = TransactionalProducer(self._cluster.settings, self.id, self._timeout_ms)
         with self._cluster.events.step("step:open", id=self.id):
             producer.open(deadline)
@@ -400,6 +405,7 @@ def end_if_open(cluster: Cluster, id: str, deadline: Deadline, only: Described |
                 # With the epoch that it had: ending it may have raised that, and tokens know the one before.
                 return replace(found, state="CompleteAbort")
         deadline.check(f"waiting until the coordinator has ended the last transaction of {id}")
+        time.sleep(_MOMENT)
 
 
 def _timestamp(timestamp: int | None) -> int:
