@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from txnbridge_kafka import java, names, settings
 from txnbridge_kafka.settings import OPTIONS, REFUSED, Settings
 
+import txnbridge
 from tests.kafka.certificates import Authority, openssl
 from tests.kafka.java_kit import ask_java
 from txnbridge._url import parse_url
@@ -101,6 +102,13 @@ def test_what_the_user_says_wins_over_our_defaults():
     found = read({"client.id": "billing", "socket.timeout.ms": 2500})
     assert (found.client["client.id"], found.raw["client_id"]) == ("billing", "billing")
     assert (found.client["socket.timeout.ms"], found.raw["request_timeout_ms"]) == ("2500", 2500)
+
+
+@pytest.mark.timeout(600)  # the first start of a version fetches it
+@pytest.mark.parametrize("times", [{"timeout": 901}, {"timeout": 60, "hold": 841}], ids=str)
+def test_a_time_that_the_cluster_does_not_allow_is_refused_at_connect(kafka_broker, times):
+    with pytest.raises(InvalidOption, match=r"901 s.* 900 s \(transaction\.max\.timeout\.ms\)"):
+        txnbridge.connect(kafka_broker.url, **times)
 
 
 # --- the client's own names ------------------------------------------------------------------------------------------
