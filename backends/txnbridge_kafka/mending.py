@@ -79,4 +79,6 @@ def offsets_partition(group: str, partitions: int) -> Partition:
     units = group.encode("utf-16-be", "surrogatepass")
     for at in range(0, len(units), 2):
         code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
-    return OFFSETS_TOPIC, (code & 0x7FFF_FFFF) % partitions
+    signed = code - (1 << 32) if code >> 31 else code
+    # Java has no positive number for its smallest one; Kafka takes 0.
+    return OFFSETS_TOPIC, 0 if signed == -(1 << 31) else abs(signed) % partitions
