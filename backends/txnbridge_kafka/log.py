@@ -253,8 +253,10 @@ class KafkaLog(DecisionLog):
 
     def _fetch(self, reader: Consumer, deadline: Deadline) -> list[Message]:
         """What is there, at least one record or the reason why not. Raises `DeadlineExceeded`."""
-        while (one := reader.poll(_seconds(deadline))) is None:
+        one = None
+        while one is None:
             deadline.check(f"reading the decision log {self._topic}")
+            one = reader.poll(_seconds(deadline))
         return [one, *reader.consume(_READ_AT_ONCE, 0)]
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:

@@ -390,6 +390,15 @@ def test_nothing_hangs_while_the_broker_does(kafka_broker, log, paused, used):
     assert [record for _, record in read(log, None, position)] in [[b"last"], [b"0", b"1", b"maybe", b"last"]]
 
 
+def test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too(log):
+    append(log, *(b"%d" % number for number in range(1000)))
+    reading = iter(log.read(None, None, Deadline(0.5)))
+    assert next(reading) == ((0,), b"0")
+    time.sleep(0.6)
+    with pytest.raises(DeadlineExceeded):
+        list(reading)
+
+
 def test_an_append_whose_answer_is_lost_is_unknown_and_the_next_one_is_not(kafka_broker, name, opened):
     with faults.proxy(kafka_broker) as proxy:
         log = opened(proxy.url, name)

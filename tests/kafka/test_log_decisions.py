@@ -104,7 +104,7 @@ def log(kafka_broker):
 @pytest.mark.parametrize(
     ("chances", "origin"), [(Chances(), None), (Chances(retention=0.01), (0,))], ids=["calm", "harsh"]
 )
-@pytest.mark.parametrize("worlds", [5, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("worlds", [3, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(3600)])])
 def test_nobody_is_ever_told_what_does_not_count(kafka_broker, chances, origin, worlds, monkeypatch, caplog):
     monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
     for name, size in SMALL_RECORDS.items():
