@@ -63,8 +63,12 @@ class KafkaLog(DecisionLog):
 
     origin = (0,)
 
-    def __init__(self, settings: Settings, name: str, deadline: Deadline, events: Emitter) -> None:
+    def __init__(
+        self, settings: Settings, name: str, deadline: Deadline, events: Emitter, topics: Topics | None = None
+    ) -> None:
+        """`topics` is what others have connected already, and saves connecting once more."""
         self._settings = settings
+        self._topics = topics or Topics(settings)
         self._topic = f"{settings.prefix}log-{name}"
         self._lock = threading.Lock()
         self._producer: Producer | None = None
@@ -80,13 +84,12 @@ class KafkaLog(DecisionLog):
                 f"{self._topic!r} is no name of a topic: on Kafka an application has a name of letters, digits, '.',"
                 f" '_' and '-', and with the prefix {_LONGEST_NAME} of them at most"
             )
-        topics = Topics(self._settings)
-        topics.create_internal_topic(self._topic, deadline)
-        self._check_settings(topics, deadline)
+        self._topics.create_internal_topic(self._topic, deadline)
+        self._check_settings(deadline)
 
-    def _check_settings(self, topics: Topics, deadline: Deadline) -> bool:
+    def _check_settings(self, deadline: Deadline) -> bool:
         """Refuse a topic that would lose records; False if this user may not see its settings."""
-        found = topics.configs([self._topic], deadline)[self._topic]
+        found = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
             f"{name}={found[name]} instead of {wanted}"
             for name, wanted in KEEP_ALL.items()
@@ -183,11 +186,12 @@ class KafkaLog(DecisionLog):
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> Producer:
-        """The one that is in use, or a new one that has reached its broker: so what fails here was not sent."""
+        """The one that is in use, or a new one if broker and topic are there: what fails here was not sent."""
         with self._lock:
             producer = self._producer
         if producer is not None:
             return producer
+        self._bounds(deadline)
         producer = Producer(
             {
                 **self._client_settings(),
@@ -199,18 +203,9 @@ class KafkaLog(DecisionLog):
                 "message.max.bytes": 1_000_000,  # a record has 900,000 at most, whatever is set for messages
             }
         )
-        self._reach(producer, deadline)
         with self._lock:
             self._producer = self._producer or producer
             return self._producer
-
-    def _reach(self, producer: Producer, deadline: Deadline) -> None:
-        def look(left: float) -> None:
-            found = producer.list_topics(self._topic, timeout=left).topics[self._topic]
-            if found.error is not None:
-                raise KafkaException(found.error)
-
-        self._ask(look, "reaching its broker", deadline)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -264,7 +259,7 @@ class KafkaLog(DecisionLog):
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
-        if not self._check_settings(Topics(self._settings), deadline):
+        if not self._check_settings(deadline):
             raise PositionLost(
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
             )
@@ -339,7 +334,7 @@ class KafkaLog(DecisionLog):
             return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
         ours = translate(error, what)
         if isinstance(ours, AccessDenied):
-            return AccessDenied(f"{ours}; an administrator grants:{Topics(self._settings).grants(self._topic)}")
+            return AccessDenied(f"{ours}; an administrator grants:{self._topics.grants(self._topic)}")
         return ours
 
 

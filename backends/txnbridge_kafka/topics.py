@@ -42,7 +42,7 @@ _KAFKAS_OWN = "__"
 _LEAST_SECONDS = 0.01
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.02
 _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
