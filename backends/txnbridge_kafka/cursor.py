@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, groupby
-from operator import itemgetter
 from typing import Any
 
 from confluent_kafka import Message as Raw
@@ -127,13 +126,20 @@ def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
 
 
 def split(batch: Sequence[Any]) -> Iterator[tuple[Partition, Sequence[Any]]]:
-    """A batch as runs of messages of one partition."""
-    if not batch:
-        return
-    topics: list[Any] = list(map(Raw.topic, batch))
-    numbers: list[Any] = list(map(Raw.partition, batch))
+    """A batch that is not empty as runs of messages of one partition."""
+    # These loops run in C: they cost a fifth of what handing out does.
+    topics, numbers = list(map(Raw.topic, batch)), list(map(Raw.partition, batch))
     if topics.count(topics[0]) == numbers.count(numbers[0]) == len(batch):
-        yield (topics[0], numbers[0]), batch  # as it is nearly always
-        return
-    for partition, run in groupby(zip(topics, numbers, batch, strict=True), itemgetter(0, 1)):
-        yield partition, [message for _topic, _number, message in run]
+        yield _name(batch[0]), batch  # as it is nearly always
+    else:
+        for partition, run in groupby(batch, _name):
+            yield partition, list(run)
+
+
+def has_errors(batch: Sequence[Any]) -> bool:
+    """Whether something in a batch is no message."""
+    return list(map(Raw.error, batch)).count(None) < len(batch)
+
+
+def _name(message: Any) -> Partition:
+    return message.topic(), message.partition()

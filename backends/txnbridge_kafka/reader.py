@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
-from txnbridge_kafka.cursor import Cursor, Wish, split
+from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.offsets import Offsets, is_passing
 from txnbridge_kafka.settings import Settings
@@ -32,8 +32,8 @@ SHORT_CALL = 10.0
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
 _LOOK_SECONDS = 3.0
-# What one poll hands out at most, so that a large number asked for costs nothing before there are as many.
-_MOST_MESSAGES = 10_000
+# What one poll hands out at most: much more takes twice the time a message, because it leaves the processor's cache.
+_MOST_MESSAGES = 1000
 
 _DENIED_OR_GONE = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -167,21 +167,18 @@ class KafkaReader(Reader):
         return batch
 
     def _hand_out(self, batch: list[Any]) -> list[Message]:
-        if not batch:
-            return []
-        found = [message for message in batch if message.error() is None]
-        if len(found) < len(batch):
+        if has_errors(batch):
             for message in batch:
                 if (error := message.error()) is not None:
                     self._note(error, message)
+            batch = [message for message in batch if message.error() is None]
         messages: list[Message] = []
-        for partition, run in split(found):
+        for partition, run in split(batch) if batch else ():
             cursor = self._cursors.get(partition)
             if cursor is None:
                 continue  # it has left meanwhile
             if cursor.settled and not cursor.paused:
-                handed = cursor.hand_out(run)
-                messages = messages + handed if messages else handed
+                messages += cursor.hand_out(run)
             else:
                 cursor.astray = True
         return messages
