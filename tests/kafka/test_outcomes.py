@@ -1,0 +1,244 @@
+"""What a program is told when the network, the broker or its own process fails at the end of a transaction."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from confluent_kafka.admin import AdminClient
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers.plugin import StartKafka
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.plugin import Connect, RunChild
+
+import txnbridge
+from txnbridge import Bridge, Outcome, OutcomeUnknown, TokenState, TransactionAborted, TxnBridgeError
+
+_silent = logging.getLogger("tests.kafka.outcomes")
+_silent.addHandler(logging.NullHandler())
+_silent.propagate = False
+
+# The time of a transaction in these tests, within which the client asks a silent broker at least twice.
+SECONDS = 4.0
+# What an end may take beyond it on a machine that does other things too.
+LATE = 15.0
+
+
+@pytest.fixture
+def through(proxy: faults.Proxy) -> Iterator[Bridge]:
+    with txnbridge.connect(proxy.url, writers=1, timeout=SECONDS) as bridge:
+        yield bridge
+
+
+def unknown(bridge: Bridge, topic: str, value: bytes) -> str:
+    """Commit one message, and be told that nobody knows; returns the token."""
+    begun = time.monotonic()
+    with pytest.raises(OutcomeUnknown) as caught:
+        send(bridge, topic, value)
+    assert time.monotonic() - begun < SECONDS + LATE
+    assert caught.value.token
+    return caught.value.token
+
+
+def test_a_commit_whose_answers_are_all_lost_is_known_to_have_happened(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
+) -> None:
+    send(through, topic, b"0")
+    hold = proxy.hold(answers="EndTxn", count=None)
+    token = unknown(through, topic, b"1")
+    assert bridge.status(token).state is TokenState.COMMITTED
+    hold.drop()
+    send(through, topic, b"2")
+    assert bridge.status(token).state is TokenState.COMMITTED
+    assert values(seen(bridge, topic)) == [b"0", b"1", b"2"]
+
+
+def test_a_commit_that_never_arrives_is_not_taken_for_the_one_before(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
+) -> None:
+    send(through, topic, b"0")
+    hold = proxy.hold(requests="EndTxn", count=None)
+    token = unknown(through, topic, b"never")
+    assert bridge.status(token).state in (TokenState.UNKNOWN, TokenState.ABORTED)
+    assert not bridge.status(token).permanent
+    proxy.cut()
+    hold.release()  # and here they come, late
+    eventually(lambda: bridge.status(token).state is not TokenState.UNKNOWN, "it is known")
+    state = bridge.status(token).state
+    send(through, topic, b"2")
+    assert bridge.status(token).state is state
+    wanted = [b"0", *([b"never"] if state is TokenState.COMMITTED else []), b"2"]
+    assert values(seen(bridge, topic)) == wanted
+
+
+def test_what_was_lost_on_its_way_is_aborted_for_good_once_its_writer_goes_on(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str
+) -> None:
+    send(through, topic, b"0")
+    hold = proxy.hold(requests="EndTxn", count=None)
+    token = unknown(through, topic, b"never")
+    proxy.cut()
+    hold.drop()
+    send(through, topic, b"2")
+    assert bridge.status(token).state is TokenState.ABORTED
+    assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+@pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce"])
+def test_what_was_never_stored_is_aborted_although_the_coordinator_speaks_of_the_one_before(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, request_kind: str
+) -> None:
+    send(through, topic, b"0")
+    hold = proxy.hold(requests=request_kind, count=None)
+    with pytest.raises(TxnBridgeError) as caught:
+        with through.transaction() as txn:
+            txn.send(topic, b"never")
+    assert txn.outcome is Outcome.ABORTED, caught.value
+    proxy.cut()
+    hold.release()
+    send(through, topic, b"2")
+    assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(
+    kafka_broker: brokers.Broker, connect: Connect, bridge: Bridge, topic: str
+) -> None:
+    through = connect(writers=1, timeout=SECONDS)
+    send(through, topic, b"0")
+    txn = through.transaction()
+    txn.send(topic, b"1")
+    kafka_broker.pause()
+    try:
+        begun = time.monotonic()
+        with pytest.raises(TxnBridgeError):
+            txn.commit()
+        if txn.outcome is None:
+            with pytest.raises(TxnBridgeError):
+                txn.abort()
+        assert time.monotonic() - begun < SECONDS + LATE
+        assert txn.outcome is Outcome.UNKNOWN
+    finally:
+        kafka_broker.resume()
+    token = str(txn.token)
+    eventually(lambda: bridge.status(token).state is not TokenState.UNKNOWN, "it is known")
+    happened = bridge.status(token).state is TokenState.COMMITTED
+    assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else [])]
+
+
+def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_so(
+    connect: Connect, bridge: Bridge, topic: str
+) -> None:
+    slow = connect(writers=1, timeout=1.5)
+    send(slow, topic, b"0")
+    with pytest.raises(TxnBridgeError):
+        with slow.transaction() as txn:
+            txn.send(topic, b"never")
+            txn._writer.flush(txn._begin.deadline)
+            time.sleep(3)  # longer than the broker lets it live
+    assert txn.outcome is Outcome.ABORTED
+    send(slow, topic, b"2")
+    assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+def test_prepared_ones_survive_their_process_and_their_broker(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, kill_broker: Callable[[], object]
+) -> None:
+    tokens = []
+    for number in range(4):
+        dying = run(programs.prepare_one, txnbridge_url, topic, b"%d" % number, kill="status/before")
+        tokens.append(dying.told())
+        dying.stopped()
+    kill_broker()
+    bridge = connect()
+    assert [bridge.status(token).state for token in tokens] == [TokenState.PREPARED] * 4
+    ends = [bridge.commit, bridge.abort, bridge.commit, bridge.abort]
+    assert [end(token) for end, token in zip(ends, tokens, strict=True)] == [Outcome.COMMITTED, Outcome.ABORTED] * 2
+    kill_broker()
+    assert [bridge.status(token).state for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED] * 2
+    assert sorted(m.value for m in seen(connect(), topic)) == [b"0", b"2"]
+
+
+def test_a_writer_goes_on_after_its_broker_was_killed(
+    bridge: Bridge, connect: Connect, topic: str, owner: str, kill_broker: Callable[[], object]
+) -> None:
+    through = connect(transactional_id=owner, writers=1)
+    send(through, topic, b"0")
+    assert values(seen(bridge, topic)) == [b"0"]
+    kill_broker()
+    for number in range(1, 4):
+        send(through, topic, b"%d" % number)
+    assert values(seen(bridge, topic)) == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_group_goes_on_after_its_broker_was_killed(
+    bridge: Bridge, topic: str, group: str, kill_broker: Callable[[], object]
+) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 1))
+        kill_broker()
+        with bridge.transaction() as txn:
+            messages = take(consumer, 1)
+            txn.ack(messages)
+        assert values(messages) == [b"2"]
+    with bridge.consumer(topic, group) as consumer:
+        assert values(take(consumer, 1)) == [b"3"]
+
+
+@pytest.fixture
+def forgetful(start_kafka: StartKafka) -> brokers.Broker:
+    """A broker that forgets an id that was not used for three seconds."""
+    return start_kafka(
+        settings={
+            "transactional.id.expiration.ms": "3000",
+            "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
+            "producer.id.expiration.ms": "3000",
+        }
+    )
+
+
+def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_again(
+    forgetful: brokers.Broker, owner: str
+) -> None:
+    with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:
+        send(bridge, "topic", b"0")
+        requests = bridge._broker._cluster.requests
+        id = f"{owner}.0"
+        eventually(lambda: id not in requests.describe([id], txnbridge.spi.Deadline(30)), "the id is forgotten")
+        failed = 0
+        for _ in range(2):
+            try:
+                send(bridge, "topic", b"1")
+                break
+            except TransactionAborted:
+                failed += 1
+        assert failed <= 1
+        assert values(seen(bridge, "topic")) == [b"0", b"1"]
+
+
+@pytest.mark.full
+def test_a_token_is_committed_while_its_coordinator_moves(start_kafka: StartKafka, owner: str) -> None:
+    broker = start_kafka(nodes=3)
+    with txnbridge.connect(broker.url, transactional_id=owner, create_topics=1) as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send("topic", b"prepared")
+    first = coordinator(broker)
+    broker.kill(first)
+    with txnbridge.connect(broker.url) as other:
+        assert other.commit(str(txn.token)) is Outcome.COMMITTED
+        assert other.status(str(txn.token)).state is TokenState.COMMITTED
+        assert values(seen(other, "topic")) == [b"prepared"]
+    assert coordinator(broker) != first
+
+
+def coordinator(broker: brokers.Broker) -> int:
+    """The node that coordinates all transactions: the leader of the one partition that they are kept in."""
+    client = AdminClient({"bootstrap.servers": broker.url.removeprefix("kafka://")}, logger=_silent)
+    leader: int = (
+        client.list_topics("__transaction_state", timeout=30).topics["__transaction_state"].partitions[0].leader
+    )
+    return leader
