@@ -11,14 +11,20 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 
+# The folders of tests that start real brokers.
+BROKERS = ("tests/brokers/", "tests/faults/", "tests/kafka/")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The one skip for time: tests marked `full` run with --full."""
-    if config.getoption("--full"):
-        return
+    """The one skip for time: tests marked `full` run with --full. And where several processes share the tests (`-n`),
+    one of them has all that start real brokers: a machine carries few of those at a time.
+    """
     for item in items:
-        if item.get_closest_marker("full"):
+        if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with --full"))
+        if config.pluginmanager.hasplugin("xdist") and item.nodeid.startswith(BROKERS):
+            item.add_marker(pytest.mark.xdist_group("brokers"))

@@ -9,6 +9,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ from txnbridge.cli.demo.scenes import is_alive
 
 DEMO = [sys.executable, "-m", "txnbridge.cli", "demo"]
 CLAIMS = 12
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one: below it the demo's children have a socket, whose path may take no more than 100 bytes or so."""
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        yield Path(folder)
 
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from txnbridge import Bridge
 
 # Short, so that the partitions of a killed member are free again soon.
 LEASE = "?lease_seconds=0.3"
+# Whoever runs again after a kill waits for that.
+SIDE_BY_SIDE = 4
 
 
 def url_of(folder: Path) -> str:
@@ -25,15 +28,14 @@ def values(bridge: Bridge, topic: str) -> list[Any]:
 
 
 class Fresh:
-    """Makes new brokers that hold some input."""
+    """Makes new brokers that hold some input, from any thread."""
 
     def __init__(self, folder: Path, feed: Callable[[str], object]) -> None:
         self.folder = folder
         self.feed = feed
-        self.count = 0
+        self._numbers = count(1)
 
     def __call__(self) -> str:
-        self.count += 1
-        url = f"embedded:{self.folder}/{self.count}.db{LEASE}"
+        url = f"embedded:{self.folder}/{next(self._numbers)}.db{LEASE}"
         self.feed(url)
         return url

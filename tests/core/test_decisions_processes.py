@@ -245,7 +245,7 @@ def check_the_batch(url: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_process_killed_at_any_step_of_deciding_leaves_what_the_next_one_finishes():
-    points = crash_everywhere(decide_a_batch, check_the_batch)
+    points = crash_everywhere(decide_a_batch, check_the_batch, at_once=4)
     names = {point.event for point in points}
     assert {"decision.append/before", "decision.append/after", "decision.read/before"} <= names
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 import txnbridge
-from tests.core.processor_kit import Fresh, numbers, url_of, values
+from tests.core.processor_kit import SIDE_BY_SIDE, Fresh, numbers, url_of, values
 from txnbridge import Batch, DeadlineExceeded, Message, Outcome, Poison, Transaction
 from txnbridge._processor import ProcessorStats
 from txnbridge.testing import Child, crash_everywhere, next_commit, tell
@@ -72,7 +72,7 @@ def check(url: str, fed: list[bytes]) -> None:
 def test_killed_at_any_event_and_run_again_each_message_has_its_effect_once(program, tmp_path):
     fed = numbers(3)
     fresh = Fresh(tmp_path, lambda url: feed(url, fed))
-    killed_at = crash_everywhere(program, lambda url: check(url, fed), fresh=fresh)
+    killed_at = crash_everywhere(program, lambda url: check(url, fed), fresh=fresh, at_once=SIDE_BY_SIDE)
     assert {"reader.poll/after", "message.send/after", "ack/after", "commit/before", "commit/after"} <= {
         point.event for point in killed_at
     }
