@@ -51,7 +51,7 @@ class KafkaBroker(Broker):
         self._cluster = Cluster(settings, Requests(settings), Topics(settings), context.events)
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline)
-            self._longest_ms = longest_transaction_ms(settings, deadline)
+            self._longest_ms = longest_transaction_ms(self._cluster.topics, deadline)
         except BaseException:
             self._cluster.requests.close()
             raise

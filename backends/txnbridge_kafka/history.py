@@ -18,8 +18,7 @@ from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.clients import Consumer
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.errors import translate
-from txnbridge_kafka.mending import offsets_partition
-from txnbridge_kafka.topics import LOG_GROUP
+from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
 
 STATE_TOPIC = "__transaction_state"
 _PREPARE_COMMIT, _PREPARE_ABORT = 2, 3

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from txnbridge.errors import AccessDenied, StorageFailed
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.history import endings
 from txnbridge_kafka.owner import COMMITTED, Owner, evidence_key, recorded_outcome
 from txnbridge_kafka.requests import Described
 
 _log = logging.getLogger("txnbridge")
-
-OFFSETS_TOPIC = "__consumer_offsets"
 
 
 def mend(
@@ -47,7 +46,7 @@ def mend(
             if active.pid == opened.pid and active.start_offset is not None and active.epoch < opened.epoch:
                 forgotten[active.epoch].append(partition)
     for epoch, where in forgotten.items():
-        commit = _decision(owner, past, epoch, deadline)
+        commit = _decision(cluster, owner, past, epoch, where, deadline)
         if commit is None:
             topic, number = where[0]
             raise StorageFailed(
@@ -64,21 +63,20 @@ def mend(
         )
 
 
-def _decision(owner: Owner, past: Described, epoch: int, deadline: Deadline) -> bool | None:
+def _decision(
+    cluster: Cluster, owner: Owner, past: Described, epoch: int, where: Sequence[Partition], deadline: Deadline
+) -> bool | None:
+    """How it ended: as the coordinator said before the opening, as that was recorded, or as its own log has it."""
     if epoch == past.epoch and past.state != "Empty":
         return past.state in COMMITTED
-    if owner.opening is None:
+    if owner.opening is not None:
+        state = recorded_outcome(owner.ledger, evidence_key(past.id, past.pid, f"epoch {epoch}"), deadline)
+        if state is not None:
+            return state == "committed"
+    try:
+        decided = endings(cluster, past.id, deadline)
+    except AccessDenied as error:
+        _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
         return None
-    state = recorded_outcome(owner.ledger, evidence_key(past.id, past.pid, f"epoch {epoch}"), deadline)
-    return None if state is None else state == "committed"
-
-
-def offsets_partition(group: str, partitions: int) -> Partition:
-    """Where the broker keeps a group's positions: by the hash that Java has for text."""
-    code = 0
-    units = group.encode("utf-16-be", "surrogatepass")
-    for at in range(0, len(units), 2):
-        code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
-    signed = code - (1 << 32) if code >> 31 else code
-    # Java has no positive number for its smallest one; Kafka takes 0.
-    return OFFSETS_TOPIC, 0 if signed == -(1 << 31) else abs(signed) % partitions
+    about = [each.commit for each in decided if each.pid == past.pid and each.partitions.issuperset(where)]
+    return about[-1] if about else None

@@ -16,10 +16,12 @@ from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, NotFound
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.clients import AdminClient
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
+
+OFFSETS_TOPIC = "__consumer_offsets"
 
 # What a topic of our own needs: records that nothing drops by age or size, and no leader that has lost some.
 KEEP_ALL: Mapping[str, str] = {
@@ -285,3 +287,14 @@ def _passes(error: KafkaException) -> bool:
         KafkaError.LEADER_NOT_AVAILABLE,
         KafkaError.BROKER_NOT_AVAILABLE,
     )
+
+
+def offsets_partition(group: str, partitions: int) -> Partition:
+    """Where the broker keeps a group's positions: by the hash that Java has for text."""
+    code = 0
+    units = group.encode("utf-16-be", "surrogatepass")
+    for at in range(0, len(units), 2):
+        code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
+    signed = code - (1 << 32) if code >> 31 else code
+    # Java has no positive number for its smallest one; Kafka takes 0.
+    return OFFSETS_TOPIC, 0 if signed == -(1 << 31) else abs(signed) % partitions

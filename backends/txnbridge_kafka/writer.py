@@ -38,11 +38,12 @@ from txnbridge.spi import (
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import plain_status
 from txnbridge_kafka.errors import translate
-from txnbridge_kafka.mending import OFFSETS_TOPIC, mend, offsets_partition
+from txnbridge_kafka.mending import mend
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner
 from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
 from txnbridge_kafka.requests import Described
+from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 # A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
 _ABORT_GRACE = 2.0

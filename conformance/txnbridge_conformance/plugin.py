@@ -106,6 +106,12 @@ def kill_broker() -> Callable[[], object]:
 
 
 @pytest.fixture
+def side_by_side() -> int:
+    """How many processes of a kill walk live at the same time. Override it for a broker that cannot bear so many."""
+    return 10  # some starts only wait until a dead one's lease lapses
+
+
+@pytest.fixture
 def connect(txnbridge_url: str) -> Iterator[Connect]:
     """More bridges to the broker under test, closed after the test."""
     with contextlib.ExitStack() as stack:

@@ -25,6 +25,11 @@ def txnbridge_url(kafka_broker: brokers.Broker) -> str:
 
 
 @pytest.fixture
+def side_by_side() -> int:
+    return 4  # each has a client with threads of its own, and the broker is small
+
+
+@pytest.fixture
 def kill_broker(kafka_broker: brokers.Broker) -> Callable[[], object]:
     def kill_and_start() -> None:
         kafka_broker.kill()

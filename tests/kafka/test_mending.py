@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import send
-from txnbridge_kafka.mending import offsets_partition
+from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
 from tests.kafka.java_kit import ask_java

@@ -108,9 +108,28 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
     return outcome
 
 
+@_common.command("repair", help="Finish what the broker left half done about a transaction that has ended.")
+@click.argument("transaction")
+@click.option("--yes", is_flag=True, help="Really do it. Stop its writer first.")
+@click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
+    with cli.connect() as bridge:
+        if not (yes and reason):
+            cli.say(f"would finish what is half done about transaction {transaction}; its writer must be stopped first")
+            cli.say("do it with --yes and --reason TEXT")
+            return ExitCode.USAGE
+        done = bridge.admin.repair(transaction)
+    _log.warning("transaction %s: repaired by hand: %s; reason: %s", transaction, done, reason)
+    if cli.json:
+        cli.document({"transaction": transaction, "done": done, "reason": reason})
+    cli.say(done)
+    return ExitCode.OK
+
+
 for each in (
     list_,
     describe,
+    repair,
     _ending(Decision.COMMIT, "Commit a prepared transaction. The application's own decision is overridden."),
     _ending(Decision.ABORT, "Abort an open or prepared transaction."),
 ):

@@ -15,14 +15,13 @@ from txnbridge_conformance.looking import seen, send, values
 from txnbridge_conformance.plugin import NewTopic
 from txnbridge_conformance.promises import needs, proves
 
-# Some starts wait until the dead one's lease lapses; what they share is the broker, which has to bear it.
-SIDE_BY_SIDE = 10
-
 Walk = Callable[..., list[Point]]
 
 
 @pytest.fixture
-def walk(txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], tmp_path: Path) -> Walk:
+def walk(
+    txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], side_by_side: int, tmp_path: Path
+) -> Walk:
     """Walk a program through all its events; `before` readies each start. Returns the events it died at."""
 
     def walk_through(
@@ -37,7 +36,7 @@ def walk(txnbridge_url: str, new_topic: NewTopic, unique: Callable[[str], str], 
             before(case)
             return case
 
-        return crash_everywhere(program, check, fresh=fresh, at_once=SIDE_BY_SIDE)
+        return crash_everywhere(program, check, fresh=fresh, at_once=side_by_side)
 
     return walk_through
 
