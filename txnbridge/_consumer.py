@@ -72,8 +72,9 @@ def collect_acks(
         _check_acks(transaction, assignment, wanted[assignment])
     by_context: dict[int, tuple[object, dict[Partition, list[Position]]]] = {}
     for assignment, positions in wanted.items():
+        unacked = assignment.unacked
         for position in positions:
-            del assignment.unacked[position]
+            del unacked[position]
         transaction._held.setdefault(assignment, []).extend(positions)
         assignment.consumer._holder = transaction
         _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
@@ -97,8 +98,9 @@ def _assignment_of(message: Message, transaction: Transaction) -> Assignment:
 
 def _check_acks(transaction: Transaction, assignment: Assignment, positions: list[Position]) -> None:
     topic, number = assignment.partition
+    unacked = assignment.unacked
     for position in positions:
-        if position not in assignment.unacked:
+        if position not in unacked:
             if position in transaction._held.get(assignment, ()):
                 raise InvalidState(
                     f"the message at {topic}[{number}] {position} is acknowledged in this transaction already"
@@ -109,7 +111,7 @@ def _check_acks(transaction: Transaction, assignment: Assignment, positions: lis
     if len(set(positions)) != len(positions):
         raise InvalidState(f"a message of {topic}[{number}] is in this acknowledgement twice")
     if not transaction._bridge.capabilities[Capability.INDIVIDUAL_ACK]:
-        for expected, position in zip(assignment.unacked, positions, strict=False):
+        for expected, position in zip(unacked, positions, strict=False):
             if position != expected:
                 raise InvalidState(
                     f"this broker only knows positions: {topic}[{number}] must be acknowledged in order, and {expected}"
