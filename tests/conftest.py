@@ -26,5 +26,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("full") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with --full"))
-        if config.pluginmanager.hasplugin("xdist") and item.nodeid.startswith(BROKERS):
+        if item.nodeid.startswith(BROKERS):
             item.add_marker(pytest.mark.xdist_group("brokers"))

@@ -13,8 +13,8 @@ import pytest
 
 from tests.house.rooms import ROOT, packages
 
-# Each environment takes some seconds, but what goes into it may come over a slow line.
-pytestmark = pytest.mark.timeout(180)
+# Each environment takes some seconds, but what goes into it may come over a slow line. One process makes them for all.
+pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("wheel")]
 
 PACKAGES = [package.name for package in packages()]
 CLIENTS = ["confluent_kafka", "kafka", "pulsar", "rocketmq", "pyspark"]
