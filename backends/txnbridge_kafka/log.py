@@ -35,6 +35,8 @@ _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
 _READ_AT_ONCE = 100  # records in memory at once, beside those that the client has fetched ahead
 # Several threads may wait for reports, and each one's poll also serves the others': how late one notices that.
 _SLICE = 0.01
+# A partition's new leader learns from the others' next questions, two a second, up to where the log is safe to show.
+_LATE = 2.0
 # A broker that has just started answers before it knows its topics.
 _PAUSE = 0.05
 _LEAST_SECONDS = 0.01  # the client takes no time limit of zero
@@ -228,31 +230,36 @@ class KafkaLog(DecisionLog):
             self._give_back(reader)
 
     def _records(self, reader: Consumer, at: int, stop: int, deadline: Deadline) -> Iterator[tuple[Position, bytes]]:
-        while at <= stop:
-            for message in self._fetch(reader, deadline):
-                offset = message.offset() or 0
-                error = message.error()
-                if error is not None and error.code() == _NO_GROUP:
-                    continue
-                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+        late: Deadline | None = None  # by when more must have come
+        while messages := self._fetch(reader, late, deadline):
+            for message in messages:
+                offset, error = message.offset() or 0, message.error()
+                if error is None or error.code() == KafkaError._PARTITION_EOF:
+                    if offset > at:
+                        self._check_gap(at, deadline)
+                    at = offset
+                    if error is None and at <= stop:
+                        yield (at,), message.value() or b""
+                        at += 1
+                    if at > stop:
+                        return
+                    late = Deadline(_LATE) if error is not None else None
+                elif error.code() != _NO_GROUP:
                     self._wait_for_broker(KafkaException(error), f"reading record {at}", deadline)
                     reader.assign([self._at(at)])
                     break
-                if offset > at:
-                    self._check_gap(at, deadline)
-                if error is None and offset <= stop:
-                    yield (offset,), message.value() or b""
-                at = offset + 1
-                if error is not None or at > stop:
-                    return
 
-    def _fetch(self, reader: Consumer, deadline: Deadline) -> list[Message]:
-        """What is there, at least one record or the reason why not. Raises `DeadlineExceeded`."""
-        one = None
-        while one is None:
+    def _fetch(self, reader: Consumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
+        """What is there, at least one record or the reason why not; nothing if none came in time.
+
+        Raises `DeadlineExceeded`.
+        """
+        while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
-            one = reader.poll(_seconds(deadline))
-        return [one, *reader.consume(_READ_AT_ONCE, 0)]
+            one = reader.poll(_seconds(deadline) if late is None else min(_seconds(deadline), _seconds(late)))
+            if one is not None:
+                return [one, *reader.consume(_READ_AT_ONCE, 0)]
+        return []
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
         """An offset without a record is one that was dropped, or the end of somebody's transaction, which is none."""

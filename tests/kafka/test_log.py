@@ -581,3 +581,44 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
         read(log)
     log.close()
     admins.close()
+
+
+# --- several nodes --------------------------------------------------------------------------------------------------
+
+
+def append_until_clear(log, record):
+    deadline = Deadline(120)
+    while True:
+        try:
+            return log.append(record, deadline)
+        except OutcomeUnknown:
+            deadline.check("appending")
+
+
+@pytest.mark.full
+def test_a_log_on_three_nodes_outlives_the_leader_of_its_topic(start_kafka):
+    cluster = start_kafka(nodes=3)
+    admin = AdminClient(client_settings(cluster.url))
+    log = open_log(cluster.url, "three")
+    topic = "_txnbridge-log-three"
+    (partition,) = admin.list_topics(topic).topics[topic].partitions.values()
+    assert len(partition.replicas) == 3
+    assert configs(admin, topic)["min.insync.replicas"] == "2"
+    stored, leaders = {}, []
+    for number in range(300):
+        record = b"%d" % number
+        position = append_until_clear(log, record)
+        stored[position] = record
+        if number % 100 == 50:  # whoever leads next may know the end of the log later than this one did
+            leaders.append(admin.list_topics(topic).topics[topic].partitions[0].leader)
+            cluster.kill(leaders[-1])
+        *_, last = log.read((max(0, position[0] - 5),), position, Deadline(120))
+        assert last == (position, record)
+        if number % 100 == 99:
+            cluster.start(leaders[-1])
+    assert len(leaders) == 3
+    found = dict(read(log))
+    assert stored.items() <= found.items()
+    assert set(found.values()) == set(stored.values())
+    assert [position[0] for position in found] == list(range(len(found)))
+    log.close()
