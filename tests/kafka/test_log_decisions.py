@@ -13,9 +13,9 @@ from collections import Counter
 
 import pytest
 
+from tests.core import test_decisions as core
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, World
 from tests.core.test_decisions import *  # noqa: F403
-from tests.core.test_decisions import FaultyLog
 from tests.kafka.test_log import open_log
 from txnbridge import _decision_follower as follower
 from txnbridge import _decisions
@@ -24,7 +24,7 @@ from txnbridge.spi import Deadline
 SECONDS = 30
 
 
-class OnKafka(FaultyLog):
+class OnKafka(core.FaultyLog):
     """What is done to the log in memory is done to a topic, and what is asked is answered from there."""
 
     def __init__(self, url, origin=None):
@@ -96,6 +96,11 @@ def log(kafka_broker):
     log = OnKafka(kafka_broker.url)
     yield log
     log.close()
+
+
+@pytest.mark.full  # type: ignore[no-redef]  # ten thousand decisions take a minute here
+def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log):
+    core.test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join, clock, log)
 
 
 # --- worlds ---------------------------------------------------------------------------------------------------------
