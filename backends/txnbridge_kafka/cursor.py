@@ -138,7 +138,7 @@ def split(batch: Sequence[Any]) -> Iterator[tuple[Partition, Sequence[Any]]]:
 
 def has_errors(batch: Sequence[Any]) -> bool:
     """Whether something in a batch is no message."""
-    return list(map(Raw.error, batch)).count(None) < len(batch)
+    return any(map(Raw.error, batch))
 
 
 def _name(message: Any) -> Partition:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -240,11 +241,15 @@ class KafkaReader(Reader):
 
     def _begin(self, wishes: Mapping[Cursor, Wish], found: Found) -> None:
         """Where a group begins to read partitions is committed and recorded before they are read."""
-        self._settle(wishes, found.known)
+        owed = set() if self._group_starts is None else self._group_starts.owed
+        self._settle(wishes, {p: start for p, start in found.known.items() if p[0] not in owed})
         begun = {c.partition: at for c in self._current(wishes) if (at := found.begun.get(c.partition)) is not None}
         if begun:
+            offsets = [TopicPartition(*partition, at) for partition, at in begun.items()]
+            self._tell(lambda: self._client.commit(offsets=offsets, asynchronous=True))
             self._committing = Committing(wishes, begun)
-            self._client.commit(offsets=[TopicPartition(*p, at) for p, at in begun.items()], asynchronous=True)
+        elif owed:
+            self._record(sorted(owed), lambda: self._settle(wishes, found.known))
 
     def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
         """The client calls this inside `poll`."""
@@ -254,13 +259,17 @@ class KafkaReader(Reader):
             if committing is None or self._closed:
                 return
             if not failed:
-                topics = sorted({topic for topic, _ in committing.begun})
-                self._record(topics, lambda: self._settle(committing.wishes, committing.begun))
+                self._begun(committing)
             elif not is_passing(KafkaException(failed[0])):
                 cause = KafkaException(failed[0])
                 self._keep(translate(cause, f"committing where group {self._context.group!r} begins"), cause)
         except BaseException as error:
             self._kept.append(error)
+
+    def _begun(self, committed: Committing) -> None:
+        assert self._group_starts is not None
+        self._group_starts.owed.update(topic for topic, _ in committed.begun)
+        self._record(sorted(self._group_starts.owed), lambda: self._settle(committed.wishes, committed.begun))
 
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
         starts, deadline = self._group_starts, Deadline(self._settings.timeout)
@@ -298,12 +307,15 @@ class KafkaReader(Reader):
                 if start != cursor.wish.target:
                     cursor.since = None  # the group has got further
                 ready.append(cursor)
-        try:
-            self._place(ready)
-        except KafkaException as error:
-            raise translate(error, "going on with partitions") from error
+        self._tell(lambda: self._place(ready))
 
     # --- what the client reads ----------------------------------------------------------------------------------------
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except KafkaException as error:
+            raise translate(error, "telling the client what to read") from error
 
     def _place(self, cursors: Sequence[Cursor]) -> None:
         """Let the client read partitions from where they go on."""
@@ -320,15 +332,13 @@ class KafkaReader(Reader):
             cursor.astray = False
         for cursor in cursors:
             cursor.settled = True
-        self._pause([cursor for cursor in touched if cursor.paused or not cursor.settled])
+        self._pause([cursor for cursor in touched if cursor.paused])
         self._forget_ahead(touched)
 
     def _move(self, cursor: Cursor) -> bool:
         """Seek, if the client reads the partition; False if it does not, or has given it up after an error."""
         if not cursor.placed:
             return False
-        # The seek comes last: what comes between the two belongs to before it and is dropped by the client.
-        self._client.resume([cursor.at_next()])
         try:
             self._client.seek(cursor.at_next())
         except KafkaException as error:
@@ -433,7 +443,6 @@ class KafkaReader(Reader):
         self._go_on({c: Wish(target=at if c.next is None else min(at, c.next)) for c, at in here.items()})
 
     def _go_on(self, wishes: Mapping[Cursor, Wish]) -> None:
-        self._pause(wishes)
         for cursor, wish in wishes.items():
             cursor.next = wish.target
             cursor.unsettle(wish)
@@ -446,7 +455,7 @@ class KafkaReader(Reader):
         for cursor in cursors:
             cursor.paused = True
             self._paused.add(cursor.partition)
-        self._pause(cursors)
+        self._tell(lambda: self._pause(cursors))
 
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
@@ -454,8 +463,14 @@ class KafkaReader(Reader):
             self._paused.discard(partition)
             if cursor is not None and cursor.paused:
                 cursor.paused = False
-                if cursor.settled:
-                    self._place([cursor])
+                self._tell(partial(self._flow_again, cursor))
+
+    def _flow_again(self, cursor: Cursor) -> None:
+        if cursor.placed:
+            self._client.resume([cursor.at_next()])
+        if cursor.settled:
+            # From where it stands here, whatever the client took for handed out before it heard of the pause.
+            self._place([cursor])
 
     def _cursor(self, partition: Partition) -> Cursor:
         cursor = self._cursors.get(partition)
@@ -478,10 +493,10 @@ class KafkaReader(Reader):
         return {p: self._behind(cursor, stands[p], ends[p]) for p, cursor in self._cursors.items()}
 
     def _behind(self, cursor: Cursor, stands: int, end: int) -> int:
-        ahead = any((each.topic(), each.partition()) == cursor.partition for each in self._ahead)
-        if cursor.settled and not cursor.astray and not ahead and stands >= (cursor.next or 0):
+        if cursor.settled and not cursor.astray and stands >= (cursor.next or 0):
             # Nothing is outstanding, so it stands where the client is: that passes over markers and what was aborted.
-            stands = max(stands, self._client.position([cursor.at_next()])[0].offset)
+            ahead = [each.offset() for each in self._ahead if (each.topic(), each.partition()) == cursor.partition]
+            stands = max(stands, ahead[0] if ahead else self._client.position([cursor.at_next()])[0].offset)
         return max(0, end - stands)
 
     def ack_context(self) -> AckContext:
@@ -511,6 +526,9 @@ def _connect(settings: Settings, subscription: Subscription, on_commit: Callable
             {
                 # The client's five minutes are long for who waits for a partition that was added.
                 "topic.metadata.refresh.interval.ms": int(_LOOK_SECONDS * 1000),
+                # After a seek the client waits for the answer to the fetch that is under way, and a broker without
+                # messages holds that back as long as this: half a second by the client's own default.
+                "fetch.wait.max.ms": 100,
                 # Its second of rest after a full queue is longer than reading the queue takes.
                 "fetch.queue.backoff.ms": 10,
                 **settings.client,

@@ -97,6 +97,7 @@ class GroupStarts(Starts):
         }
         self._denied = False
         self.unchecked = set(subscription.topics)  # whose records may not cover all that has begun
+        self.owed: set[str] = set()  # whose records certainly do not
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         # "latest" means now, not whenever the group has been shared out.
         self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
@@ -155,6 +156,7 @@ class GroupStarts(Starts):
             while not self._denied and not self._is_recorded(topic, deadline):
                 pass  # another member may have written less at the same moment, hence a look behind each record
             self.unchecked.discard(topic)
+            self.owed.discard(topic)
 
     def _is_recorded(self, topic: str, deadline: Deadline) -> bool:
         count = self._offsets.counts([topic], deadline)[topic]

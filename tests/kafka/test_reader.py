@@ -6,18 +6,29 @@ import random
 import time
 import uuid
 from contextlib import suppress
+from typing import Any
 
+import confluent_kafka.admin
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from txnbridge_kafka.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
 
-from txnbridge.errors import AccessDenied, DeadlineExceeded, Fenced, InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    PositionLost,
+    StorageFailed,
+)
 from txnbridge.spi import Context, Deadline, Emitter, Ledger, Subscription
 from txnbridge.testing import Child, tell
 
+ADMIN: Any = confluent_kafka.admin  # its list of names has gaps
 COOPERATIVE = {"assignment": "cooperative-sticky"}
 EAGER = {"assignment": "range"}
 CONSUMER = {"group_protocol": "consumer"}
@@ -105,7 +116,7 @@ class Member:
 
     def take(self, count, timeout=30):
         """So many messages, no more."""
-        found = []
+        found: list[Any] = []
         deadline = Deadline(timeout)
         while len(found) < count:
             found += self.reader.poll(count - len(found), deadline)
@@ -114,7 +125,7 @@ class Member:
 
     def until(self, true, timeout=40):
         """Poll until something has come about; what was read meanwhile."""
-        found = []
+        found: list[Any] = []
         deadline = Deadline(timeout)
         while not true():
             found += self.poll(timeout=0.05)
@@ -145,7 +156,7 @@ class Cluster:
 
     def __init__(self, broker):
         self.bootstrap = broker if isinstance(broker, str) else broker.url.removeprefix("kafka://")
-        self.admin = AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
+        self.admin = ADMIN.AdminClient({"bootstrap.servers": self.bootstrap, "log_level": 0})
         self.ledgers = {}
         self._writer = None
 
@@ -158,7 +169,7 @@ class Cluster:
 
     def topic(self, partitions=1):
         name = f"reader-{uuid.uuid4().hex[:12]}"
-        for made in self.admin.create_topics([NewTopic(name, partitions, 1)]).values():
+        for made in self.admin.create_topics([ADMIN.NewTopic(name, partitions, 1)]).values():
             made.result(20)
         return name
 
@@ -188,7 +199,7 @@ class Cluster:
         return [TopicPartition(topic, number) for number in range(partitions)]
 
     def grow(self, topic, partitions):
-        for done in self.admin.create_partitions([NewPartitions(topic, partitions)]).values():
+        for done in self.admin.create_partitions([ADMIN.NewPartitions(topic, partitions)]).values():
             done.result(20)
         while len(self.admin.list_topics(topic, 20).topics[topic].partitions) < partitions:
             time.sleep(0.01)
@@ -236,6 +247,12 @@ def behind(messages):
 
 def values(messages):
     return [message.value for message in messages]
+
+
+def wait_for(true):
+    deadline = Deadline(30)
+    while not true():
+        deadline.check("waiting")
 
 
 def numbered(start, stop=None):
@@ -406,6 +423,23 @@ def test_lag_does_not_count_markers_and_what_was_aborted_once_they_are_passed(cl
     again.until(lambda: again.lag() == {(topic, 0): 0})
 
 
+def test_lag_comes_to_nothing_without_a_poll(cluster, join, group):
+    topic = cluster.topic(2)
+    cluster.write(topic, *numbered(2))
+    member = join(topic, group)
+    messages = member.take(2)
+    cluster.ack(member, *messages)
+    wait_for(lambda: member.lag() == {(topic, 0): 0, (topic, 1): 0})
+    cluster.write(topic, b"2")
+    wait_for(lambda: member.lag()[topic, 0] == 2)  # with its marker
+    assert member.lag()[topic, 0] == 2
+    assert values(member.take(1)) == [b"2"]  # which lag came across
+    cluster.write(topic, *numbered(3, 5))
+    wait_for(lambda: member.lag()[topic, 0] == 6)
+    member.seek({(topic, 0): (3,)})
+    assert values(member.take(3)) == numbered(2, 5)
+
+
 def test_lag_is_told_while_acknowledgements_are_not_decided(cluster, join, group):
     topic = cluster.topic()
     cluster.write(topic, *numbered(3))
@@ -468,6 +502,7 @@ def test_a_group_whose_positions_have_expired_is_told_and_does_not_begin_again(c
     messages = first.take(6)
     cluster.ack(first, *messages)
     first.close()
+    wait_for(lambda: cluster.group(group) == {(topic, 0): 3, (topic, 1): 3})  # else they could come behind
     cluster.expire(group)
     second = join(topic, group, kind)
     for _ in range(3):
@@ -576,6 +611,26 @@ def test_another_members_record_in_between_is_no_error(cluster, join, group):
     cluster.write(topic, b"1")
     assert values(join(topic, group).take(1)) == [b"1"]
     assert ledger.all[-1] == {"partitions": 2, "positions": [0, 7]}
+
+
+def test_trouble_with_the_decision_log_comes_out_of_the_poll_and_nothing_is_handed_out(cluster, join, group):
+    class Full(Openings):
+        full = True
+
+        def opened(self, data, deadline):
+            if self.full:
+                raise StorageFailed("disk full")
+            return super().opened(data, deadline)
+
+    topic = cluster.topic()
+    cluster.ledgers[f"group/{group}/{topic}"] = ledger = Full()
+    cluster.write(topic, b"1")
+    member = join(topic, group)
+    with pytest.raises(StorageFailed):
+        member.take(1)
+    ledger.full = False
+    assert values(member.take(1)) == [b"1"]
+    assert [data["positions"] for data in ledger.all] == [[0]]
 
 
 # --- retention --------------------------------------------------------------------------------------------------------
@@ -701,6 +756,19 @@ def test_reading_goes_on_from_a_time(cluster, join):
     assert values(member.take(1)) == [b"6"]
 
 
+def test_a_time_is_found_among_the_markers_of_transactions(cluster, join):
+    topic = cluster.topic()
+    for number in range(3):  # their markers are stamped now
+        cluster.write(topic, *numbered(2 * number, 2 * number + 2), timestamp=1_600_000_000_000 + number)
+    member = join(topic, None, start=1_600_000_000_002)
+    assert values(member.take(2)) == [b"4", b"5"]
+    member.seek_to_time(1_600_000_000_003, Deadline(10))
+    cluster.write(topic, b"early", timestamp=1)
+    assert values(member.take(1)) == [b"early"]
+    member.seek_to_time(1_600_000_000_001, Deadline(10))
+    assert values(member.take(5)) == [*numbered(2, 6), b"early"]
+
+
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "group"])
 def test_a_message_given_back_comes_again_with_those_behind_it(cluster, join, group, alone):
     topic = cluster.topic()
@@ -734,7 +802,7 @@ def test_a_paused_partition_delivers_nothing_until_it_is_resumed(cluster, join, 
     member = join(topic, None) if kind is None else join(topic, group, kind)
     member.has(2)
     chance = random.Random(11)
-    read = {0: [], 1: []}
+    read: dict[int, list[Any]] = {0: [], 1: []}
     written = 0
 
     def keep(messages, *partitions):
@@ -786,7 +854,7 @@ def share(first, second, topic, partitions):
     """Poll two members until each partition is with one of them, and both have some."""
     everything = [(topic, number) for number in range(partitions)]
     deadline = Deadline(60)
-    found = []
+    found: list[Any] = []
     while True:
         for member in (first, second):
             found += member.poll(timeout=0.02)
@@ -847,7 +915,7 @@ def test_what_a_listener_raises_comes_out_of_the_poll_and_the_partition_leaves_a
     first.has(2)
     first.listener.on_revoking = fail
     second = join(topic, group, kind)
-    raised = []
+    raised: list[Any] = []
     deadline = Deadline(60)
     while not (raised and first.positions() and second.positions()):
         for member in (first, second):
@@ -946,6 +1014,26 @@ def test_every_call_ends_by_its_deadline_while_the_broker_does_not_answer(start_
     assert values(again.take(10, timeout=90)) == numbered(10)
     again.close()
     assert capfd.readouterr().err == ""
+
+
+@KINDS
+def test_reading_goes_on_when_the_broker_was_killed_and_is_back(start_kafka, group, kind):
+    broker = start_kafka()
+    cluster = Cluster(broker)
+    topic = cluster.topic(2)
+    member = Member(cluster, topic, group, kind)
+    read: dict[int, list[Any]] = {0: [], 1: []}
+    for turn in range(3):
+        for partition in range(2):
+            cluster.write(topic, *numbered(10 * turn, 10 * turn + 10), partition=partition)
+        messages = member.take(20, timeout=90)
+        for message in messages:
+            read[message.partition].append(message.value)
+        cluster.ack(member, *messages)
+        broker.restart()
+        cluster = Cluster(broker)  # producers of before are of no use
+    assert read == {0: numbered(30), 1: numbered(30)}
+    member.close()
 
 
 def bounded(call, *args):
