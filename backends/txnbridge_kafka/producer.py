@@ -93,6 +93,13 @@ class TransactionalProducer:
         self.produce: Callable[..., None] = self._client.produce
         self.poll: Callable[[float], int] = self._client.poll
 
+    def look_at(self, topic: str, deadline: Deadline) -> None:
+        """Let the client know a topic's partitions, which it would otherwise learn of with its next look, in a minute."""
+        try:
+            self._client.list_topics(topic, max(deadline.left(), _LEAST_SECONDS))
+        except KafkaException as error:
+            raise translate(error, f"looking at topic {topic!r}") from error
+
     def open(self, deadline: Deadline) -> None:
         """Take the id: whoever held it is fenced, and what it left open is aborted."""
         error = self._until_done(self._client.init_transactions, deadline)

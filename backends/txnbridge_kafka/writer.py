@@ -214,6 +214,8 @@ class KafkaWriter(Writer):
             raise NotFound(f"{topic} has {count} partitions, so there is no partition {partition}")
         if topic not in self._partitions:
             self._mend([(topic, number) for number in range(count)], deadline)
+        elif self._producer is not None:
+            self._producer.look_at(topic, deadline)  # it has grown since
         self._partitions[topic] = count
 
     def _mend(self, partitions: Sequence[Partition], deadline: Deadline) -> None:

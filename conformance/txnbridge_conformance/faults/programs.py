@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from txnbridge import (
     Abort,
@@ -23,6 +24,8 @@ from txnbridge_conformance.looking import seen, send, take, values
 
 # What a program needs at most before its own transaction times out; dead ones block nobody longer than the hold after.
 TIMEOUT = 20.0
+# One writer is all that they use, and one application's log all that they need.
+SMALL: dict[str, Any] = {"writers": 1, "application": "conformance"}
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def claim_all(url: str, log: str, count: int, decision: str) -> list[str]:
 
 def plain_commit(case: Case) -> None:
     """One message to each of two topics, once."""
-    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
+    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         if not seen(bridge, case.topics[0]):
             with bridge.transaction() as txn:
                 for topic in case.topics:
@@ -152,7 +155,7 @@ def plain_commit(case: Case) -> None:
 
 def plain_abort(case: Case) -> None:
     """Messages that nobody may see."""
-    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
+    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         with bridge.transaction() as txn:
             for topic in case.topics:
                 txn.send(topic, b"never")
@@ -170,7 +173,7 @@ def prepare_and_abort(case: Case) -> None:
 
 
 def _prepare_and_end(case: Case, decision: str) -> None:
-    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, hold=600, writers=1) as bridge:
+    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, hold=600, **SMALL) as bridge:
         token = case.remembered()
         if token is None:
             _abort_what_nobody_remembers(bridge, case)
@@ -194,7 +197,7 @@ def _abort_what_nobody_remembers(bridge: Bridge, case: Case) -> None:
 def consume_transform_produce(case: Case) -> None:
     """Pass every message of the first topic on to the second, with its group's position in the same transaction."""
     source, target = case.topics
-    with connect(case.url, timeout=TIMEOUT, writers=1) as bridge, bridge.consumer(source, case.name) as consumer:
+    with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge, bridge.consumer(source, case.name) as consumer:
         while not (consumer.assignment and not any(consumer.lag().values())):
             for message in consumer.poll(2, timeout=0.1):
                 try:
@@ -208,7 +211,7 @@ def consume_transform_produce(case: Case) -> None:
 def process(case: Case) -> None:
     """The same with a processor."""
     source, target = case.topics
-    with connect(case.url, timeout=TIMEOUT, writers=1) as bridge:
+    with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         processor = bridge.processor(source, group=case.name, each=lambda m, txn: txn.send(target, m.value), max_wait=0)
         processor.run(until_idle=True)
 
@@ -216,7 +219,7 @@ def process(case: Case) -> None:
 def publish_by_sequence(case: Case) -> None:
     """Five messages without a transaction, numbered, once each."""
     (topic,) = case.topics
-    with connect(case.url, timeout=TIMEOUT, writers=1) as bridge, bridge.publisher(case.name) as publisher:
+    with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge, bridge.publisher(case.name) as publisher:
         last = publisher.last_sequence(topic)
         # The last one again, as a program does that is not sure of it.
         for number in range(last or 0, 5):
@@ -226,7 +229,7 @@ def publish_by_sequence(case: Case) -> None:
 
 def open_over_a_leftover(case: Case) -> None:
     """Open an id over what its dead owner left, and commit once."""
-    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
+    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
         if b"new" not in values(seen(bridge, case.topics[1])):
             with bridge.transaction() as txn:
                 for topic in case.topics:
@@ -235,7 +238,7 @@ def open_over_a_leftover(case: Case) -> None:
 
 def decide(case: Case) -> None:
     """Claim an id by itself, and write down what counts."""
-    with connect(case.url, timeout=TIMEOUT, writers=1) as bridge:
+    with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
         # Whoever comes second wants the opposite, and must not get it.
         wish = Decision.COMMIT if case.remembered() is None else Decision.ABORT
