@@ -69,7 +69,7 @@ class KafkaPublisher(Publisher):
         elif not 0 <= partition < self._partitions.get(topic, 0):
             self._look_at(topic, partition, deadline)
         while not self._take(producer, topic, value, key, headers or (), partition, _milliseconds(timestamp), deadline):
-            deadline.check(f"waiting for room for a message to {topic}")
+            deadline.check(f"waiting for room for a message to {topic}")  # or for the client to see its partition
         self._unserved += 1
         if self._unserved >= _SERVE_AFTER:
             self._serve(producer, 0)
@@ -101,8 +101,8 @@ class KafkaPublisher(Publisher):
             return False
         except KafkaException as error:
             found: KafkaError = error.args[0]
-            if found.code() in _UNKNOWN and not deadline.expired:
-                self._catch_up(producer, topic, deadline)
+            if found.code() in _UNKNOWN:
+                self._catch_up(producer, topic, partition, deadline)
                 return False
             if found.code() == KafkaError.MSG_SIZE_TOO_LARGE:
                 raise InvalidOption(
@@ -111,8 +111,9 @@ class KafkaPublisher(Publisher):
             self._fail(found)
         return True
 
-    def _catch_up(self, producer: Producer, topic: str, deadline: Deadline) -> None:
-        """Let the client see a topic or a partition that was added since it last looked."""
+    def _catch_up(self, producer: Producer, topic: str, partition: int, deadline: Deadline) -> None:
+        """Let the client see a topic or a partition that was added since it last looked. Raises `NotFound`."""
+        self._look_at(topic, max(partition, 0), deadline)
         try:
             producer.list_topics(topic, timeout=_seconds(deadline))
         except KafkaException as error:

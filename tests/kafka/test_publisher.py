@@ -220,6 +220,26 @@ def test_a_topic_that_is_deleted_fails_the_publisher(kafka_broker, open_publishe
     assert values(kafka_broker.url, other) == [b"1"]
 
 
+def test_a_topic_that_is_known_to_be_gone_is_not_found_and_the_others_go_on(
+    kafka_broker, open_publisher, topic, admin, make_topic
+):
+    other = make_topic()
+    publisher = open_publisher(**{"topic.metadata.propagation.max.ms": "1"})
+    send(publisher, topic, b"1")
+    send(publisher, other, b"1")
+    publisher.flush(Deadline(30))
+    admin.delete_topics([topic])[topic].result()
+    deadline = Deadline(30)
+    producer = publisher._producer
+    while producer.list_topics(topic, timeout=10).topics[topic].error is None:
+        deadline.check("deleting")
+    with pytest.raises(NotFound):
+        send(publisher, topic, b"2")
+    send(publisher, other, b"2")
+    publisher.flush(Deadline(30))
+    assert values(kafka_broker.url, other) == [b"1", b"2"]
+
+
 def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_broker, open_publisher, topic):
     publisher = open_publisher(**{"queue.buffering.max.messages": "10"})
     for number in range(1000):
