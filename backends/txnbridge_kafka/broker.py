@@ -52,12 +52,12 @@ class KafkaBroker(Broker):
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, deadline)
+            self._check_times()
         except BaseException:
             self._cluster.requests.close()
             raise
         self.capabilities = backend.capabilities
         self.limits = replace(backend.limits, prepared_seconds=self._longest_ms / 1000)
-        self._check_times()
         self._owner: Owner | None = None
         self._pool: Pool | None = None
 
