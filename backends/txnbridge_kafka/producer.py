@@ -94,7 +94,7 @@ class TransactionalProducer:
         self.poll: Callable[[float], int] = self._client.poll
 
     def look_at(self, topic: str, deadline: Deadline) -> None:
-        """Let the client know a topic's partitions, which it would otherwise learn of with its next look, in a minute."""
+        """Let the client know a topic's partitions, of which it would otherwise learn within a minute."""
         try:
             self._client.list_topics(topic, max(deadline.left(), _LEAST_SECONDS))
         except KafkaException as error:
