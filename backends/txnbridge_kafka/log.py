@@ -39,6 +39,8 @@ _SLICE = 0.01
 _LATE = 2.0
 # A broker that has just started answers before it knows its topics.
 _PAUSE = 0.05
+# The client now and then waits for an answer that does not come, on a connection that is sound: asking anew helps.
+_PATIENCE = 3.0
 _LEAST_SECONDS = 0.01  # the client takes no time limit of zero
 # With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
 _NOT_STORED = {
@@ -131,14 +133,14 @@ class KafkaLog(DecisionLog):
         """Ask the client, again as long as the broker is away."""
         while True:
             try:
-                return question(_seconds(deadline))
+                return question(min(_seconds(deadline), _PATIENCE))
             except KafkaException as error:
                 self._wait_for_broker(error, what, deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
         """Return soon if asking again may help, else raise what it was."""
         refused = self._in_our_words(error, what)
-        if type(refused) is not BrokerUnavailable:
+        if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
             raise refused from error
         if deadline.left() <= _PAUSE:
             raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
