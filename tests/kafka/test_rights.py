@@ -13,8 +13,11 @@ from confluent_kafka import admin as kafka
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import HOST, free_ports
+from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.history import endings
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.topics import Topics
 
 import txnbridge
 from tests.kafka.test_settings import PLAIN, read
@@ -68,8 +71,9 @@ EMPTY = Right("group", "_txnbridge-empty", "READ", "group `_txnbridge-empty` | R
 LOG = Right("topic", "_txnbridge-log-{user}", "CREATE READ WRITE", "topic `_txnbridge-log-APP` | Create, Read, Write")
 TRIM = Right("topic", "_txnbridge-log-{user}", "DELETE", "topic `_txnbridge-log-APP` | Delete")
 REPAIR = Right("broker", "kafka-cluster", "ALTER", "the cluster | Alter")
+HISTORY = Right("topic", "__transaction_state", "READ", "topic `__transaction_state` | Read")
 
-ALL = (OWNED, ANONYMOUS, SEND, MAKE, CONSUME, GROUP, LOOK, EMPTY, LOG, TRIM, REPAIR)
+ALL = (OWNED, ANONYMOUS, SEND, MAKE, CONSUME, GROUP, LOOK, EMPTY, LOG, TRIM, REPAIR, HISTORY)
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,14 @@ class User:
         finally:
             requests.close()
 
+    def look_back(self) -> None:
+        settings = self.settings()
+        requests = Requests(settings)
+        try:
+            endings(Cluster(settings, requests, Topics(settings), Emitter("test", ())), self.name, Deadline(LONG))
+        finally:
+            requests.close()
+
 
 @dataclass
 class World:
@@ -216,7 +228,8 @@ NEEDS: dict[str, tuple[Callable[[User], None], tuple[Right, ...]]] = {
     "prepare": (User.prepare, (OWNED, SEND, LOG, LOOK)),
     "prepare-nothing": (User.prepare_nothing, (OWNED, LOG, LOOK, EMPTY)),
     "trim": (User.trim, (LOG, TRIM)),
-    "repair": (User.repair, (SEND, REPAIR)),
+    "repair": (User.repair, (CONSUME, REPAIR)),
+    "history": (User.look_back, (HISTORY, LOOK)),
 }
 
 
