@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
@@ -345,13 +345,16 @@ def wait_for_end(log, position):
 
 
 @pytest.fixture
-def paused(kafka_broker):
+def paused(kafka_broker, admin):
     """Pauses the broker for a block."""
 
     @contextmanager
     def pause():
         kafka_broker.pause()
         try:
+            with pytest.raises(KafkaException):  # it may take a moment until all its threads stand still
+                while True:
+                    admin.list_topics(timeout=0.2)
             yield
         finally:
             kafka_broker.resume()
