@@ -72,19 +72,16 @@ class Cursor:
 
     def hand_out(self, run: Sequence[Any]) -> list[Message]:
         """Messages of this partition, in order, as ours."""
+        behind = run[-1].offset() + 1
         if self.since is not None:
             run = self._reach(self.since, run)
             if not run:
+                self.next = behind
                 return []
         topic, number = self.partition
         source, new, none, handed = self.source, tuple.__new__, NO_HEADERS, self._handed
-        first, last = run[0].offset(), run[-1].offset()
-        if self._first is None:
-            self._first = first
-        self.next = last + 1
-        self._handed = max(handed, self.next)
         # This runs for every message, and tuple.__new__ is much faster than Message(...).
-        return [
+        messages = [
             new(
                 Message,
                 (
@@ -101,11 +98,15 @@ class Cursor:
             )
             for message in run
         ]
+        if self._first is None:
+            self._first = run[0].offset()
+        self.next = behind
+        self._handed = max(handed, behind)
+        return messages
 
     def _reach(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
         """The messages from the first one on that is stamped at or after a time."""
         time, end = since
-        self.next = run[-1].offset() + 1
         reached = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
         if reached:
             self.since = None

@@ -14,7 +14,14 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+    PositionLost,
+)
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
@@ -178,10 +185,16 @@ class KafkaReader(Reader):
             cursor = self._cursors.get(partition)
             if cursor is None:
                 continue  # it has left meanwhile
-            if cursor.settled and not cursor.paused:
-                messages += cursor.hand_out(run)
-            else:
+            if not cursor.settled or cursor.paused:
                 cursor.astray = True
+                continue
+            try:
+                messages += cursor.hand_out(run)
+            except UnicodeDecodeError as error:
+                # The client cannot tell such a name. It stays where it is: to go on behind it takes a seek.
+                cursor.unsettle(Wish(target=cursor.next))
+                text = f"a header behind {cursor.next} of {partition[0]}[{partition[1]}] has a name that is not UTF-8"
+                self._keep(NotSupported(text), error)
         return messages
 
     def _note(self, error: KafkaError, message: Any) -> None:
@@ -379,10 +392,7 @@ class KafkaReader(Reader):
             self._kept.append(error)
 
     def _on_revoke(self, client: Consumer, partitions: list[TopicPartition]) -> None:
-        if not self._closed:
-            # The group is being shared out anew, and the proof that goes with it is another one already.
-            self._renew_context()
-        self._leave(partitions, before=self._listener.revoking)
+        self._leave(partitions, before=self._revoking)
 
     def _on_lost(self, client: Consumer, partitions: list[TopicPartition]) -> None:
         self._leave(partitions, after=self._listener.lost)
@@ -405,6 +415,11 @@ class KafkaReader(Reader):
                 after(told)
         except BaseException as error:
             self._kept.append(error)
+
+    def _revoking(self, partitions: Sequence[Partition]) -> None:
+        # The group is being shared out anew: for what is acknowledged now another proof holds already.
+        self._renew_context()
+        self._listener.revoking(partitions)
 
     def _guarded(self, function: Callable[[Sequence[Partition]], None], partitions: Sequence[Partition]) -> None:
         try:

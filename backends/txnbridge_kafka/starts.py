@@ -54,7 +54,9 @@ class Starts:
 
     def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """What is new since the start is read from its beginning, whatever the start was: it has all come since."""
-        return Found({**self._offsets.begins(wishes, deadline), **self._refused(wishes, deadline)})
+        told = {partition: wish.target for partition, wish in wishes.items() if wish.target is not None}
+        new = self._offsets.begins([partition for partition in wishes if partition not in told], deadline)
+        return Found({**told, **new, **self._refused(wishes, deadline)})
 
     def owner(self) -> str:
         """Whose position it is, for errors."""
