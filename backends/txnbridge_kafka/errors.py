@@ -46,7 +46,7 @@ _REFUSED = {
 }
 
 
-def kafka_error(error: BaseException) -> KafkaError | None:
+def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
     """The client's own error inside an exception of its own; None for any other exception."""
     if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
         # A fatal error that met a delivery callback: the client loses the first one's type.
@@ -57,7 +57,7 @@ def kafka_error(error: BaseException) -> KafkaError | None:
     return error if isinstance(error, KafkaError) else None
 
 
-def translate(error: BaseException, what: str) -> TxnBridgeError:
+def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     """An error of a client as ours; `what` says what was being done. To be raised `from` the client's own.
 
     Right for calls that decide nothing about a transaction; those of a transaction are told apart in `producer`.

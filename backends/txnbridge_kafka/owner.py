@@ -61,6 +61,8 @@ class Owner:
 
     def note_outcome(self, found: Described, deadline: Deadline, *, prepared: bool = False) -> None:
         """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it."""
+        if self.opening is None:
+            return  # no log may be written, and so nobody was promised that it can be asked
         state = "committed" if found.state in COMMITTED else "aborted"
         marks = [f"start {found.start}"] if prepared else [f"epoch {found.epoch}"]
         if state == "aborted" and not prepared:

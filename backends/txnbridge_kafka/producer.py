@@ -28,6 +28,10 @@ _LEAST_SECONDS = 0.01
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
 
 
+# What the client makes of syslog's levels.
+_THRESHOLDS = {3: logging.ERROR, 4: logging.WARNING, 5: logging.INFO, 6: logging.INFO, 7: logging.DEBUG}
+
+
 class Watch:
     """The client's log, read for what makes a writer doubtful: a connection that dropped, a request that timed out.
 
@@ -35,8 +39,9 @@ class Watch:
     client keeps one epoch for all of them. Nothing else tells: the client reconnects, sends again and says OK.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, log_level: int) -> None:
         self.doubt = ""
+        self._threshold = _THRESHOLDS.get(log_level, logging.CRITICAL)
 
     def log(self, level: int, text: str, *parts: str) -> None:
         """What confluent-kafka calls, on the thread that polls, with the line's kind as the first part."""
@@ -46,7 +51,8 @@ class Watch:
             # The first is kept. The client is thrown away for it, which matters: librdkafka does not log the same
             # failure of one connection again within half a minute.
             self.doubt = self.doubt or line
-        _log.log(level, "%s", line)
+        if level >= self._threshold:
+            _log.log(level, "%s", line)
 
 
 class TransactionalProducer:
@@ -60,7 +66,7 @@ class TransactionalProducer:
         self.id = id
         self.timeout_ms = timeout_ms
         self.failures: list[KafkaError] = []
-        self.watch = Watch()
+        self.watch = Watch(settings.log_level)
         failed = self.failures.append
 
         def delivered(error: KafkaError | None, message: object) -> None:

@@ -138,7 +138,7 @@ class KafkaWriter(Writer):
     def begin(self, begin: Begin) -> None:
         producer = self._ready(begin.deadline)
         if self._owner.opening is not None:
-            self._log = self._owner.ledger.begin(begin.deadline)
+            self._log = self._where_evidence_begins(begin.deadline)
         if producer.begin() is not None:
             # It was fenced, or its last transaction timed out at the broker: whether the id is still ours shows now.
             self._reopen(begin.deadline)
@@ -150,6 +150,15 @@ class KafkaWriter(Writer):
         self._produce = producer.produce
         self._acks = {}
         self._messages = 0
+
+    def _where_evidence_begins(self, deadline: Deadline) -> Mapping[str, Any]:
+        try:
+            return self._owner.ledger.begin(deadline)
+        except EvidenceLost:
+            raise
+        except OutcomeUnknown as error:
+            # It is unknown whether a record was stored that nobody needs; of the transaction nothing is.
+            raise BrokerUnavailable(f"the transaction did not begin: {error}") from error
 
     def send(
         self,

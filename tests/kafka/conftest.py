@@ -1,18 +1,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers, faults
 
-pytestmark = pytest.mark.timeout(600)
+HERE = Path(__file__).parent
 
 
+# The walk of the suite that every run takes; here each takes minutes, because each step starts clients anew.
+WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first start of a version fetches it, and a broker that is killed takes seconds to come back."""
     for item in items:
-        if not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(600))
+        if item.path.is_relative_to(HERE):
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(600))
+            if "wherever" in item.name and item.name != WALK:
+                item.add_marker(pytest.mark.full)
 
 
 # Tests wait for dead members of groups to be noticed and for readers to learn of new partitions.

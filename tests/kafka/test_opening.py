@@ -8,15 +8,14 @@ from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
 from txnbridge_kafka.owner import OPEN
 
+from tests.kafka.kit import describe, flush, writer_of
 from txnbridge import Bridge, DeadlineExceeded, Fenced, Outcome, OutcomeUnknown, TokenState
-from txnbridge.spi import Deadline
 from txnbridge.testing import next_commit
 
 
-def describe(bridge: Bridge, *ids: str) -> dict[str, str]:
+def states(bridge: Bridge, *ids: str) -> set[str]:
     """What the coordinator says of Kafka's own ids."""
-    found = bridge._broker._cluster.requests.describe(ids, Deadline(30))
-    return {id: found[id].state for id in ids if id in found}
+    return {found.state for found in describe(bridge, *ids).values()}
 
 
 def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
@@ -30,10 +29,9 @@ def test_the_writers_of_a_larger_owner_are_fenced_too(connect: Connect, topic: s
     left = [older.transaction() for _ in range(3)]
     for txn in left:
         txn.send_many(topic, [b"left open" * 2_000] * 100)
-        txn._writer.flush(txn._begin.deadline)
+        flush(txn)
     newer = connect(transactional_id=owner, writers=1)
-    states = describe(newer, *(f"{owner}.{number}" for number in range(3)))
-    assert OPEN not in states.values()
+    assert OPEN not in states(newer, *(f"{owner}.{number}" for number in range(3)))
     for txn in left:
         with pytest.raises(Fenced):
             txn.commit()
@@ -47,9 +45,9 @@ def test_what_was_begun_to_be_prepared_is_ended_and_what_is_prepared_is_spared(
     token = prepare(older, topic)
     begun = older.transaction(prepare=True)
     begun.send_many(topic, [b"never" * 2_000] * 100)
-    begun._writer.flush(begun._begin.deadline)
+    flush(begun)
     newer = connect(transactional_id=owner)
-    assert describe(newer, begun._writer.id) != {begun._writer.id: OPEN}
+    assert OPEN not in states(newer, writer_of(begun).id)
     assert newer.status(token).state is TokenState.PREPARED
     with pytest.raises(Fenced):
         begun.__exit__(None, None, None)

@@ -15,6 +15,7 @@ from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, RunChild
 
 import txnbridge
+from tests.kafka.kit import describe, flush
 from txnbridge import Bridge, Outcome, OutcomeUnknown, TokenState, TransactionAborted, TxnBridgeError
 
 _silent = logging.getLogger("tests.kafka.outcomes")
@@ -136,7 +137,7 @@ def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_
     with pytest.raises(TxnBridgeError):
         with slow.transaction() as txn:
             txn.send(topic, b"never")
-            txn._writer.flush(txn._begin.deadline)
+            flush(txn)
             time.sleep(3)  # longer than the broker lets it live
     assert txn.outcome is Outcome.ABORTED
     send(slow, topic, b"2")
@@ -206,9 +207,7 @@ def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_a
 ) -> None:
     with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:
         send(bridge, "topic", b"0")
-        requests = bridge._broker._cluster.requests
-        id = f"{owner}.0"
-        eventually(lambda: id not in requests.describe([id], txnbridge.spi.Deadline(30)), "the id is forgotten")
+        eventually(lambda: not describe(bridge, f"{owner}.0"), "the id is forgotten")
         failed = 0
         for _ in range(2):
             try:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaException, Producer
 from txnbridge_conformance import faults
 from txnbridge_conformance.looking import seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 
 import txnbridge
+from tests.kafka.kit import flush, producer_of, writer_of
 from txnbridge import Bridge, Outcome
 
 # What the plain client and ours wait for an answer before they send a request again.
@@ -57,7 +58,7 @@ def commit_until_ok(producer: Producer) -> None:
 
 
 @pytest.fixture
-def through(proxy: faults.Proxy) -> Bridge:
+def through(proxy: faults.Proxy) -> Iterator[Bridge]:
     """A bridge with one writer, whose requests the proxy can hold."""
     settings = {"socket.timeout.ms": str(PATIENCE_MS)}
     with txnbridge.connect(proxy.url, writers=1, kafka=settings) as bridge:
@@ -110,7 +111,7 @@ def test_a_late_commit_does_nothing_to_our_next_transaction(
     hold = hold_a_commit(proxy, how, lambda: send(through, topic, b"1"))
     with through.transaction() as txn:
         txn.send_many(topic, [b"never" * 2_000] * 200)
-        txn._writer.flush(txn._begin.deadline)  # so that the broker has it
+        flush(txn)  # so that the broker has it
         hold.release()
         hold.answered()
         assert values(bridge.read(topic, limit=10)) == [b"0", b"1"]
@@ -127,7 +128,7 @@ def test_no_wish_about_logs_blinds_the_shield(
         hold = hold_a_commit(proxy, "the connection drops", lambda: send(through, topic, b"1"))
         with through.transaction() as txn:
             txn.send(topic, b"never")
-            txn._writer.flush(txn._begin.deadline)
+            flush(txn)
             hold.release()
             hold.answered()
             txn.abort()
@@ -179,14 +180,14 @@ def test_a_late_message_is_not_seen_and_replaces_none_of_ours(
     with through.transaction(timeout=10) as txn:
         hold = proxy.hold(requests="Produce")
         txn.send(topic, b"late")
-        txn._writer._producer.poll(0)
+        producer_of(txn).poll(0)
         hold.wait()
         txn.abort()
     assert txn.outcome is Outcome.ABORTED
     second = proxy.hold(requests="Produce")
     with through.transaction() as txn:
         txn.send(topic, b"2")
-        txn._writer._producer.poll(0)
+        producer_of(txn).poll(0)
         second.wait()
         hold.release()
         hold.answered()
@@ -213,7 +214,7 @@ def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
         with through.transaction() as txn:
             (second,) = take(consumer, 1)
             txn.ack(second)
-            txn._writer._send_acks(txn._writer._producer, txn._begin.deadline)
+            writer_of(txn)._send_acks(producer_of(txn), txn._begin.deadline)
             hold.release()
             hold.answered()
     with bridge.consumer(topic, group) as consumer:

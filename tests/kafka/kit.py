@@ -1,0 +1,37 @@
+"""What tests look at behind the public interface."""
+
+from __future__ import annotations
+
+from txnbridge_kafka.broker import KafkaBroker
+from txnbridge_kafka.producer import TransactionalProducer
+from txnbridge_kafka.requests import Described, Requests
+from txnbridge_kafka.writer import KafkaWriter
+
+from txnbridge import Bridge, Transaction
+from txnbridge.spi import Deadline
+
+
+def writer_of(txn: Transaction) -> KafkaWriter:
+    assert isinstance(txn._writer, KafkaWriter)
+    return txn._writer
+
+
+def producer_of(txn: Transaction) -> TransactionalProducer:
+    producer = writer_of(txn)._producer
+    assert producer is not None
+    return producer
+
+
+def flush(txn: Transaction) -> None:
+    """Let the broker have all of it, and the transaction stay open."""
+    writer_of(txn).flush(txn._begin.deadline)
+
+
+def requests_of(bridge: Bridge) -> Requests:
+    assert isinstance(bridge._broker, KafkaBroker)
+    return bridge._broker._cluster.requests
+
+
+def describe(bridge: Bridge, *ids: str) -> dict[str, Described]:
+    """What the coordinator says of Kafka's own ids; those that it does not know are absent."""
+    return requests_of(bridge).describe(ids, Deadline(30))
