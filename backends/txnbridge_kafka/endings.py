@@ -19,6 +19,9 @@ def plain_status(requests: Requests, ledger: Ledger, how: Mapping[str, Any], dea
 
     All transactions of one opening share producer id and epoch; being stored, this one was the coordinator's last.
     """
+    if how.get("asked") is False:
+        # Nobody else commits what was not prepared. The coordinator may speak of the transaction before this one.
+        return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit")
     id, pid, epoch = _numbers(how, "pid", "epoch")
     key = evidence_key(id, pid, f"epoch {epoch}")
     found = requests.describe([id], deadline).get(id)

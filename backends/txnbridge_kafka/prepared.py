@@ -60,7 +60,8 @@ class PreparedWriter(KafkaWriter):
         plain = super().evidence()
         if self._start is None:
             return plain
-        return replace(plain, how={**plain.how, "start": self._start}, expires_at=self._start + self._timeout_ms)
+        how = {name: value for name, value in plain.how.items() if name != "asked"}
+        return replace(plain, how={**how, "start": self._start}, expires_at=self._start + self._timeout_ms)
 
     def prepare(self, deadline: Deadline) -> None:
         assert self._producer is not None and self._opened is not None

@@ -89,6 +89,7 @@ class KafkaWriter(Writer):
         self._mended_groups: set[str] = set()
         self._acks: dict[str, tuple[AckContext, dict[Partition, int]]] = {}
         self._messages = 0
+        self._asked = False  # whether a commit was asked for, of which everything was stored
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -118,7 +119,13 @@ class KafkaWriter(Writer):
         if self._opened is not None:
             self._end_leftover(self._opened, deadline)
         self._unknown = False
+        topics, groups = list(self._partitions), list(self._mended_groups)
         self.open(deadline)
+        # Where this writer was at work before: what a killed broker forgot there holds readers and groups back now.
+        for topic in topics:
+            self._look_at(topic, None, deadline)
+        for group in groups:
+            self._mend_group(group, deadline)
 
     def _end_leftover(self, opened: Described, deadline: Deadline) -> None:
         """End what is open, and keep what a token may be asked about: opening the id destroys that evidence."""
@@ -128,7 +135,8 @@ class KafkaWriter(Writer):
             self._owner.note_outcome(found, deadline)
 
     def _ready(self, deadline: Deadline) -> TransactionalProducer:
-        if self._producer is None or self._stale:
+        # Also what happened since the last transaction: a broker that went away meanwhile may have forgotten its end.
+        if self._producer is None or self._stale or self._producer.doubt():
             self._reopen(deadline)
         assert self._producer is not None
         return self._producer
@@ -150,6 +158,7 @@ class KafkaWriter(Writer):
         self._produce = producer.produce
         self._acks = {}
         self._messages = 0
+        self._acknowledged = self._asked = False
 
     def _where_evidence_begins(self, deadline: Deadline) -> Mapping[str, Any]:
         try:
@@ -170,7 +179,7 @@ class KafkaWriter(Writer):
         timestamp: int | None,
     ) -> None:
         if topic not in self._partitions or (partition is not None and partition >= self._partitions[topic]):
-            self._look_at(topic, partition)
+            self._look_at(topic, partition, self._begun.deadline)
         try:
             if headers is None and partition is None and timestamp is None:
                 self._produce(topic, value, key)
@@ -193,7 +202,7 @@ class KafkaWriter(Writer):
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
         if topic not in self._partitions:
-            self._look_at(topic, None)
+            self._look_at(topic, None, self._begun.deadline)
         produce = self._produce
         count = 0
         try:
@@ -213,9 +222,8 @@ class KafkaWriter(Writer):
         finally:
             self._messages += count
 
-    def _look_at(self, topic: str, partition: int | None) -> None:
+    def _look_at(self, topic: str, partition: int | None, deadline: Deadline) -> None:
         """Before the first message to a topic: does it exist, and did the broker forget markers of ours there?"""
-        deadline = self._begun.deadline
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         count = self._cluster.topics.partitions(topic, deadline, at_least=(partition or 0) + 1)
@@ -231,6 +239,12 @@ class KafkaWriter(Writer):
         if self.past is not None:
             assert self._opened is not None
             mend(self._cluster, self._owner, self._opened, self.past, partitions, deadline)
+
+    def _mend_group(self, group: str, deadline: Deadline) -> None:
+        if self.past is not None:
+            count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
+            self._mend([offsets_partition(group, count)], deadline)
+        self._mended_groups.add(group)
 
     def _wait_for_room(self) -> None:
         assert self._producer is not None
@@ -260,10 +274,7 @@ class KafkaWriter(Writer):
     def _send_acks(self, producer: TransactionalProducer, deadline: Deadline) -> None:
         for group, (context, offsets) in self._acks.items():
             if group not in self._mended_groups:
-                if self.past is not None:
-                    count = self._cluster.topics.partitions(OFFSETS_TOPIC, deadline)
-                    self._mend([offsets_partition(group, count)], deadline)
-                self._mended_groups.add(group)
+                self._mend_group(group, deadline)
             wanted = [TopicPartition(topic, number, offset) for (topic, number), offset in offsets.items()]
             with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
                 error = producer.send_offsets(wanted, context.metadata, deadline)
@@ -276,6 +287,7 @@ class KafkaWriter(Writer):
             if error.code() in _FENCED or error.fatal():
                 raise self._lost(error, deadline)
             raise translate(error, f"acknowledging for group {group}") from KafkaException(error)
+        self._acknowledged = self._acknowledged or bool(self._acks)
         self._acks = {}
 
     def flush(self, deadline: Deadline) -> None:
@@ -286,7 +298,7 @@ class KafkaWriter(Writer):
 
     def evidence(self) -> Evidence:
         under = self._begun_under
-        how: dict[str, Any] = {"id": self.id}
+        how: dict[str, Any] = {"id": self.id, "asked": self._asked}
         if under is not None:
             how |= {"pid": under.pid, "epoch": under.epoch}
         if self._owner.opening is not None:
@@ -301,7 +313,8 @@ class KafkaWriter(Writer):
     def commit(self, deadline: Deadline) -> None:
         assert self._producer is not None
         self._store(self._producer, deadline)
-        # Everything is stored now, so the coordinator's state is this transaction's own and not the previous one's.
+        # If anything was stored, the coordinator's state is this transaction's own and not the previous one's.
+        self._asked = bool(self._messages or self._acknowledged)
         with self._cluster.events.step("step:commit", self._begun.transaction):
             error = self._producer.commit(deadline)
         self._stale = self._producer.doubt()
