@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from txnbridge_conformance import brokers
 
 _numbers = itertools.count(1)
+# What a broker that has just started lets its clients say would stand between the figures.
+_SILENT = logging.getLogger("benchmarks.kafka")
+_SILENT.addHandler(logging.NullHandler())
+_SILENT.propagate = False
 
 
 @contextmanager
@@ -34,7 +39,7 @@ def unique(what: str) -> str:
 
 def new_topic(url: str, partitions: int = 1) -> str:
     name = unique("bench")
-    admin = AdminClient({"bootstrap.servers": bootstrap(url)})
+    admin = AdminClient({"bootstrap.servers": bootstrap(url)}, logger=_SILENT)
     for created in admin.create_topics([NewTopic(name, partitions, 1)]).values():
         created.result(30)
     return name
@@ -47,7 +52,8 @@ def plain_producer(url: str) -> Producer:
             "bootstrap.servers": bootstrap(url),
             "transactional.id": unique("plain"),
             "partitioner": "murmur2_random",
-        }
+        },
+        logger=_SILENT,
     )
     producer.init_transactions(30)
     return producer
@@ -61,5 +67,6 @@ def plain_consumer(url: str, group: str) -> Consumer:
             "enable.auto.commit": False,
             "auto.offset.reset": "earliest",
             "isolation.level": "read_committed",
-        }
+        },
+        logger=_SILENT,
     )

@@ -58,7 +58,10 @@ class KafkaBackend(Backend):
     # The defaults of its clients (message.max.bytes) and its broker (transaction.max.timeout.ms).
     limits = Limits(message_bytes=1_000_000, prepared_seconds=900.0)
     options = OPTIONS
-    steps = ("step:open", "step:fence", "step:acks", "step:commit", "step:end", "step:record", "step:repair")
+    steps = (
+        *("step:log", "step:open", "step:fence"),  # ids
+        *("step:acks", "step:commit", "step:end", "step:record", "step:repair"),  # transactions
+    )
 
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         try:

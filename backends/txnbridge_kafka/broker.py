@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
-from txnbridge.errors import InvalidOption
+from txnbridge.errors import InvalidOption, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from txnbridge_kafka.backend import KafkaBackend
 
 
+_log = logging.getLogger("txnbridge")
+
+
 class KafkaBroker(Broker):
     """Opened by `KafkaBackend.open`."""
 
@@ -60,6 +65,7 @@ class KafkaBroker(Broker):
         self.limits = replace(backend.limits, prepared_seconds=self._longest_ms / 1000)
         self._owner: Owner | None = None
         self._pool: Pool | None = None
+        self._publishers: WeakSet[KafkaPublisher] = WeakSet()
 
     def _check_times(self) -> None:
         longest, settings = self._longest_ms / 1000, self._settings
@@ -99,7 +105,9 @@ class KafkaBroker(Broker):
         return int((self._settings.timeout + self._settings.hold) * 1000)
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        return KafkaPublisher(self._settings, self._cluster.topics, deadline, self._context.events)
+        publisher = KafkaPublisher(self._settings, self._cluster.topics, deadline, self._context.events)
+        self._publishers.add(publisher)
+        return publisher
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -126,9 +134,14 @@ class KafkaBroker(Broker):
         return KafkaAdmin(self._settings, self._cluster.requests, self._context)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        return KafkaLog(self._settings, name, deadline, self._context.events)
+        return KafkaLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
 
     def close(self, deadline: Deadline) -> None:
+        for publisher in list(self._publishers):
+            try:
+                publisher.close(deadline)
+            except TxnBridgeError as error:
+                _log.warning("closing a publisher: %s", error)
         if self._pool is not None:
             self._pool.close()
         self._cluster.requests.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -23,6 +23,7 @@ from txnbridge.errors import (
     PositionLost,
 )
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
+from txnbridge_kafka.clients import Consumer
 from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.offsets import Offsets, is_passing
@@ -381,7 +382,7 @@ class KafkaReader(Reader):
     # --- partitions come and go -------------------------------------------------------------------------------------
     # The client calls these inside `poll`, or inside its own `close`. An exception would come out of it as SystemError.
 
-    def _on_assign(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+    def _on_assign(self, client: Any, partitions: list[TopicPartition]) -> None:
         try:
             if not self._closed:
                 for each in partitions:
@@ -391,10 +392,10 @@ class KafkaReader(Reader):
         except BaseException as error:
             self._kept.append(error)
 
-    def _on_revoke(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+    def _on_revoke(self, client: object, partitions: list[TopicPartition]) -> None:
         self._leave(partitions, before=self._revoking)
 
-    def _on_lost(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+    def _on_lost(self, client: object, partitions: list[TopicPartition]) -> None:
         self._leave(partitions, after=self._listener.lost)
 
     def _leave(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,8 @@ TARGETS = {
     "wakeup": 4,
     "memory": 4,
     "large_file": 5,
+    "kafka_write": 8,
+    "kafka_read": 2,
 }
 
 
@@ -29,10 +32,16 @@ def test_every_benchmark_is_in_the_list():
     assert scripts == set(NAMES) == set(TARGETS)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.xdist_group("brokers")) if "kafka" in name else name for name in NAMES],
+)
+def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path, request):
+    env = dict(os.environ)
+    if "kafka" in name:
+        env["TXNBRIDGE_URL"] = request.getfixturevalue("kafka_broker").url
     command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", "--quick", "--folder", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     rows = [line.split("|") for line in run.stdout.splitlines() if line.startswith("| ") and "median" not in line]

@@ -95,16 +95,21 @@ def test_the_wheel_holds_every_module_of_ours_typed_and_nothing_else(wheel):
     assert f"{metadata}/licenses/LICENSE" in held
 
 
-def test_every_module_imports_without_a_client_library_and_only_the_suite_needs_pytest(bare):
+def test_without_a_client_library_everything_else_imports_and_only_the_suite_needs_pytest(bare):
     assert bare.python(FIND, *CLIENTS, "pytest").split() == []
     lacking = dict(line.split() for line in bare.python(IMPORT_ALL, *PACKAGES).splitlines())
-    assert {name: lacks for name, lacks in lacking.items() if not name.startswith("txnbridge_conformance.")} == {}
-    assert set(lacking.values()) == {"pytest"}
+    assert {(name.partition(".")[0], lacks) for name, lacks in lacking.items()} == {
+        ("txnbridge_conformance", "pytest"),
+        ("txnbridge_kafka", "confluent_kafka"),
+    }
+    # What is loaded before anybody asks for Kafka.
+    assert not {"txnbridge_kafka", "txnbridge_kafka.backend", "txnbridge_kafka.settings"} & lacking.keys()
 
 
-def test_with_the_extra_for_the_suite_every_module_imports(with_the_suite):
+def test_with_the_extra_for_the_suite_every_module_of_it_imports(with_the_suite):
     assert with_the_suite.python(FIND, *CLIENTS).split() == []
-    assert with_the_suite.python(IMPORT_ALL, *PACKAGES) == ""
+    lacking = with_the_suite.python(IMPORT_ALL, *PACKAGES).split()
+    assert set(lacking[1::2]) == {"confluent_kafka"}
 
 
 def test_a_module_that_lacks_something_would_be_seen(bare):
