@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     Conflict,
     DeliveryFailed,
@@ -44,6 +46,8 @@ from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
 from txnbridge_kafka.requests import Described
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
+
+_log = logging.getLogger("txnbridge")
 
 # A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
 _ABORT_GRACE = 2.0
@@ -131,8 +135,12 @@ class KafkaWriter(Writer):
         """End what is open, and keep what a token may be asked about: opening the id destroys that evidence."""
         self.past = found = end_if_open(self._cluster, self.id, deadline, only=opened)
         if self._unknown and found is not None and found.pid == opened.pid:
-            self._owner.open_once(deadline)
-            self._owner.note_outcome(found, deadline)
+            try:
+                self._owner.open_once(deadline)
+                self._owner.note_outcome(found, deadline)
+            except AccessDenied as error:
+                # Going on is worth more than what a token, if there is one, can be told later: UNKNOWN, for good.
+                _log.warning("what became of the last transaction of %s cannot be recorded: %s", self.id, error)
 
     def _ready(self, deadline: Deadline) -> TransactionalProducer:
         # Also what happened since the last transaction: a broker that went away meanwhile may have forgotten its end.

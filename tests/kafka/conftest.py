@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ HERE = Path(__file__).parent
 # The walk of the suite that every run takes; here each takes minutes, because each step starts clients anew.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
 
+# Readers are tested with one way to share partitions in every run; processors, and all readers with --full, with each.
+OTHER_PROTOCOLS = re.compile(r"\b(eager|consumer)\b")
+
 
 @pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(600))
-            if "wherever" in item.name and item.name != WALK:
+            other_protocol = item.path.name == "test_reader.py" and OTHER_PROTOCOLS.search(item.name)
+            if other_protocol or ("wherever" in item.name and item.name != WALK):
                 item.add_marker(pytest.mark.full)
 
 
