@@ -334,7 +334,7 @@ class Publisher(ABC):
     ) -> None:
         """Take one message. With a `sequence` not above the last stored one of this name and topic: a silent no-op.
 
-        Raises `DeliveryFailed` if an earlier message could not be stored; nothing after it was stored either.
+        Raises `DeliveryFailed` if an earlier message could not be stored; nothing after it in its partition was either.
         """
 
     @abstractmethod
