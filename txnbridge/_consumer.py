@@ -308,7 +308,17 @@ class Consumer:
                     raise InvalidState(f"{message!r} is acknowledged or given back already")
                 del assignment.unacked[message.position]
                 back.setdefault(assignment.partition, []).append(message.position)
+            if not self._bridge.capabilities[Capability.INDIVIDUAL_ACK]:
+                self._forget_behind({partition: min(positions) for partition, positions in back.items()})
             self._reader.nack(back)
+
+    def _forget_behind(self, back: Mapping[Partition, Position]) -> None:
+        """A broker that only knows positions goes back, so everything behind these comes again too."""
+        for partition, first in back.items():
+            unacked = self._assignments[partition].unacked
+            for position in [position for position in unacked if position > first]:
+                del unacked[position]
+        self._pending = [m for m in self._pending if m.position <= back.get((m.topic, m.partition), m.position)]
 
     def close(self, timeout: float | None = None) -> None:
         """Leave the group: others take over at once, and what was not acknowledged comes again there.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import eventually, seen
+from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
 from txnbridge_conformance.plugin import NewTopic
 
 import txnbridge
@@ -47,3 +47,19 @@ def test_every_message_is_passed_on_once_while_members_come_and_go(
         expected = {b"%d" % number for number in range(MESSAGES)}
         eventually(lambda: {m.value for m in bridge.read(target, 10 * MESSAGES)} == expected, "all are passed on")
     assert sorted(m.value for m in seen(bridge, target)) == sorted(expected)
+
+
+def test_what_stood_behind_a_message_given_back_comes_again_and_is_acknowledged_in_order(
+    bridge: Bridge, topic: str, group: str
+) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as consumer:
+        first = take(consumer, 3)
+        consumer.nack(first[1])
+        again = take(consumer, 2)
+        assert values(again) == [b"2", b"3"]
+        with bridge.transaction() as txn:
+            txn.ack([first[0], *again])
+    markers = mark(bridge, topic)
+    with bridge.consumer(topic, group) as consumer:
+        assert up_to(consumer, markers) == []
