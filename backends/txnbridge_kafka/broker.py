@@ -143,5 +143,5 @@ class KafkaBroker(Broker):
             except TxnBridgeError as error:
                 _log.warning("closing a publisher: %s", error)
         if self._pool is not None:
-            self._pool.close()
+            self._pool.close(deadline)
         self._cluster.requests.close()

@@ -146,14 +146,15 @@ class Pool:
         with self._lock:
             self._taken.discard(writer.id)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
+        """Let go of the ids that were opened ahead."""
         with self._lock:
             self._closed = True
             ready, self._ready = list(self._ready), deque()
         for writer in ready:
             writer.close()
         if self._ahead is not None:
-            self._ahead.join(_AHEAD_SECONDS)
+            self._ahead.join(deadline.left())
 
     # --- opening ahead ----------------------------------------------------------------------------------------------
 
