@@ -24,6 +24,7 @@ TARGETS = {
     "large_file": 5,
     "kafka_write": 8,
     "kafka_read": 2,
+    "kafka_token": 1,
 }
 
 
