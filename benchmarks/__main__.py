@@ -7,7 +7,7 @@ from importlib import import_module
 from benchmarks._harness import machine, opened, parse
 
 NAMES = ("send", "imports", "write", "read", "commit", "writers", "wakeup", "memory", "large_file")
-NAMES += ("kafka_write", "kafka_read", "kafka_token")  # these start a broker
+NAMES += ("kafka_write", "kafka_read", "kafka_token", "kafka_process")  # these start a broker
 
 
 def main() -> None:

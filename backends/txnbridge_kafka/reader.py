@@ -146,7 +146,10 @@ class KafkaReader(Reader):
             self._follow()
             lost = next((c.lost for c in self._cursors.values() if c.lost and not c.paused), "")
             wait = 0.0 if lost else min(deadline.left(), _IDLE_SECONDS if self._work is None else _BUSY_SECONDS)
-            batch, self._ahead = self._ahead or self._read(min(max_messages, _MOST_MESSAGES), wait), []
+            batch, self._ahead = self._ahead, []
+            room = min(max_messages, _MOST_MESSAGES) - len(batch)
+            if room > 0:
+                batch += self._read(room, 0.0 if batch else wait)
             messages = self._hand_out(batch)
             if messages:
                 self._renew_context()

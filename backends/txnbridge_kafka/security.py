@@ -149,6 +149,7 @@ class _Socket(ssl.SSLSocket):
 def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
     """A context that trusts the authorities under an option, or, without it, those that the system trusts."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some systems' OpenSSL would still take less
     location, pem = client.get(f"{option}.location"), client.get(f"{option}.pem")
     if pem:
         with _naming(f"{option}.pem"):

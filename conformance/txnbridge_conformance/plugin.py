@@ -8,6 +8,7 @@ test module with `from txnbridge_conformance.suite import *`, and the broker's U
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import secrets
 from collections.abc import Callable, Iterator
@@ -92,10 +93,15 @@ def txnbridge_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return url.replace("{tmp}", str(tmp_path_factory.mktemp("broker"))) if "{tmp}" in url else url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def capabilities(txnbridge_url: str) -> Capabilities:
     """What the broker under test declares."""
-    with txnbridge.connect(txnbridge_url) as bridge:
+    return _declared_by(txnbridge_url)
+
+
+@functools.cache  # by URL, and not a fixture of the session: one run may test several brokers
+def _declared_by(url: str) -> Capabilities:
+    with txnbridge.connect(url) as bridge:
         return bridge.capabilities
 
 

@@ -25,6 +25,7 @@ TARGETS = {
     "kafka_write": 8,
     "kafka_read": 2,
     "kafka_token": 1,
+    "kafka_process": 1,
 }
 
 

@@ -349,7 +349,7 @@ class _Way:
             self._proxy.closing.wait(max(0.0, due - time.monotonic()))
             if hold:
                 hold.gate.wait()
-            if broken or (hold and hold.dropped):
+            if broken or (hold and hold.dropped) or self._proxy.closing.is_set():
                 continue  # read on, so that the reader does not wait for ever
             try:
                 self._send(data)
