@@ -66,6 +66,7 @@ def ours(url: str, source: str, target: str) -> Contender:
                     group=unique("ours"),
                     batch=lambda batch, txn: txn.send_many(target, [message.value for message in batch]),
                     max_messages=BATCH,
+                    max_wait=0.1,  # or a transaction would be what the reader hands out at once
                 )
                 processor.run(until_idle=True)
                 return processor.stats.messages
