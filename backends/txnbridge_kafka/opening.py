@@ -50,10 +50,7 @@ def _fence(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
 
 def _end_unprepared(cluster: Cluster, owner: Owner, prepared_ids: int, deadline: Deadline) -> None:
     """Of the ids for prepared transactions: abort what is open and has no prepare record that counts."""
-    ids = pool_ids(owner.name, max(prepared_ids, owner.prepared_ids) if prepared_ids else 0)
-    if not ids:
-        return
-    described = cluster.requests.describe(ids, deadline)
+    described = cluster.requests.describe(pool_ids(owner.name, prepared_ids), deadline)
     if not any(found.state == OPEN for found in described.values()):
         return
     # Read after the opening was written: whoever records one later is told that it does not count.

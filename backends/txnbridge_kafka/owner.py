@@ -36,12 +36,21 @@ class Owner:
         return self.identity.name
 
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
-        """Become the newest owner; what the one before had said of itself."""
+        """Become the newest owner; what was said by the one before.
+
+        The most writers and ids that any owner had are handed on: whoever dies in the middle of opening an id leaves
+        those of its predecessors to the next.
+        """
         with self._lock:
-            before = self.ledger.newest_opening(deadline)
-            about = {"writers": writers, "prepared_ids": self.prepared_ids, "host": self.identity.host}
+            newest = self.ledger.newest_opening(deadline)
+            before = newest[1] if newest else {}
+            about = {
+                "writers": max(writers, int(before.get("writers", 0))),
+                "prepared_ids": max(self.prepared_ids, int(before.get("prepared_ids", 0))),
+                "host": self.identity.host,
+            }
             self.opening = self.ledger.opened(about, deadline)
-            return before[1] if before else {}
+            return before
 
     def open_once(self, deadline: Deadline) -> None:
         """An id that the bridge made up for itself is opened when something has to be recorded about it."""

@@ -8,6 +8,7 @@ from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
 from txnbridge_kafka.owner import OPEN
 
+import txnbridge
 from tests.kafka.kit import describe, flush, writer_of
 from txnbridge import Bridge, DeadlineExceeded, Fenced, Outcome, OutcomeUnknown, TokenState
 from txnbridge.testing import next_commit
@@ -32,6 +33,27 @@ def test_the_writers_of_a_larger_owner_are_fenced_too(connect: Connect, topic: s
         flush(txn)
     newer = connect(transactional_id=owner, writers=1)
     assert OPEN not in states(newer, *(f"{owner}.{number}" for number in range(3)))
+    for txn in left:
+        with pytest.raises(Fenced):
+            txn.commit()
+    assert values(seen(newer, topic)) == []
+
+
+def open_with_one_writer(url: str, owner: str) -> None:
+    txnbridge.connect(url, transactional_id=owner, writers=1).close()
+
+
+def test_who_dies_while_it_opens_an_id_leaves_nothing_of_its_predecessors_unfenced(
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
+) -> None:
+    older = connect(transactional_id=owner, writers=3)
+    left = [older.transaction() for _ in range(3)]
+    for txn in left:
+        txn.send_many(topic, [b"left open" * 2_000] * 100)
+        flush(txn)
+    # It has said that the id is its own, and fenced nobody yet.
+    run(open_with_one_writer, txnbridge_url, owner, kill="decision.append/after").stopped()
+    newer = connect(transactional_id=owner, writers=1)
     for txn in left:
         with pytest.raises(Fenced):
             txn.commit()
