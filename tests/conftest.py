@@ -1,7 +1,23 @@
+"""Which tests run when.
+
+    pytest          the gate: whatever starts no broker and no Spark, and of each of those its `test_smoke.py`
+    pytest --live   also the rest of the folders that do (`LIVE`), and what is marked `live`
+    pytest --full   also what is marked `full`, because it takes minutes
+
+What starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
+"""
+
 from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+LIVE = ("tests/brokers/", "tests/faults/", "tests/kafka/")
+SMOKE = "test_smoke.py"
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
 pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin"]
@@ -11,20 +27,46 @@ settings.register_profile("any-machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any-machine")
 
 
-# The folders of tests that start real brokers.
-BROKERS = ("tests/brokers/", "tests/faults/", "tests/kafka/")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--live", action="store_true", help="also run the tests that start real brokers and Spark")
+    parser.addoption("--full", action="store_true", help="all tests, also those that take minutes")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The one skip for time: tests marked `full` run with --full. And where several processes share the tests (`-n`),
-    one of them has all that start real brokers: a machine carries few of those at a time.
-    """
-    for item in items:
-        if item.get_closest_marker("full") and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: run with --full"))
-        if item.nodeid.startswith(BROKERS):
-            item.add_marker(pytest.mark.xdist_group("brokers"))
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    for item in filter(_starts_brokers, items):
+        item.add_marker(pytest.mark.xdist_group("brokers"))  # one process has all of them
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
+    yield  # folders mark their own
+    full = config.getoption("--full")
+    live = full or config.getoption("--live")
+    left_out = [item for item in items if (_is_full(item) and not full) or (_is_live(item) and not live)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+    items.sort(key=_starts_brokers)  # behind all the rest, which stays as it was shuffled
+
+
+def _is_full(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is not None
+
+
+def _is_live(item: pytest.Item) -> bool:
+    return _starts_brokers(item) and item.path.name != SMOKE
+
+
+def _starts_brokers(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(LIVE) or item.get_closest_marker("live") is not None
+
+
+# Open as long as this process lives. Tests that need no broker share it, whoever starts one has it alone.
+_machine = os.open(__file__, os.O_RDONLY)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting is not part of a test's time
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    fcntl.flock(_machine, fcntl.LOCK_EX if _starts_brokers(item) else fcntl.LOCK_SH)
+    result = yield
+    if nextitem is None or not _starts_brokers(nextitem):
+        fcntl.flock(_machine, fcntl.LOCK_UN)
+    return result

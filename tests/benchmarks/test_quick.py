@@ -36,7 +36,7 @@ def test_every_benchmark_is_in_the_list():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.xdist_group("brokers")) if "kafka" in name else name for name in NAMES],
+    [pytest.param(name, marks=pytest.mark.live) if "kafka" in name else name for name in NAMES],
 )
 def test_a_benchmark_runs_and_leaves_nothing(name, tmp_path, request):
     env = dict(os.environ)

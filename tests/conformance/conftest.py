@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 
-from tests.conformance.broken import Broken
+from tests.conformance.broken import BROKEN, Broken
 from txnbridge import TxnBridgeError
 
 # Short leases, because tests wait for them to lapse; long enough for a process that is held up by a busy machine.
@@ -27,11 +27,21 @@ def kill_broker() -> Callable[[], object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the suite on broken brokers: what must fail is marked so; all the rest runs with --full only."""
-    passing = [item for item in items if not _expect_failure(item) and broker_of(item)]
-    if not config.getoption("--full"):
-        config.hook.pytest_deselected(items=passing)
-        items[:] = [item for item in items if item not in set(passing)]
+    """Of the suite on broken brokers: what must fail is marked so. Every run has one such test of each broker, the
+    others run with --live; what need not fail runs with --full.
+    """
+    full = config.getoption("--full")
+    live = full or config.getoption("--live")
+    left_out = set()
+    for item in items:
+        broker = broker_of(item)
+        if broker and must_fail(item, broker.caught_by):
+            item.add_marker(pytest.mark.xfail(raises=FAILURES, reason=f"{broker.__name__} must not pass", strict=True))
+            item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))  # a failed test leaves things open
+        if broker and not (full or must_fail(item, broker.caught_by if live else broker.caught_by[:1])):
+            left_out.add(item)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def broker_of(item: pytest.Item) -> type[Broken] | None:
@@ -41,15 +51,9 @@ def broker_of(item: pytest.Item) -> type[Broken] | None:
     return broker if isinstance(broker, type) else None
 
 
-def _expect_failure(item: pytest.Item) -> bool:
-    """Mark a test that must fail: its broker names it, alone or with the values of its own parameters."""
-    broker = broker_of(item)
-    if broker is None:
-        return False
+def must_fail(item: pytest.Item, tests: Iterable[str]) -> bool:
+    """Whether an item on a broken broker is one of these: named alone, or with the values of its own parameters."""
     name, _, values = item.name.rstrip("]").partition("[")
-    own = "-".join(part for part in values.split("-") if part != broker.__name__)
-    if not {name, f"{name}[{own}]"} & broker.caught_by:
-        return False
-    item.add_marker(pytest.mark.xfail(raises=FAILURES, reason=f"{broker.__name__} must not pass", strict=True))
-    item.add_marker(pytest.mark.filterwarnings("ignore::ResourceWarning"))  # a failed test leaves things open
-    return True
+    brokers = {broker.__name__ for broker in BROKEN}
+    own = "-".join(part for part in values.split("-") if part not in brokers)
+    return not {name, f"{name}[{own}]"}.isdisjoint(tests)

@@ -19,11 +19,8 @@ OTHER_PROTOCOLS = re.compile(r"\b(eager|consumer)\b")
 
 @pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first start of a version fetches it, and a broker that is killed takes seconds to come back."""
     for item in items:
         if item.path.is_relative_to(HERE):
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(600))
             other_protocol = item.path.name == "test_reader.py" and OTHER_PROTOCOLS.search(item.name)
             if other_protocol or ("wherever" in item.name and item.name != WALK):
                 item.add_marker(pytest.mark.full)

@@ -21,7 +21,7 @@ class StartKafka(Protocol):
     def __call__(self, **options: Any) -> brokers.Broker: ...
 
 
-def _kafka(**options: Any) -> brokers.Broker:
+def kafka_or_skip(**options: Any) -> brokers.Broker:
     try:
         return brokers.kafka(**options)
     except brokers.ToolMissing as error:
@@ -31,7 +31,7 @@ def _kafka(**options: Any) -> brokers.Broker:
 @pytest.fixture(scope="session")
 def kafka_broker() -> Iterator[brokers.Broker]:
     """One node of Kafka for all tests of the run. Whoever kills or pauses it brings it back."""
-    with _kafka() as broker:
+    with kafka_or_skip() as broker:
         yield broker
 
 
@@ -41,6 +41,6 @@ def start_kafka() -> Iterator[StartKafka]:
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> brokers.Broker:
-            return stack.enter_context(_kafka(**options))
+            return stack.enter_context(kafka_or_skip(**options))
 
         yield start

@@ -1,0 +1,34 @@
+"""Kafka in every run: one node, and of each kind of promise the test that would fail first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
+from txnbridge_conformance.suite import (  # noqa: F401
+    test_a_processor_passes_every_message_on_once,
+    test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
+    test_another_process_ends_what_a_killed_one_prepared,
+    test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
+)
+
+from tests.kafka.test_shield import (  # noqa: F401
+    test_a_late_commit_does_nothing_to_our_next_transaction,
+    through,
+)
+
+pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
+
+
+@pytest.fixture(scope="module")
+def kafka_broker() -> Iterator[brokers.Broker]:
+    """Gone with this module: brokers do not run beside each other."""
+    with kafka_or_skip() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def txnbridge_url(kafka_broker: brokers.Broker) -> str:
+    return kafka_broker.url
