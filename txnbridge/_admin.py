@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
+from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._topics import check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import Advice, Broker, OpenTransaction, TopicInfo
+from txnbridge.spi import Advice, Broker, OpenTransaction, Partition, TopicInfo
 
 
 class Admin:
@@ -61,6 +64,15 @@ class Admin:
         """Add partitions. Messages stay where they are; keys spread over all partitions from now on."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.grow_topic(name, partitions, self._deadline())
+
+    def bounds(self, topics: str | Iterable[str]) -> dict[Partition, tuple[Position, Position]]:
+        """What can be read of each partition: the first position that is kept, and where readers come to now.
+
+        Between two positions up to the second the same messages are read at any time, until retention removes them.
+        Raises `NotFound`.
+        """
+        names = (topics,) if isinstance(topics, str) else tuple(topics)
+        return self._broker.admin.bounds(names, self._deadline())
 
     def transactions(self) -> list[OpenTransaction]:
         """Open and prepared transactions, the oldest first."""

@@ -25,7 +25,7 @@ from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token, TokenState
 from txnbridge._topics import Topic
 from txnbridge._transaction import Transaction
-from txnbridge._url import find_backend, parse_url, resolve_options, unknown_option
+from txnbridge._url import find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -40,8 +40,11 @@ from txnbridge.errors import (
 from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Ledger, Subscription, Writer
 
 if TYPE_CHECKING:
+    from sqlalchemy import Engine
+
     from txnbridge._decisions import Decisions
     from txnbridge._processor import Processor
+    from txnbridge.sql import SqlLogs
 
 _log = logging.getLogger("txnbridge")
 
@@ -65,6 +68,7 @@ def connect(
     hold: float | None = None,
     writers: int = 4,
     create_topics: int | None = None,
+    decision_log: str | Engine | None = None,
     **backend: Mapping[str, Any],
 ) -> Bridge:
     """Open a bridge. Only the URL names the broker; without one `TXNBRIDGE_URL` is read.
@@ -72,7 +76,9 @@ def connect(
     `transactional_id` is the name of one running instance: opening it shuts out its older owner and ends what that
     left open. `timeout` is the deadline of each call in seconds, `hold` how long a prepared transaction may live after
     it. `writers` transactions can be open at once. A backend's own options go into the URL's query or into a mapping
-    under its name, `connect(url, embedded={"durability": "normal"})`.
+    under its name, `connect(url, embedded={"durability": "normal"})`. `decision_log` keeps the decision logs elsewhere:
+    on another broker, by its URL, or in a database, by SQLAlchemy's URL or an `Engine`; all who answer for one
+    application name the same place.
 
     Raises `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
     """
@@ -89,6 +95,7 @@ def connect(
         if twice := options.keys() & settings.keys():
             raise InvalidOption(f"option {min(twice)!r} is given twice, in the URL and in {name}=")
         options |= settings
+    application = application or transactional_id or "default"
     return Bridge(
         found,
         address,
@@ -96,14 +103,25 @@ def connect(
         identity=Identity(
             name=transactional_id or f"anonymous-{_random(8)}",
             owned=transactional_id is not None,
-            application=application or transactional_id or "default",
+            application=application,
             host=f"{os.uname().nodename} pid {os.getpid()}",
         ),
         timeout=timeout,
         hold=hold,
         writers=writers,
         create_topics=create_topics,
+        elsewhere=None if decision_log is None else _place_of_logs(decision_log, application, timeout),
     )
+
+
+def _place_of_logs(where: str | Engine, application: str, timeout: float) -> Bridge | SqlLogs:
+    if isinstance(where, str):
+        where = str(indirect("decision_log", where))
+        if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
+            return connect(where, application=application, timeout=timeout)
+    from txnbridge.sql import SqlLogs
+
+    return SqlLogs(where)
 
 
 class Bridge:
@@ -120,9 +138,10 @@ class Bridge:
         hold: float | None,
         writers: int,
         create_topics: int | None,
+        elsewhere: Bridge | SqlLogs | None = None,
     ) -> None:
         self._forked = False
-        self._abandoned: deque[tuple[Writer, str]] = deque()  # of transactions that were left unfinished
+        self._abandoned: deque[tuple[Writer, Begin]] = deque()  # of transactions that were left unfinished
         self._closed = False
         self._name = f"{backend.name}-{_random(4)}"
         self._events = Emitter(self._name, plugins.listeners())
@@ -138,6 +157,7 @@ class Bridge:
         self._size = writers
         self._busy = 0
         self._logs: dict[str, Decisions] = {}  # those that hold ledgers
+        self._elsewhere = elsewhere  # what keeps the decision logs, if the broker itself does not
         self._idle: list[Writer] | None = None  # None: not opened yet
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
@@ -234,7 +254,7 @@ class Bridge:
             try:
                 writer.begin(begin)
             except BaseException:
-                self._return_writer(writer, sound=False)
+                self._return_writer(writer, begin, sound=False)
                 raise
         transaction = Transaction(self, writer, begin, 0 if fingerprint else None)
         self._transactions.add(transaction)
@@ -268,7 +288,7 @@ class Bridge:
             self._free_slot()
             raise
         if writer in self._doubtful:
-            self._reopen(writer, begin.deadline)
+            self._reopen(writer, begin)
         return writer
 
     def _take_slot(self, deadline: Deadline) -> None:
@@ -286,12 +306,12 @@ class Bridge:
                     " end them sooner or connect(…, writers=…) with more"
                 )
 
-    def _reopen(self, writer: Writer, deadline: Deadline) -> None:
+    def _reopen(self, writer: Writer, begin: Begin) -> None:
         try:
             with self._events.step("writer.open", reopen=True):
-                writer.reopen(deadline)
+                writer.reopen(begin.deadline)
         except BaseException:
-            self._return_writer(writer, sound=False)
+            self._return_writer(writer, begin, sound=False)
             raise
         self._doubtful.discard(writer)
 
@@ -304,14 +324,12 @@ class Bridge:
 
     def _give_back(self, transaction: Transaction, writer: Writer, sound: bool) -> None:
         self._transactions.discard(transaction)
-        if transaction._prepare:
-            writer.close()
-            self._free_slot()
-        else:
-            self._return_writer(writer, sound)
+        self._return_writer(writer, transaction._begin, sound)
 
-    def _return_writer(self, writer: Writer, sound: bool) -> None:
-        if self._idle is not None:
+    def _return_writer(self, writer: Writer, begin: Begin, sound: bool) -> None:
+        if begin.prepare:
+            writer.close()  # it was made for this transaction alone
+        elif self._idle is not None:
             if not sound:
                 self._doubtful.add(writer)
             self._idle.append(writer)
@@ -325,14 +343,15 @@ class Bridge:
     def _clear_abandoned(self) -> None:
         """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
         while self._abandoned:
-            writer, transaction = self._abandoned.popleft()
+            writer, begin = self._abandoned.popleft()
+            transaction = begin.transaction
             try:
                 with self._events.step("abort", transaction, abandoned=True):
                     writer.abort(Deadline(self._timeout))
-                self._return_writer(writer, sound=True)
+                self._return_writer(writer, begin, sound=True)
             except TxnBridgeError as error:
                 _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)
-                self._return_writer(writer, sound=False)
+                self._return_writer(writer, begin, sound=False)
 
     def _make_token(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
         evidence = writer.evidence()
@@ -445,8 +464,18 @@ class Bridge:
         if token is None:
             return LazyLedger(lambda deadline: self._log_of(None, deadline).ledger(self._identity.name))
         owner = token.transaction.rsplit("/", 2)[0]
-        where = token.log or {}
-        return LazyLedger(lambda deadline: self._log_of(where.get("log"), deadline).ledger(owner, token.log))
+        evidence = token.log or {}
+
+        def find(deadline: Deadline) -> Ledger:
+            place = self._place(deadline)
+            if evidence.get("on") != place:
+                raise InvalidToken(
+                    f"the decision log of this token's transaction is kept by {evidence.get('on') or 'its own broker'},"
+                    f" this bridge's by {place or 'its own broker'}: connect with the same decision_log"
+                )
+            return self._log_of(evidence.get("log"), deadline).ledger(owner, token.log)
+
+        return LazyLedger(find)
 
     def _log_of(self, name: str | None, deadline: Deadline) -> Decisions:
         name = name or self._identity.application
@@ -458,9 +487,26 @@ class Bridge:
     def _open_decisions(self, name: str, deadline: Deadline) -> Decisions:
         from txnbridge._decisions import Decisions
 
-        self.capabilities.require(Capability.DECISION_LOG)
-        log = self._broker.decision_log(name, deadline)
-        return Decisions(log, timeout=self._timeout, events=self._events, name=name, host=self._identity.host)
+        if not hasattr(self, "_broker"):  # some brokers ask about transactions as soon as they are connected
+            raise BrokerUnavailable("this bridge is not open yet")
+        place = self._place(deadline)
+        log = self._keeper_of_logs().decision_log(name, deadline)
+        return Decisions(
+            log, timeout=self._timeout, events=self._events, name=name, place=place, host=self._identity.host
+        )
+
+    def _keeper_of_logs(self) -> Broker | SqlLogs:
+        if isinstance(self._elsewhere, Bridge):
+            return self._elsewhere._keeper_of_logs()
+        if self._elsewhere is None:
+            self.capabilities.require(Capability.DECISION_LOG)
+        return self._elsewhere or self._broker
+
+    def _place(self, deadline: Deadline) -> str | None:
+        """What names the place of the decision logs in tokens, if it is not the broker itself."""
+        if isinstance(self._elsewhere, Bridge):
+            return self._elsewhere.cluster
+        return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
 
     # --- reading, publishing, deciding ------------------------------------------------------------------------------
 
@@ -541,6 +587,8 @@ class Bridge:
             for closable in [*(self._idle or ()), *self._logs.values()]:
                 _quietly(closable.close)
             self._broker.close(deadline)
+            if self._elsewhere is not None:
+                _quietly(self._elsewhere.close)
         _live.discard(self)
 
     def _abort_unfinished(self, transaction: Transaction) -> None:
@@ -573,7 +621,7 @@ class Bridge:
         self._forked = True
         _parents.append(self._broker)
         for transaction in list(self._transactions):
-            transaction._guard.acquire(False)  # so that every call on it is refused, at no cost to `send`
+            transaction._turn.clear()  # so that every call on it is refused, at no cost to `send`
 
 
 def _random(size: int) -> str:

@@ -39,6 +39,9 @@ _SIGNALS = {_KILL: signal.SIGKILL, _PAUSE: signal.SIGSTOP}
 # A stopped process does not answer, and one that is about to stop may miss the first signal to go on.
 _RESUME_SECONDS = 0.01
 
+# What a bridge imports when it first needs it, which in a child is most of its time: some 60 ms.
+_IMPORTED_LATE = ["txnbridge._decisions", "txnbridge._processor", "encodings.idna"]
+
 _parent: _Line | None = None  # in a child: the line to the process that started it
 
 
@@ -276,8 +279,10 @@ class _ChildTraceback(Exception):
 
 def _fork_server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # What children import anyway, among it pytest, which the modules that tests are in import: it takes 100 ms.
-    context.set_forkserver_preload([name for name in sys.modules if name.startswith(("txnbridge", "pluggy", "pytest"))])
+    # What children import anyway, among it pytest, which the modules that tests are in import: it takes 100 ms. A list,
+    # because another thread may be importing at this moment.
+    here = [name for name in list(sys.modules) if name.startswith(("txnbridge", "pluggy", "pytest"))]
+    context.set_forkserver_preload([*here, *_IMPORTED_LATE])
     return context
 
 

@@ -63,23 +63,33 @@ def collect_acks(
     Returns what to tell the writer, by context. Raises before anything is held.
     """
     wanted: dict[Assignment, list[Position]] = {}
-    for message in messages:
-        wanted.setdefault(_assignment_of(message, transaction), []).append(message.position)
+    for _, run in groupby(messages, _source_of):  # once for each run: there may be a million messages
+        delivered = list(run)
+        assignment = _assignment_of(delivered[0], transaction)
+        wanted.setdefault(assignment, []).extend([message.position for message in delivered])
     for assignment, positions in wanted.items():
         assignment.consumer._check_holder(transaction)
         if up_to:
             wanted[assignment] = [p for p in assignment.unacked if p <= positions[0]] or positions
-        _check_acks(transaction, assignment, wanted[assignment])
+        if not _is_all(assignment, wanted[assignment]):
+            _check_acks(transaction, assignment, wanted[assignment])
     by_context: dict[int, tuple[object, dict[Partition, list[Position]]]] = {}
     for assignment, positions in wanted.items():
         unacked = assignment.unacked
-        for position in positions:
+        if len(positions) == len(unacked):
+            unacked.clear()
+        for position in positions if unacked else ():
             del unacked[position]
         transaction._held.setdefault(assignment, []).extend(positions)
         assignment.consumer._holder = transaction
         _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
         told[assignment.partition] = positions
     return list(by_context.values())
+
+
+def _is_all(assignment: Assignment, positions: list[Position]) -> bool:
+    """Whether they are all that is unacknowledged, in order, as they mostly are: then nothing is left to check."""
+    return len(assignment.unacked) == len(positions) and list(assignment.unacked) == positions
 
 
 def _assignment_of(message: Message, transaction: Transaction) -> Assignment:

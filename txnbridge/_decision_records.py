@@ -17,8 +17,8 @@ from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption
 
-VERSION = 1
-_READABLE = (VERSION,)  # the version before joins this tuple once there is one
+VERSION = 2
+_READABLE = (1, VERSION)
 _MAGIC = b'{"txnbridge":'
 
 # Brokers take messages of 1 MB by default; the rest is for their own headers.
@@ -59,6 +59,35 @@ class Stored:
 
     parts: tuple[Position, ...]
     digest: str
+
+
+@dataclass(frozen=True)
+class Acked:
+    """What a claim acknowledges. `read_up_to` is a position in the log.
+
+    No claim of anybody else on these groups and partitions stood in front of it behind the claims on which its author
+    built, and none on its own transaction.
+    """
+
+    read_up_to: Position
+    ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """One acknowledged range: from the position where its author stood to the next one to read."""
+
+    group: str
+    partition: tuple[str, int]
+    first: Position
+    end: Position
+
+    @property
+    def place(self) -> Place:
+        return self.group, self.partition
+
+
+Place = tuple[str, tuple[str, int]]  # a group and a partition
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +139,23 @@ class Entry(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Claimed(Record):
-    """A claim on an id: with `begin` on one that a token carries, with `by` as the id's owner. Data or parts."""
+    """A claim on an id: with `begin` on one that a token carries, with `by` as the id's owner. Data or parts.
+
+    Only a COMMIT of an id that a token carries acknowledges anything.
+    """
 
     kind: ClassVar[str] = "claim"
     id: Path
     decision: Decision
     begin: Begin | None
     by: Under | None
+    acked: Acked | None = None  # version 1 had none
     body: Mapping[str, Any] | None
     stored: Stored | None
+
+    def __post_init__(self) -> None:
+        if self.acked is not None and (self.begin is None or self.decision is not Decision.COMMIT):
+            raise ValueError("this claim cannot acknowledge anything")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +247,9 @@ def _plain(value: Any) -> Any:
     """A field's value as JSON."""
     if isinstance(value, Decision):
         return value.value
+    if isinstance(value, Acked):
+        ranges = [[r.group, *r.partition, r.first, r.end] for r in value.ranges]
+        return {"read_up_to": value.read_up_to, "ranges": ranges}
     if isinstance(value, Begin | Under | Stored):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return value
@@ -221,7 +261,7 @@ def _plain(value: Any) -> Any:
 def decode(raw: bytes) -> Record:
     """Read a record back. Raises `Unreadable` for whatever is none, and never anything else."""
     line, newline, payload = raw.partition(b"\n")
-    values = _read_line(line)
+    version, values = _read_line(line)
     kind = _KINDS.get(str(values.pop("kind", "")))
     if kind is None:
         raise Unreadable("its kind is unknown")
@@ -229,7 +269,8 @@ def decode(raw: bytes) -> Record:
         raise Unreadable("a part, and nothing else, has bytes behind its line")
     if kind is Part:
         values["payload"] = payload
-    if values.keys() != {field.name for field in fields(kind)}:
+    names = {field.name for field in fields(kind)} - ({"acked"} if version == 1 else set())
+    if values.keys() != names:
         raise Unreadable(f"a {kind.kind!r} record has other fields")
     try:
         return kind(**{name: _FIELDS[name](value) for name, value in values.items()})
@@ -248,7 +289,7 @@ def load_json(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _read_line(line: bytes) -> dict[str, Any]:
+def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
     if not line.startswith(_MAGIC):
         raise Unreadable("it was not written by txnbridge")
     try:
@@ -258,7 +299,7 @@ def _read_line(line: bytes) -> dict[str, Any]:
     version = values.pop("txnbridge", None)
     if type(version) is not int or version not in _READABLE:
         raise Unreadable(f"its format is {version!r:.20}, this version of txnbridge reads up to {VERSION}: upgrade it")
-    return values
+    return version, values
 
 
 def _finite(text: str) -> float:
@@ -337,6 +378,18 @@ def _stored(value: Any) -> Stored:
     return Stored(tuple(read_position(part) for part in parts), _text(hashed))
 
 
+def _acked(value: Any) -> Acked:
+    read_up_to, ranges = _exactly(value, "read_up_to", "ranges")
+    if not isinstance(ranges, list) or not ranges:
+        raise TypeError
+    return Acked(read_position(read_up_to), tuple(_range(each) for each in ranges))
+
+
+def _range(value: Any) -> Range:
+    group, topic, number, first, end = value
+    return Range(_text(group), (_text(topic), _number(number)), read_position(first), read_position(end))
+
+
 def _exactly(value: Any, *names: str) -> list[Any]:
     if not isinstance(value, dict) or value.keys() != set(names):
         raise TypeError
@@ -366,6 +419,7 @@ _FIELDS: dict[str, Callable[[Any], Any]] = {
     "decision": _decision,
     "begin": _optional(read_begin),
     "by": _optional(read_under),
+    "acked": _optional(_acked),
     "body": _optional(_object),
     "stored": _optional(_stored),
     "up_to": _number,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge._decision_records import (
+    Acked,
     Begin,
     Birth,
     Claimed,
@@ -19,6 +20,7 @@ from txnbridge._decision_records import (
     Opened,
     Part,
     Path,
+    Place,
     Presence,
     Record,
     Snapshot,
@@ -39,6 +41,7 @@ from txnbridge._token import Decision
 PREPARE = "prepare"
 
 _AboutId = Opened | Entry | Claimed | Done
+_Transaction = tuple[Path, Begin]
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Winner:
     decision: Decision
     by: Under | None
     body: Mapping[str, Any] | None
+    acked: Acked | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,29 @@ def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
 
 
 @dataclass
+class Ackers:
+    """Who acknowledged last on one group and partition, and where the last one but him did, whether or not it counts.
+
+    Of claims that follow each other by one transaction (copies, repeated attempts) only the last is kept: that is
+    enough to see whether anybody else's stands behind a position.
+    """
+
+    last: _Transaction
+    at: Position
+    before: Position | None = None  # the last claim of anybody else than `last`
+
+    def add(self, transaction: _Transaction, position: Position) -> None:
+        if transaction != self.last:
+            self.last, self.before = transaction, self.at
+        self.at = position
+
+    def rival_behind(self, position: Position, transaction: _Transaction) -> bool:
+        """Whether a claim of anybody else than `transaction` stands behind a position."""
+        rival = self.before if transaction == self.last else self.at
+        return rival is not None and rival > position
+
+
+@dataclass
 class TokenFold:
     """What is known of transactions whose tokens say where their evidence begins, since the first record read.
 
@@ -97,13 +124,14 @@ class TokenFold:
     presences: dict[Position, Presence] = field(default_factory=dict)
     claims: dict[Path, dict[Begin, Winner]] = field(default_factory=dict)
     entries: dict[tuple[Path, str], list[Noted]] = field(default_factory=dict)
+    ackers: dict[Place, Ackers] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> None:
         if opens(self.openings, record.under):
             self.openings[record.under.id] = Opener(record.under, position, record.host, record.data)
 
     def note(self, position: Position, record: Entry) -> None:
-        if self._is_void(record.under):
+        if self.is_void(record.under):
             return
         known = self.entries.setdefault((record.under.id, record.transaction), [])
         if all(entry.nonce != record.nonce for entry in known):
@@ -114,30 +142,57 @@ class TokenFold:
         known = self.entries.get((record.under.id, record.transaction), [])
         known[:] = [entry for entry in known if entry.position != position]
 
-    def claim(self, begin: Begin, record: Claimed, winner: Winner) -> bool:
-        """Take a claim; whether it counts (it need not be the first that does)."""
-        by = record.by
-        if by is not None and self._is_void(by) and not self._is_prepared(by.id, record.id):
+    def claim(self, begin: Begin, record: Claimed, winner: Winner, covered: Position | None) -> bool:
+        """Take a claim; whether it counts (it need not be the first that does).
+
+        `covered` is up to where the snapshots in front of it cover the log.
+        """
+        acked, transaction = record.acked, (record.id, begin)
+        acks_stand = acked is None or self._acknowledge(transaction, acked, winner.position, covered)
+        if not acks_stand or (record.by is not None and self._shuts_out(record.by, record)):
             return False
         self.claims.setdefault(record.id, {}).setdefault(begin, winner)
         return True
 
-    def _is_void(self, under: Under) -> bool:
+    def _acknowledge(
+        self, transaction: _Transaction, acked: Acked, position: Position, covered: Position | None
+    ) -> bool:
+        """Whether nobody else acknowledged between what a claim's author had read and the claim."""
+        # A claim that comes so late that a snapshot covers more than its author had read is void: those who began to
+        # read there could not tell what stands in between.
+        counts = acked.read_up_to >= transaction[1].at and (covered is None or acked.read_up_to >= covered)
+        for each in acked.ranges:
+            ackers = self.ackers.setdefault(each.place, Ackers(transaction, position))
+            counts = counts and not ackers.rival_behind(acked.read_up_to, transaction)
+            ackers.add(transaction, position)
+        return counts
+
+    def _shuts_out(self, by: Under, record: Claimed) -> bool:
+        # An owner's claim on what is prepared counts. One that acknowledges names no owner then, because whoever takes
+        # it from a snapshot on does not know what was prepared before.
+        return self.is_void(by) and (record.acked is not None or not self.is_prepared(by.id, record.id))
+
+    def is_void(self, under: Under) -> bool:
+        """Whether what an owner appends now is shut out by a newer opening."""
         newest = self.openings.get(under.id)
         # Two openings may have tried to take one number. Only the one that counts has an owner who acts under it.
         return newest is not None and newest.under.number > under.number
 
-    def _is_prepared(self, owner: Path, id: Path) -> bool:
-        # What a counting prepare record has made independent of its owner is judged by the first claim alone.
+    def is_prepared(self, owner: Path, id: Path) -> bool:
+        """Whether a counting prepare record has made a transaction independent of its owner."""
         return len(id) == 1 and any(e.about == PREPARE for e in self.entries.get((owner, str(id[0])), ()))
 
-    def forget(self, before: Position) -> None:
-        """Drop what no living presence reaches."""
+    def forget(self, before: Position, covered: Position | None) -> None:
+        """Drop what no living presence reaches, but no claim that may stand in front of one that acknowledges."""
         self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
-        left = ((id, {b: c for b, c in claims.items() if c.position >= before}) for id, claims in self.claims.items())
-        self.claims = {id: claims for id, claims in left if claims}
+        if covered is not None:
+            self._forget_claims(min(before, covered))
         kept = ((key, [e for e in entries if e.position >= before]) for key, entries in self.entries.items())
         self.entries = {key: entries for key, entries in kept if entries}
+
+    def _forget_claims(self, before: Position) -> None:
+        left = ((id, {b: c for b, c in claims.items() if c.position >= before}) for id, claims in self.claims.items())
+        self.claims = {id: claims for id, claims in left if claims}
 
 
 @dataclass
@@ -148,6 +203,7 @@ class IdFold:
     names: dict[Path, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening
     done: dict[Path, int] = field(default_factory=dict)
     claims: dict[Path, Winner] = field(default_factory=dict)
+    groups: dict[Place, Position] = field(default_factory=dict)  # where each stands: the next position to read
 
     def open(self, position: Position, record: Opened) -> bool:
         """Take an opening; whether it counts."""
@@ -165,6 +221,11 @@ class IdFold:
             return False
         self.claims.setdefault(record.id, winner)
         return True
+
+    def acknowledge(self, acked: Acked, by: Under | None) -> None:
+        """Take what the counting claim of a transaction acknowledges."""
+        if by is None or stands(self.openings, by):
+            self.groups.update({each.place: each.end for each in acked.ranges})
 
     def finish(self, id: Path, up_to: int) -> None:
         """Take a done mark: what it covers is settled, and its claims are of no more use."""
@@ -192,6 +253,7 @@ class IdFold:
                 [list(id), list(c.position), c.nonce, c.decision.value, c.by and _under_json(c.by), c.body]
                 for id, c in self.claims.items()
             ],
+            "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
         }
 
     @classmethod
@@ -207,6 +269,8 @@ class IdFold:
         for id, position, nonce, decision, by, data in body["claims"]:
             winner = Winner(read_position(position), nonce, Decision(decision), by and read_under(by), data)
             fold.claims[read_path(id)] = winner
+        for group, topic, number, position in body.get("groups", ()):  # version 1 had none
+            fold.groups[str(group), (str(topic), int(number))] = read_position(position)
         return fold
 
 
@@ -245,6 +309,9 @@ class State:
         self.bytes_since_snapshot = 0
         self.records_since_forgetting = 0
         self.snapshot_at: int | None = None
+        self.covered: Position | None = None  # the last record that a snapshot covers
+        # Where claims that acknowledge stand, if no snapshot covers them, and up to where their authors had read.
+        self._windows: list[tuple[Position, Position]] = []
         self._parts: dict[Position, bytes] = {}
         # Until a snapshot is found that covers all that is missing: the hash of each record, and what waits for it.
         self._digests: dict[Position, str] = {}
@@ -322,11 +389,16 @@ class State:
 
     def _take_claim(self, position: Position, record: Claimed) -> None:
         body = record.body if record.stored is None else self._assemble(record.stored)
-        winner = Winner(position, record.nonce, record.decision, record.by, body)
+        winner = Winner(position, record.nonce, record.decision, record.by, body, record.acked)
         if record.begin is None:
             self._judge(position, record, winner)
-        else:
-            self._tell(record.nonce, position, self.tokens.claim(record.begin, record, winner))
+            return
+        counts = self.tokens.claim(record.begin, record, winner, self.covered)
+        self._tell(record.nonce, position, counts)
+        if record.acked is not None:
+            self._windows.append((position, record.acked.read_up_to))
+            if counts and self.tokens.claims[record.id][record.begin] is winner:
+                self._judge(position, record, winner)
 
     def _assemble(self, stored: Stored) -> Mapping[str, Any] | None:
         raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
@@ -345,6 +417,9 @@ class State:
             counts = self.ids.open(position, record)
         elif isinstance(record, Done):
             self.ids.finish(record.id, record.up_to)
+        elif isinstance(record, Claimed) and record.acked is not None:
+            self.ids.acknowledge(record.acked, record.by)
+            return  # whether it counts was told: that does not depend on the log's beginning
         elif isinstance(record, Claimed):
             counts = winner is not None and self.ids.claim(record, winner)
         elif not (counts := stands(self.ids.openings, record.under)):
@@ -352,6 +427,9 @@ class State:
         self._tell(record.nonce, position, counts)
 
     def _take_snapshot(self, record: Snapshot) -> bool:
+        covers_what_is_here = self.founded or self._digests.get(record.covers) == record.digest
+        if covers_what_is_here:
+            self.covered = record.covers if self.covered is None else max(self.covered, record.covers)
         body = record.body if record.stored is None else self._assemble(record.stored)
         if body is None:
             return False
@@ -359,10 +437,17 @@ class State:
         self.snapshot_at = record.at
         if self.founded and record.born != self.born:
             self._distrust()
-        # The record that it names must be here, exactly: then nothing is missing between it and what was read.
-        if not self.founded and self._digests.get(record.covers) == record.digest:
+        # The record that it names must be here, exactly: then nothing is missing between it and what was read. And so
+        # must be all that decides about the acknowledgements behind it.
+        if not self.founded and covers_what_is_here and self._sees_windows(record.covers):
             self._found(record, body)
+        if self.founded:
+            self._windows = [window for window in self._windows if window[0] > record.covers]
         return True
+
+    def _sees_windows(self, covers: Position) -> bool:
+        assert self.start is not None
+        return all(read_up_to >= self.start for position, read_up_to in self._windows if position > covers)
 
     def _found(self, record: Snapshot, body: Mapping[str, Any]) -> None:
         try:
@@ -375,6 +460,8 @@ class State:
         for position, late, winner in waiting:
             if position > record.covers:
                 self._judge(position, late, winner)
+            elif isinstance(late, Claimed) and late.acked is not None:
+                pass  # the snapshot has it
             elif isinstance(late, Opened | Entry) and not stands(self.ids.openings, late.under):
                 # Void from the start, or overtaken since: the snapshot does not tell which.
                 self._tell(late.nonce, position, None)
@@ -392,10 +479,16 @@ class State:
         """The position of the first presence that somebody may still need."""
         return min((at for at, presence in self.tokens.presences.items() if presence.until > now), default=None)
 
+    def oldest_window(self) -> Position | None:
+        """The first position that is needed to judge what claims acknowledge that no snapshot covers."""
+        return min((read_up_to for _, read_up_to in self._windows), default=None)
+
     def forget(self, before: Position) -> None:
         """Drop from memory what no living presence reaches."""
         self.records_since_forgetting = 0
-        self.tokens.forget(before)
+        self.tokens.forget(before, self.covered)
         self._parts = {at: part for at, part in self._parts.items() if at >= before}
         self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
         self._waiting = [late for late in self._waiting if late[0] >= before]
+        if not self.founded:
+            self._windows = [window for window in self._windows if window[0] >= before]

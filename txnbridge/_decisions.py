@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from txnbridge._decision_follower import Follower
 from txnbridge._decision_records import (
     MAX_RECORD_BYTES,
     PART_BYTES,
+    Acked,
     Begin,
     Claimed,
     Done,
@@ -30,6 +31,7 @@ from txnbridge._decision_records import (
     Part,
     Path,
     Presence,
+    Range,
     Record,
     Snapshot,
     Stored,
@@ -45,6 +47,7 @@ from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import (
+    Conflict,
     DeadlineExceeded,
     EvidenceLost,
     Fenced,
@@ -54,7 +57,7 @@ from txnbridge.errors import (
     OutcomeUnknown,
     TxnBridgeError,
 )
-from txnbridge.spi import DecisionLog, Ledger, LedgerEntry
+from txnbridge.spi import Ack, DecisionLog, Ledger, LedgerClaim, LedgerEntry, Partition
 
 Id = str | tuple[str | int, ...]
 
@@ -130,6 +133,7 @@ class Decisions:
         timeout: float = 30,
         events: Emitter | None = None,
         name: str | None = None,
+        place: str | None = None,
         host: str = "",
         lifetime: float = _LIFETIME,
         tidy_after: int = _TIDY_RECORDS,
@@ -137,11 +141,12 @@ class Decisions:
     ) -> None:
         """`lifetime`: for how many seconds anybody may ask about a transaction after its begin (timeout + hold).
 
-        `name` is the log's and goes into every begin; `host` describes this process to those that it fences.
+        `name` is the log's and goes into every begin, as does `place` if the log is not kept by the broker itself;
+        `host` describes this process to those that it fences.
         """
         self._log = log
         self._timeout = timeout
-        self._name = name
+        self._named = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         self._host = host
         self._lifetime = lifetime
         self._tidy_after = tidy_after
@@ -213,8 +218,7 @@ class Decisions:
                 if not stands(state.ids.openings, under):
                     raise _fenced(state.ids.openings.get(under.id))
         self._tidy_if_due(deadline)
-        found: dict[str, Any] = {"at": list(presence.at), "id": presence.id}
-        return found if self._name is None else {"log": self._name, **found}
+        return {**self._named, "at": list(presence.at), "id": presence.id}
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
@@ -239,20 +243,53 @@ class Decisions:
             raise InvalidOption(f"a claim is COMMIT or ABORT, not {decision!r}")
         said = check_data(data or {})
         question = _Question(id, _path(id), _begin(begin))
+        by = None if opening is None else _under(opening)
+        return self._decide(question, decision, said, by, (), deadline)
+
+    def _decide(
+        self,
+        question: _Question,
+        decision: Decision,
+        said: Mapping[str, Any],
+        by: Under | None,
+        acks: Sequence[Ack],
+        deadline: Deadline,
+    ) -> Claim:
         if known := self._known(question, deadline):
             return known
         # While this presence lives, no part of the claim is trimmed before the claim itself stands.
         self._be_present(deadline.seconds, deadline)
-        by = None if opening is None else _under(opening)
         fields = {"id": question.path, "decision": decision, "begin": question.begin, "by": by}
-        self._append(Claimed, fields | self._body(said, deadline), deadline, question.name)
-        with self._follower.looking(deadline) as state:
-            decided = self._answer(question, state)
-            if decided is None:
-                openings = state.tokens.openings if question.begin else state.ids.openings
-                raise _fenced(openings.get(by.id) if by else None)
+        fields |= self._body(said, deadline)
+        decided = None
+        while decided is None:
+            acked = self._acked(question, acks, deadline) if acks else None
+            self._append(Claimed, {**fields, "acked": acked}, deadline, question.name)
+            with self._follower.looking(deadline) as state:
+                decided = self._answer(question, state)
+                if decided is None and (acked is None or (by is not None and state.tokens.is_void(by))):
+                    openings = state.tokens.openings if question.begin else state.ids.openings
+                    raise _fenced(openings.get(by.id) if by else None)
         self._tidy_if_due(deadline)
         return decided
+
+    def _acked(self, question: _Question, acks: Sequence[Ack], deadline: Deadline) -> Acked:
+        """What a claim acknowledges; `Conflict` if the log shows already that it would not count."""
+        assert question.begin is not None
+        transaction = (question.path, question.begin)
+        with self._follower.following(deadline, max(ack.read_up_to for ack in acks)) as state:
+            assert state.cursor is not None and state.start is not None
+            for ack in acks:
+                ackers = state.tokens.ackers.get((ack.group, ack.partition))
+                # What stands in front of the first record that was read cannot be seen.
+                if ack.read_up_to < state.start or (ackers and ackers.rival_behind(ack.read_up_to, transaction)):
+                    raise Conflict(
+                        f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
+                        f" {ack.group!r} since this member read where the group stands"
+                    )
+            # So only what comes from here on can stand between.
+            ranges = tuple(Range(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
+            return Acked(state.cursor[0], ranges)
 
     def read(
         self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None
@@ -348,9 +385,9 @@ class Decisions:
         fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self._now()}
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self._follower.looking(deadline) as state:
-            oldest = state.oldest_living(self._now())
+            needed = (state.oldest_living(self._now()), state.oldest_window())
         # Not up to the snapshot itself: what was appended between the record that it covers and itself is not in it.
-        before = covers if oldest is None else min(covers, oldest)
+        before = min([covers, *(position for position in needed if position is not None)])
         self._log.trim(before, deadline)
         return before
 
@@ -379,6 +416,65 @@ class Decisions:
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None) -> Ledger:
         """The ledger of one transactional id; with a token's `begin` for questions about that token's transaction."""
         return _Ledger(self, id, _begin(begin))
+
+    def _claim_transaction(
+        self,
+        id: str,
+        transaction: str,
+        decision: Decision,
+        data: Mapping[str, Any],
+        log: Mapping[str, Any],
+        acks: Sequence[Ack],
+        deadline: Deadline,
+    ) -> LedgerClaim:
+        if acks and decision is not Decision.COMMIT:
+            raise InvalidOption("only a transaction that is committed acknowledges anything")
+        question = _Question(transaction, _path(transaction), _begin(log))
+        # An abort is nobody's in particular: who may not commit any more may still give up.
+        by = self._owned.get(_path(id)) if decision is Decision.COMMIT else None
+        if by is not None and self._known(question, deadline) is None:
+            with self._follower.looking(deadline) as state:
+                if state.tokens.is_prepared(by.id, question.path):
+                    by = None
+        claim = self._decide(question, decision, check_data(data), by, acks, deadline)
+        return LedgerClaim(claim.decision, claim.data, claim.opening)
+
+    def _claims_of(self, id: str, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
+        path = _path(id)
+        return [
+            (transaction, _public_claim(winner))
+            for transaction, winner in self._known_claims(deadline)
+            if winner.by is not None and winner.by.id == path
+        ]
+
+    def _acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
+        return {
+            each.partition: (transaction, _public_claim(winner))
+            for transaction, winner in self._known_claims(deadline)
+            if winner.acked is not None
+            for each in winner.acked.ranges
+            if each.group == group
+        }
+
+    def _known_claims(self, deadline: Deadline) -> list[tuple[str, Winner]]:
+        """The claims that count on transactions that may be living, oldest first."""
+        with self._follower.following(deadline) as state:
+            _require_readable(state)
+            _require_founded(state)
+            found = [
+                (str(transaction[0]), winner)
+                for transaction, claims in state.tokens.claims.items()
+                for winner in claims.values()
+                if winner.body is not None
+            ]
+        return sorted(found, key=lambda item: item[1].position)
+
+    def _positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
+        with self._follower.following(deadline) as state:
+            _require_readable(state)
+            _require_founded(state)
+            assert state.cursor is not None
+            return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
 
     def _own_opening(self, id: str) -> Under:
         try:
@@ -520,7 +616,7 @@ class _Ledger(Ledger):
         return None if opening is None else (opening.name, opening.data)
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        return self._decisions._begin(self._decisions._own_opening(self._id), deadline)
+        return self._decisions._begin(self._decisions._owned.get(_path(self._id)), deadline)
 
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         self._decisions._note(self._id, kind, transaction, data, deadline)
@@ -530,6 +626,31 @@ class _Ledger(Ledger):
 
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         return self._decisions._all_noted(self._id, kind, deadline)
+
+    def claim(
+        self,
+        transaction: str,
+        decision: Decision,
+        data: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        log: Mapping[str, Any],
+        acks: Sequence[Ack] = (),
+    ) -> LedgerClaim:
+        return self._decisions._claim_transaction(self._id, transaction, decision, data, log, acks, deadline)
+
+    def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
+        claim = self._decisions.read(transaction, begin=log, timeout=deadline).claim
+        return None if claim is None else LedgerClaim(claim.decision, claim.data, claim.opening)
+
+    def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
+        return self._decisions._claims_of(self._id, deadline)
+
+    def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
+        return self._decisions._acknowledged(group, deadline)
+
+    def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
+        return self._decisions._positions(group, deadline)
 
 
 @dataclass(frozen=True)
@@ -601,6 +722,10 @@ def _fenced(newest: Opener | None) -> Fenced:
 def _public(opening: Opener) -> Opening:
     under = opening.under
     return Opening(_id(under.id), under.name, under.number, opening.position, opening.host, opening.data)
+
+
+def _public_claim(winner: Winner) -> LedgerClaim:
+    return LedgerClaim(winner.decision, winner.body or {}, winner.by.name if winner.by else None)
 
 
 def _under(opening: Opening) -> Under:

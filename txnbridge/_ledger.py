@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from txnbridge._deadline import Deadline
-from txnbridge.spi import Ledger, LedgerEntry
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
 
 
 class LazyLedger(Ledger):
@@ -32,3 +34,27 @@ class LazyLedger(Ledger):
 
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         return self._find_ledger(deadline).entries(kind, deadline)
+
+    def claim(
+        self,
+        transaction: str,
+        decision: Decision,
+        data: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        log: Mapping[str, Any],
+        acks: Sequence[Ack] = (),
+    ) -> LedgerClaim:
+        return self._find_ledger(deadline).claim(transaction, decision, data, deadline, log=log, acks=acks)
+
+    def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
+        return self._find_ledger(deadline).decided(transaction, deadline, log=log)
+
+    def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
+        return self._find_ledger(deadline).claims(deadline)
+
+    def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
+        return self._find_ledger(deadline).acknowledged(group, deadline)
+
+    def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
+        return self._find_ledger(deadline).positions(group, deadline)

@@ -53,8 +53,8 @@ class Hooks:
     def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
         """Commands for the command line."""
 
-    def txnbridge_brokers(self) -> Mapping[str, Callable[[], AbstractContextManager[str]]]:  # type: ignore[empty-body]
-        """Brokers to try things on, by name: each starts one, gives its URL, and ends it."""
+    def txnbridge_brokers(self) -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:  # type: ignore[empty-body]
+        """Brokers to try things on, each with its name: it starts one, gives its URL, and ends it."""
 
 
 class Plugins:
@@ -127,13 +127,13 @@ class Plugins:
 
     def brokers(self) -> dict[str, Callable[[], AbstractContextManager[str]]]:
         """Every plug-in's brokers; a plug-in whose hook raises is reported in `failed`."""
-        return dict(pair for found in self._collect("txnbridge_brokers", lambda each: [each]) for pair in found.items())
+        return dict(self._collect("txnbridge_brokers"))
 
-    def _collect(self, hook: str, listed: Callable[[Any], list[Any]] = list) -> list[Any]:
+    def _collect(self, hook: str) -> list[Any]:
         found: list[Any] = []
         for function in self._functions(hook):
             try:
-                found += listed(function())
+                found += function()
             except Exception as error:
                 self.failed[getattr(function, "__module__", repr(function))] = error
         return found

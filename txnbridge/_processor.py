@@ -84,15 +84,43 @@ class ProcessorStats(NamedTuple):
     last_error: str | None = None
 
 
-class _Item:
-    """One message of a batch: as it was read, as the handler gets it, and why it is poison if it is."""
+class _Items:
+    """Messages of a batch: as they were read, as the handler gets them, and why those are poison that are.
 
-    __slots__ = ("message", "poison", "raw")
+    No object for each: those would double what garbage collections have to look at.
+    """
 
-    def __init__(self, raw: Message, message: Message, poison: Exception | None = None) -> None:
-        self.raw = raw
-        self.message = message
-        self.poison = poison
+    __slots__ = ("_poison", "messages", "raws")
+
+    def __init__(self, raws: list[Message], messages: list[Message], poison: dict[int, Exception]) -> None:
+        self.raws = raws
+        self.messages = messages
+        self._poison = poison  # may go on behind the last of these
+
+    def __len__(self) -> int:
+        return len(self.raws)
+
+    def first(self, count: int) -> _Items:
+        """The first of them; what is marked as poison there is marked here."""
+        return self if count >= len(self) else _Items(self.raws[:count], self.messages[:count], self._poison)
+
+    def behind(self, count: int) -> _Items:
+        poison = {index - count: error for index, error in self._poison.items() if index >= count}
+        return _Items(self.raws[count:], self.messages[count:], poison)
+
+    def mark(self, index: int, error: Exception) -> None:
+        self._poison[index] = error
+
+    @property
+    def poison(self) -> dict[int, Exception]:
+        """Which are poison, by their place, in order."""
+        return {index: self._poison[index] for index in sorted(self._poison) if index < len(self)}
+
+    def good(self) -> list[int] | range:
+        """The places of those that are not."""
+        if not (poison := self.poison):
+            return range(len(self))
+        return [index for index in range(len(self)) if index not in poison]
 
 
 class _PoisonFound(Exception):
@@ -464,10 +492,12 @@ class Processor:
             raise
         self._failures = 0
         self._blamed = None
-        self._look_at_lag(self._consumer, now=until_idle)
-        return until_idle and self._lag == 0
+        # While batches are full there is more to come, and to ask for the lag takes a request.
+        idle = until_idle and len(items) < self._max_messages
+        self._look_at_lag(self._consumer, now=idle)
+        return idle and self._lag == 0
 
-    def _poll(self, consumer: Consumer) -> list[_Item]:
+    def _poll(self, consumer: Consumer) -> _Items:
         """A batch by size and time, in the order of each partition."""
         messages = consumer._take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
@@ -477,17 +507,23 @@ class Processor:
                 break
             messages += consumer._take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
         # A partition may have left during a later poll; what it had delivered comes again where it is now.
-        return [self._decode(consumer, m) for m in messages if not m.source.ended]
+        here = [message for message in messages if not message.source.ended]
+        items = _Items(here, here, {})
+        if consumer._codecs:
+            items.messages = [self._decode(consumer, items, index) for index in range(len(here))]
+        return items
 
-    def _decode(self, consumer: Consumer, raw: Message) -> _Item:
+    def _decode(self, consumer: Consumer, items: _Items, index: int) -> Message:
+        raw = items.raws[index]
         try:
-            return _Item(raw, consumer._decode_one(raw))
+            return consumer._decode_one(raw)
         except Poison as poison:
             cause = poison.__cause__
             if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
                 self._blamed = cause
                 raise cause from None
-            return _Item(raw, raw, poison)
+            items.mark(index, poison)
+            return raw
 
     def _look_at_lag(self, consumer: Consumer, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
@@ -495,20 +531,20 @@ class Processor:
             self._lag = sum(lag.values()) if lag else None
             self._lag_at = time.monotonic()
 
-    def _process(self, items: list[_Item]) -> None:
+    def _process(self, items: _Items) -> None:
         """All of it, in order: in one transaction, in smaller ones to find hidden poison or to keep within time."""
         while items and not self._stopping:
             try:
-                items = items[self._transact(items) :]
+                items = items.behind(self._transact(items))
                 continue
             except _PoisonFound:
                 continue
             except _PoisonHidden:
                 middle = len(items) // 2
-            self._process(items[:middle])
-            items = items[middle:]
+            self._process(items.first(middle))
+            items = items.behind(middle)
 
-    def _transact(self, items: list[_Item]) -> int:
+    def _transact(self, items: _Items) -> int:
         """One transaction; returns how many messages, from the first on, are done with it."""
         items = self._up_to_fatal_poison(items)
         in_a_row = 0
@@ -522,7 +558,7 @@ class Processor:
                 self._check_after_handler(txn)
                 if txn.state is State.OPEN:  # else the block's end says what failed
                     in_a_row = self._set_aside(done, txn)
-                    txn.ack([item.raw for item in done])
+                    txn.ack(done.raws)
                     txn.commit()
         finally:
             self._transaction = None
@@ -530,7 +566,7 @@ class Processor:
         self._count(done)
         return len(done)
 
-    def _handle(self, items: list[_Item], txn: Transaction) -> list[_Item]:
+    def _handle(self, items: _Items, txn: Transaction) -> _Items:
         try:
             if self._batch is not None:
                 self._handle_batch(self._batch, items, txn)
@@ -540,38 +576,40 @@ class Processor:
         except Abort as error:
             raise TransactionAborted("the handler gave its transaction up (Abort)") from error
 
-    def _handle_each(self, each: Each, items: list[_Item], txn: Transaction) -> list[_Item]:
+    def _handle_each(self, each: Each, items: _Items, txn: Transaction) -> _Items:
         """Message by message. After poison the rest is tried too, in vain, so that one abort finds all of it."""
         half_time = time.monotonic() + txn.deadline / 2
+        known = items.poison
         found = False
         done = 0
-        for item in items:
+        for index, message in enumerate(items.messages):
             done += 1
-            if item.poison is None:
+            if index not in known:
                 try:
-                    each(item.message, txn)
+                    each(message, txn)
                 except Exception as error:
                     self._blame_unless_poison(error, txn)
-                    item.poison, found = error, True
+                    items.mark(index, error)
+                    found = True
             # Slow handlers get smaller transactions rather than one that cannot be in time.
             if self._stop_at is not None or time.monotonic() > half_time:
                 break
         if found:
             raise _PoisonFound
-        return items[:done]
+        return items.first(done)
 
-    def _handle_batch(self, batch: OnBatch, items: list[_Item], txn: Transaction) -> None:
-        good = [item for item in items if item.poison is None]
+    def _handle_batch(self, batch: OnBatch, items: _Items, txn: Transaction) -> None:
+        good = items.good()
         if not good:
             return
         try:
-            batch(Batch([item.message for item in good]), txn)
+            batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
             self._blame_unless_poison(error, txn)
-            culprit = _named_by(error, good)
+            culprit = _named_by(error, items, good)
             if culprit is None:
                 raise _PoisonHidden from error
-            culprit.poison = error
+            items.mark(culprit, error)
             raise _PoisonFound from error
 
     def _blame_unless_poison(self, error: Exception, txn: Transaction) -> None:
@@ -603,53 +641,51 @@ class Processor:
 
     # --- poison ---------------------------------------------------------------------------------------------------
 
-    def _up_to_fatal_poison(self, items: list[_Item]) -> list[_Item]:
+    def _up_to_fatal_poison(self, items: _Items) -> _Items:
         """Without a dead-letter topic: what comes before the first poison is done first, then the loop stops there."""
         if self._dead_letter is not None:
             return items
-        for index, item in enumerate(items):
-            if item.poison is not None:
-                if index:
-                    return items[:index]
-                raise self._stopped_by(item, "and there is no dead_letter= topic to set it aside in")
+        for index, poison in items.poison.items():
+            if index:
+                return items.first(index)
+            raise self._stopped_by(items.raws[0], poison, "and there is no dead_letter= topic to set it aside in")
         return items
 
-    def _set_aside(self, items: Iterable[_Item], txn: Transaction) -> int:
+    def _set_aside(self, items: _Items, txn: Transaction) -> int:
         """Send what is poison to the dead letters; returns how many of them the batch ends with in a row.
 
         The limit is looked at here, before the commit: with the one that exceeds it nothing of the batch is done.
         """
         in_a_row = self._in_a_row
-        for item in items:
-            if item.poison is None:
-                in_a_row = 0
-                continue
-            in_a_row += 1
+        behind = 0  # the last one that was poison
+        for index, poison in items.poison.items():
+            in_a_row = in_a_row + 1 if index == behind else 1
+            behind = index + 1
+            raw = items.raws[index]
             if self._most_in_a_row is not None and in_a_row > self._most_in_a_row:
                 raise self._stopped_by(
-                    item, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
+                    raw, poison, f"and so were the {in_a_row - 1} before it: more than max_dead_letters_in_a_row"
                 )
             assert self._dead_letter is not None
             txn.send(
                 self._dead_letter,
-                item.raw.value,
-                key=item.raw.key,
-                headers=dead_letter_headers(item.raw, self._group, item.poison, attempts=self._failures + 1),
+                raw.value,
+                key=raw.key,
+                headers=dead_letter_headers(raw, self._group, poison, attempts=self._failures + 1),
             )
-        return in_a_row
+        return in_a_row if behind == len(items) else 0
 
-    def _stopped_by(self, item: _Item, why: str) -> Poison:
+    def _stopped_by(self, raw: Message, poison: Exception, why: str) -> Poison:
         error = Poison(
-            f"{item.raw!r} is poison ({told(item.poison)}), {why}; it holds its place in group {self._group!r}",
-            message=item.raw,
+            f"{raw!r} is poison ({told(poison)}), {why}; it holds its place in group {self._group!r}", message=raw
         )
-        error.__cause__ = item.poison
+        error.__cause__ = poison
         return error
 
-    def _count(self, done: Sequence[_Item]) -> None:
-        dead = [item for item in done if item.poison is not None]
-        for item in dead:
-            _log.warning("%r in group %r: dead letter, %s", item.raw, self._group, told(item.poison))
+    def _count(self, done: _Items) -> None:
+        dead = done.poison
+        for index, poison in dead.items():
+            _log.warning("%r in group %r: dead letter, %s", done.raws[index], self._group, told(poison))
         self._stats = self._stats._replace(
             messages=self._stats.messages + len(done),
             transactions=self._stats.transactions + 1,
@@ -706,11 +742,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _named_by(error: Exception, good: list[_Item]) -> _Item | None:
-    """The message that a batch handler's error names as its `message`, or the only one that there is."""
+def _named_by(error: Exception, items: _Items, good: Sequence[int]) -> int | None:
+    """The place of what a batch handler's error names as its `message`, or of the only one that there is."""
     if len(good) == 1:
         return good[0]
     named = error.message if isinstance(error, Poison) else None
     if not isinstance(named, Message):
         return None
-    return next((item for item in good if item.raw[:3] == named[:3]), None)
+    return next((index for index in good if items.raws[index][:3] == named[:3]), None)

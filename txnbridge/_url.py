@@ -98,7 +98,7 @@ def resolve_options(
     ours = {name: option.default for name, option in declared.items()}
     clients: dict[str, Any] = {}
     for name, value in given.items():
-        value = _indirect(name, value)
+        value = indirect(name, value)
         if name in declared:
             ours[name] = _typed(name, declared[name], value)
         elif "." in name:
@@ -116,7 +116,7 @@ def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption
     return InvalidOption(f"{whose} has no option {name!r}{hint}")
 
 
-def _indirect(name: str, value: Any) -> Any:
+def indirect(name: str, value: Any) -> Any:
     """`env:NAME` and `file:/path` stand for what is there, so that secrets stay out of URLs and code."""
     if not isinstance(value, str):
         return value

@@ -142,3 +142,4 @@ class Limits:
     transaction_messages: int | None = None
     transaction_bytes: int | None = None
     prepared_seconds: float | None = None
+    prepared_transactions: int | None = None  # of one transactional id that wait for their end at once

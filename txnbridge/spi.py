@@ -25,11 +25,13 @@ from txnbridge._events import Emitter
 from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers, encode_item
 from txnbridge._plugins import hookimpl
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._work import Work
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
 __all__ = [
     "NATIVE",
     "NO_HEADERS",
+    "Ack",
     "Admin",
     "Advice",
     "Backend",
@@ -50,6 +52,7 @@ __all__ = [
     "Identity",
     "Item",
     "Ledger",
+    "LedgerClaim",
     "LedgerEntry",
     "Level",
     "Limits",
@@ -70,6 +73,7 @@ __all__ = [
     "TokenState",
     "TopicInfo",
     "Url",
+    "Work",
     "Writer",
     "absent",
     "emulated",
@@ -244,7 +248,17 @@ class Evidence:
 
 
 class Writer(ABC):
-    """One identity at the broker that carries one transaction at a time."""
+    """One identity at the broker that carries one transaction at a time.
+
+    A writer whose client takes a message by a call that costs little more than ours may offer that call: the core then
+    calls `quick[topic](topic, value, key)` instead of `send` for messages without headers, partition and timestamp, and
+    counts them in `messages`. If it raises one of `not_taken` (among them what is raised for a topic that is not
+    there yet, or is no text), nothing was taken, and `send` with the same message does it or says why.
+    """
+
+    quick: Mapping[Any, Callable[..., object]] | None = None
+    not_taken: tuple[type[Exception], ...] = ()
+    messages: int = 0  # of the current transaction
 
     @abstractmethod
     def begin(self, begin: Begin) -> None:
@@ -498,6 +512,15 @@ class Admin(ABC):
         """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
 
     @abstractmethod
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        """What can be read of each partition: the first position that is kept, and where readers come to now.
+
+        Everything below the second is decided, so between two positions below it the same messages are read at any
+        time, until retention removes them. A transaction past its deadline holds it back no longer than a reader.
+        Raises `NotFound`.
+        """
+
+    @abstractmethod
     def transactions(self, deadline: Deadline) -> list[OpenTransaction]: ...
 
     @abstractmethod
@@ -569,6 +592,27 @@ class LedgerEntry:
     opening: str  # the opening that wrote it
 
 
+@dataclass(frozen=True)
+class Ack:
+    """One acknowledged range of a group, as a claim carries it; `end` is the next position to read."""
+
+    group: str
+    partition: Partition
+    first: Position
+    end: Position
+    # What `Ledger.positions` said when it gave `first` as the group's position: a position in the decision log.
+    read_up_to: Position
+
+
+@dataclass(frozen=True)
+class LedgerClaim:
+    """The claim that counts for a transaction; `opening` is the one under which its owner made it."""
+
+    decision: Decision
+    data: Mapping[str, Any]
+    opening: str | None
+
+
 class Ledger(ABC):
     """What the core keeps in the decision log for one transactional id, so that a backend needs no log of its own.
 
@@ -587,7 +631,8 @@ class Ledger(ABC):
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         """Where the evidence about a transaction that begins now begins; its `Evidence.log`.
 
-        Raises `Fenced` if the id has a newer opening than this process's.
+        Raises `Fenced` if the id has a newer opening than this process's. Of an id that this process has not opened it
+        may be asked, too: then there is nothing to be fenced from.
         """
 
     @abstractmethod
@@ -601,6 +646,52 @@ class Ledger(ABC):
     @abstractmethod
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         """Every counting record of one kind, oldest first, that a living transaction can still need."""
+
+    @abstractmethod
+    def claim(
+        self,
+        transaction: str,
+        decision: Decision,
+        data: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        log: Mapping[str, Any],
+        acks: Sequence[Ack] = (),
+    ) -> LedgerClaim:
+        """Claim a transaction's outcome; the claim that counts, whoever made it. `log` is its `Evidence.log`.
+
+        Of an id that this process has opened, a COMMIT of a transaction that is not prepared is its owner's, and void
+        behind a newer opening: `Fenced`. Every other claim is judged by first-wins alone. A COMMIT with `acks` does not
+        count either if somebody else acknowledged on the same group and partition since `read_up_to`: `Conflict`. After
+        both the transaction is still undecided, and a claim has to abort it. Raises `OutcomeUnknown` if the claim may
+        or may not stand (repeat it), `EvidenceLost` if nobody can ever tell.
+        """
+
+    @abstractmethod
+    def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
+        """The claim that counts for a transaction; None while there is none. Changes nothing. Raises `EvidenceLost`."""
+
+    @abstractmethod
+    def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
+        """Each transaction on which an owner of the id has made the claim that counts, oldest first.
+
+        Of those that a living transaction can still need: what an opener may have to finish.
+        """
+
+    @abstractmethod
+    def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
+        """The transaction that acknowledged last on each partition of a group, and the claim that decided it.
+
+        Of those that a living transaction can still need: what whoever takes a partition over may have to finish.
+        """
+
+    @abstractmethod
+    def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
+        """Where a group stands by all claims that count, and up to where in the log that was read.
+
+        The second is the `Ack.read_up_to` of what is read from the first. A group's start is a claim, too: of a fresh
+        transaction, with acknowledgements that end where they begin.
+        """
 
 
 # --- half messages ---------------------------------------------------------------------------------------------------

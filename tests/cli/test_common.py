@@ -18,6 +18,7 @@ from tests.house.rooms import ROOT
 from txnbridge import errors, hookimpl, plugins
 from txnbridge.cli import COMMANDS, _common, main
 from txnbridge.cli._common import Cli, ExitCode, exit_code
+from txnbridge.commands import json_and_debug
 
 
 @pytest.fixture
@@ -205,7 +206,8 @@ def test_every_command_has_json_and_debug_and_a_help_text():
     for path, command in found:
         options = {name for parameter in command.params for name in parameter.opts}
         assert {"--json", "--debug"} <= options, path
-        assert ("--url" in options) is (path.split()[1] != "brokers"), path  # these start brokers of their own
+        # These start brokers of their own, or speak to two of them.
+        assert ("--url" in options) is (path.split()[1] not in ("brokers", "pipeline")), path
         assert command.help, path
 
 
@@ -254,13 +256,15 @@ def test_what_a_command_loads_would_be_seen():
 
 
 @click.command("greet")
-def greet():
+@json_and_debug
+def greet(as_json):
     """Say hello."""
-    click.echo("hello")
+    click.echo('"hello"' if as_json else "hello")
 
 
 @click.command("stumble")
-def stumble():
+@json_and_debug
+def stumble(as_json):
     raise errors.Fenced("somebody took over")
 
 
@@ -285,6 +289,15 @@ def test_a_plug_in_command_ends_with_our_codes(invoke):
     with plugins.registered(Commands()):
         result = invoke("stumble")
     assert (result.exit_code, result.stderr) == (6, "txnbridge: somebody took over\n")
+
+
+def test_a_plug_in_command_has_the_options_of_all_commands(invoke):
+    with plugins.registered(Commands()):
+        assert invoke("greet", "--json").stdout == '"hello"\n'
+        said = json.loads(invoke("stumble", "--json").stderr)
+        traced = invoke("stumble", "--debug").stderr
+    assert (said["error"], said["exit_code"]) == ("Fenced", 6)
+    assert "Traceback" in traced
 
 
 def test_a_plug_in_does_not_replace_a_command(invoke):

@@ -137,7 +137,7 @@ SOME = {
 def test_without_a_url_all_backends_are_compared(invoke):
     with plugins.registered(ToyBackend(SOME)):
         header, *rows = invoke("capabilities").stdout.splitlines()
-    assert header.split() == ["capability", "embedded", "kafka", "toy"]
+    assert header.split() == ["capability", "embedded", "kafka", "pulsar", "rocketmq", "toy"]
     by_name = {row.split()[0]: dict(zip(header.split(), row.split(), strict=False)) for row in rows if row}
     assert (by_name["fencing"]["embedded"], by_name["fencing"]["toy"]) == ("native", "absent")
     assert (by_name["conflict"]["embedded"], by_name["conflict"]["toy"]) == ("native", "emulated")
@@ -178,4 +178,5 @@ def test_with_a_url_as_json(invoke):
         "transaction_messages": None,
         "transaction_bytes": None,
         "prepared_seconds": 3600,
+        "prepared_transactions": None,
     }

@@ -8,6 +8,7 @@ looks at every record that was ever stored.
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -16,12 +17,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge._deadline import Deadline
-from txnbridge._decision_records import Claimed, Done, Entry, Opened, Record, Under, decode
+from txnbridge._decision_records import Claimed, Done, Entry, Opened, Record, Snapshot, Under, decode
 from txnbridge._decisions import Claim, Decisions, Opening
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import BrokerUnavailable, Fenced, InvalidState, OutcomeUnknown, PositionLost, TxnBridgeError
-from txnbridge.spi import DecisionLog
+from txnbridge.errors import (
+    BrokerUnavailable,
+    Conflict,
+    Fenced,
+    InvalidState,
+    OutcomeUnknown,
+    PositionLost,
+    TxnBridgeError,
+)
+from txnbridge.spi import Ack, DecisionLog
 
 
 class MemoryLog(DecisionLog):
@@ -124,12 +133,53 @@ class Oracle:
             if position < at
         )
 
+    def acknowledged(self, at: Position | None = None) -> dict[Any, list[tuple[Position, Position]]]:
+        """The ranges that the counting claims acknowledge (of those in front of a position), in their order."""
+        found: dict[Any, list[tuple[Position, Position]]] = {}
+        counted: set[Any] = set()
+        for position, record in self._records:
+            if at is not None and position >= at:
+                break
+            if not isinstance(record, Claimed) or record.begin is None or (record.id, record.begin) in counted:
+                continue
+            if self._counts(position, record):
+                counted.add((record.id, record.begin))
+                for each in record.acked.ranges if record.acked else ():
+                    found.setdefault(each.place, []).append((each.first, each.end))
+        return found
+
+    def chains(self) -> list[str]:
+        """What was acknowledged twice, and what was left out."""
+        return [
+            f"{place}: somebody read from {first} when the group stood at {end}"
+            for place, ranges in self.acknowledged().items()
+            for (_, end), (first, _) in itertools.pairwise(ranges)
+            if first != end
+        ]
+
+    def _is_overtaken(self, position: Position, record: Claimed) -> bool:
+        """Whether others acknowledged between what a claim's author had read and the claim, or it is far too late."""
+        assert record.acked is not None and record.begin is not None
+        read_up_to, places = record.acked.read_up_to, {each.place for each in record.acked.ranges}
+        for at, other in self._records:
+            if at >= position:
+                return False
+            if isinstance(other, Snapshot) and other.covers > read_up_to:
+                return True
+            if at > read_up_to and isinstance(other, Claimed) and other.acked is not None:
+                shared = places & {each.place for each in other.acked.ranges}
+                if shared and (other.id, other.begin) != (record.id, record.begin):
+                    return True
+        return False
+
     def _counts(self, position: Position, record: Claimed) -> bool:
+        if record.acked is not None and self._is_overtaken(position, record):
+            return False
         if record.begin is None and self.is_done(record.id, position):
             return False
         if record.by is None or self.is_newest(record.by, position):
             return True
-        if record.begin is None:
+        if record.begin is None or record.acked is not None:
             return False
         return any(about == "prepare" for about, _ in self.notes(record.by.id, record.id[0], position))
 
@@ -205,6 +255,7 @@ class World:
                 raise actor.error
         oracle = Oracle(self.log.archive)
         self.findings += [finding for check in self.checks if (finding := check(oracle))]
+        self.findings += oracle.chains()
         return self
 
     def _weather(self) -> None:
@@ -276,6 +327,7 @@ class Actor:
         )
         self.opening: Opening | None = None
         self.run: Opening | None = None
+        self.known: tuple[dict[Any, Position], Position] | None = None
 
     # --- what a process does ----------------------------------------------------------------------------------------
 
@@ -334,6 +386,48 @@ class Actor:
     def ask_about_batch(self) -> None:
         self._read(self.random.choice([("q", self.random.randrange(3), 0), ("free", self.random.randrange(4))]), None)
 
+    def consume(self) -> None:
+        """Read where the group stands, and acknowledge from there; or somebody else aborts that in the meantime."""
+        if self.opening is None:
+            self.open()
+        ledger, deadline = self.decisions.ledger("X"), Deadline(30)
+        if self.known is None or self.random.random() < 0.6:
+            self.known = self._look()
+        known = self.known
+        token = Token(f"c{self.random.getrandbits(40):x}", "X", dict(ledger.begin(deadline)))
+        self.world.tokens.append(token)
+        data = {"by": self.name, "bulk": self.random.choice(BULKS)}
+        places = self.random.choice(([("a", 0)], [("a", 0), ("b", 0)]))
+        acks = [self._ack(place, known) for place in places]
+        try:
+            claim = ledger.claim(token.id, Decision.COMMIT, data, deadline, log=token.begin, acks=acks)
+        except Conflict:
+            claim = ledger.claim(token.id, Decision.ABORT, data, deadline, log=token.begin)
+            self.world.told["Conflict"] += 1
+        self._check(
+            lambda oracle: (
+                None
+                if (winner := oracle.winner(token.id, token.begin)) and winner.decision is claim.decision
+                else f"{self.name} was told {claim.decision} about {token.id}, which does not count"
+            )
+        )
+
+    def _ack(self, place: Any, known: tuple[dict[Any, Position], Position]) -> Ack:
+        first = known[0].get(place, (0,))
+        return Ack("g", place, first, (first[0] + self.random.randrange(1, 9),), known[1])
+
+    def _look(self) -> tuple[dict[Any, Position], Position]:
+        known = self.decisions.ledger("g").positions("g", Deadline(30))
+        positions, behind = known[0], (known[1][0] + 1,)
+        self.world.told["looked"] += 1
+
+        def check(oracle: Oracle) -> str | None:
+            stands = {place: ranges[-1][1] for (_, place), ranges in oracle.acknowledged(behind).items()}
+            return None if stands == positions else f"{self.name} saw the group at {positions}, it stood at {stands}"
+
+        self._check(check)
+        return known
+
     def tidy(self) -> None:
         self.decisions.tidy()
 
@@ -341,7 +435,7 @@ class Actor:
         raise Killed
 
     acts = (open, transact, transact, transact, resolve, resolve, ask, ask_about_preparing, batch, batch, free,
-            ask_about_batch, tidy, die)  # fmt: skip
+            ask_about_batch, consume, consume, consume, tidy, die)  # fmt: skip
 
     # --- what it was told, to be judged at the end ------------------------------------------------------------------
 

@@ -226,7 +226,7 @@ def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
     decisions = join()
     decisions.begin()
     log.appends = [log.refuse] * 1_000
-    refused(lambda: decisions.claim("id", COMMIT, timeout=0.2), log, BrokerUnavailable)
+    refused(lambda: decisions.claim("id", COMMIT, timeout=1), log, BrokerUnavailable)
     log.appends = [log.fill_up]
     refused(lambda: decisions.claim("id", COMMIT), log, StorageFailed)
 
@@ -840,7 +840,7 @@ def test_behind_an_unreadable_record_nobody_claims_or_answers(join, log):
 
 
 def test_a_record_of_a_newer_version_stops_who_cannot_read_it(join, log):
-    raw = encode(Birth(log="x", nonce="y", at=1)).replace(b'{"txnbridge":1', b'{"txnbridge":2')
+    raw = encode(Birth(log="x", nonce="y", at=1)).replace(b'{"txnbridge":2', b'{"txnbridge":3')
     join().claim("id", COMMIT)
     log.append(raw)
     assert "upgrade" in str(refused(lambda: join().claim("other", COMMIT), log, OutcomeUnknown))

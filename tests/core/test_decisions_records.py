@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from txnbridge._decision_records import (
     MAX_RECORD_BYTES,
     PART_BYTES,
+    Acked,
     Begin,
     Birth,
     Claimed,
@@ -22,6 +23,7 @@ from txnbridge._decision_records import (
     Opened,
     Part,
     Presence,
+    Range,
     Record,
     Snapshot,
     Stored,
@@ -33,7 +35,7 @@ from txnbridge._decision_records import (
 from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption
 
-GOLDEN = Path(__file__).parent / "golden" / "decision-records-1.json"
+GOLDEN = Path(__file__).parent / "golden"
 
 UNDER = Under(("billing",), "b7e1", 3)
 BATCH = ("query", "sink", 7, 0)
@@ -79,6 +81,17 @@ EXAMPLES: dict[str, Record] = {
         body=None,
         stored=Stored(((4,), (6,)), "d1"),
     ),
+    "claim that acknowledges": Claimed(
+        log="a1",
+        nonce="n12",
+        id=("t1",),
+        decision=Decision.COMMIT,
+        begin=Begin((12, 3), "n2"),
+        by=UNDER,
+        acked=Acked((39,), (Range("g", ("orders", 0), (100,), (180,)), Range("g", ("orders", 7), (1, 2), (1, 3)))),
+        body={},
+        stored=None,
+    ),
     "done": Done(log="a1", nonce="n9", id=("query", "sink"), up_to=7),
     "part": Part(log="a1", nonce="n10", payload=b'{"half\n of it\x00\xff'),
     "snapshot": Snapshot(
@@ -92,11 +105,25 @@ def test_a_record_comes_back_as_it_was(record):
     assert decode(encode(record)) == record
 
 
-def test_version_1_is_read_and_written_for_ever():
-    golden = {name: text.encode("latin-1") for name, text in json.loads(GOLDEN.read_text()).items()}
-    assert golden.keys() == EXAMPLES.keys()
-    assert {name: decode(raw) for name, raw in golden.items()} == EXAMPLES
-    assert golden == {name: encode(record) for name, record in EXAMPLES.items()}
+def golden(version: int) -> dict[str, bytes]:
+    texts = json.loads((GOLDEN / f"decision-records-{version}.json").read_text())
+    return {name: text.encode("latin-1") for name, text in texts.items()}
+
+
+def test_version_2_is_read_and_written_for_ever():
+    assert {name: decode(raw) for name, raw in golden(2).items()} == EXAMPLES
+    assert golden(2) == {name: encode(record) for name, record in EXAMPLES.items()}
+
+
+def test_version_1_is_read_for_ever():
+    known = {name: record for name, record in EXAMPLES.items() if name != "claim that acknowledges"}
+    assert {name: decode(raw) for name, raw in golden(1).items()} == known
+
+
+def test_a_claim_of_version_1_acknowledges_nothing():
+    for raw in (encode(EXAMPLES["claim by a token"]), encode(EXAMPLES["claim that acknowledges"])):
+        with pytest.raises(Unreadable, match="other fields"):
+            decode(raw.replace(b'{"txnbridge":2', b'{"txnbridge":1'))
 
 
 def test_every_kind_of_record_is_in_the_golden_file():
@@ -150,8 +177,8 @@ def test_a_field_of_the_wrong_kind_is_refused(record, data):
 
 
 def test_a_record_of_a_newer_version_says_that_one_must_upgrade():
-    newer = encode(EXAMPLES["done"]).replace(b'{"txnbridge":1', b'{"txnbridge":2')
-    with pytest.raises(Unreadable, match=r"format is 2.*upgrade"):
+    newer = encode(EXAMPLES["done"]).replace(b'{"txnbridge":2', b'{"txnbridge":3')
+    with pytest.raises(Unreadable, match=r"format is 3.*upgrade"):
         decode(newer)
 
 
@@ -163,6 +190,19 @@ def test_an_unknown_kind_or_a_further_field_is_refused():
         raw[:-1] + b',"more":1}',
         raw.replace(b'"up_to":7', b'"up_to":null'),
     ):
+        with pytest.raises(Unreadable):
+            decode(changed)
+
+
+def test_a_claim_that_cannot_acknowledge_anything_is_refused():
+    raw = encode(EXAMPLES["claim that acknowledges"])
+    for changed in (
+        raw.replace(b'"commit"', b'"abort"'),
+        raw.replace(b'{"at":[12,3],"id":"n2"}', b"null"),
+        raw.replace(b'"ranges":[[', b'"ranges":[],"more":[['),
+        raw.replace(b'["g","orders",0,[100],[180]]', b'["g","orders",0,[100]]'),
+    ):
+        assert changed != raw
         with pytest.raises(Unreadable):
             decode(changed)
 

@@ -39,7 +39,17 @@ def test_nobody_is_ever_told_what_does_not_count(chances, origin, worlds):
     findings, told = explore(range(worlds), chances, origin=origin)
     assert findings == []
     # Nothing told is no pass: each kind of answer came, and each kind of fault.
-    for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "OutcomeUnknown", "InvalidState", "killed"):
+    for answer in (
+        "COMMIT",
+        "ABORT",
+        "undecided",
+        "Fenced",
+        "OutcomeUnknown",
+        "InvalidState",
+        "killed",
+        "Conflict",
+        "looked",
+    ):
         assert told[answer] >= 15, told
 
 
@@ -89,7 +99,7 @@ def test_a_seed_is_one_interleaving():
 
 
 def last_record_wins(monkeypatch):
-    def claim(self, begin, record, winner):
+    def claim(self, begin, record, winner, covered):
         self.claims.setdefault(record.id, {})[begin] = winner
         return True
 
@@ -101,12 +111,12 @@ def no_look_at_the_presence_record(monkeypatch):
 
 
 def openings_void_nothing(monkeypatch):
-    monkeypatch.setattr(state.TokenFold, "_is_void", lambda self, under: False)
+    monkeypatch.setattr(state.TokenFold, "is_void", lambda self, under: False)
     monkeypatch.setattr(state, "stands", lambda openings, under: True)
 
 
 def openings_also_void_claims_on_what_is_prepared(monkeypatch):
-    monkeypatch.setattr(state.TokenFold, "_is_prepared", lambda self, owner, id: False)
+    monkeypatch.setattr(state.TokenFold, "is_prepared", lambda self, owner, id: False)
 
 
 def late_copies_of_openings_count_again(monkeypatch):
@@ -173,6 +183,24 @@ def done_marks_are_not_in_snapshots(monkeypatch):
     monkeypatch.setattr(state.IdFold, "to_json", lambda self, log: {**to_json(self, log), "done": []})
 
 
+def positions_are_not_in_snapshots(monkeypatch):
+    to_json = state.IdFold.to_json
+    monkeypatch.setattr(state.IdFold, "to_json", lambda self, log: {**to_json(self, log), "groups": []})
+
+
+def nobody_looks_who_else_acknowledged(monkeypatch):
+    monkeypatch.setattr(state.Ackers, "rival_behind", lambda self, position, transaction: False)
+
+
+def late_copies_of_acknowledgements_count_again(monkeypatch):
+    acknowledge = state.TokenFold._acknowledge
+    monkeypatch.setattr(
+        state.TokenFold,
+        "_acknowledge",
+        lambda self, transaction, acked, position, covered: acknowledge(self, transaction, acked, position, None),
+    )
+
+
 @pytest.mark.parametrize(
     ("take_away", "chances"),
     [
@@ -187,6 +215,9 @@ def done_marks_are_not_in_snapshots(monkeypatch):
         (trimmed_up_to_the_snapshot_itself, CALM),
         (gaps_are_read_over, CALM),
         (done_marks_are_not_in_snapshots, CALM),
+        (positions_are_not_in_snapshots, CALM),
+        (nobody_looks_who_else_acknowledged, CALM),
+        (late_copies_of_acknowledgements_count_again, CALM),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

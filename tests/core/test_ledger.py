@@ -105,8 +105,9 @@ def test_an_owner_that_was_taken_over_prepares_nothing_more(backend: LedgerBacke
 
 
 def test_an_id_that_this_process_never_opened_cannot_be_written_about(backend: LedgerBackend) -> None:
-    with connect("toy:") as bridge, pytest.raises(InvalidState, match="not opened by this process"):
-        bridge.transaction(prepare=True)
+    with connect("toy:") as bridge:
+        with pytest.raises(InvalidState, match="not opened by this process"), bridge.transaction(prepare=True):
+            pass
 
 
 def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) -> None:

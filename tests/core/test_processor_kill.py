@@ -197,7 +197,7 @@ def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path
         took = time.monotonic() - started
         blocker.execute("ROLLBACK")
         blocker.close()
-    assert 0.5 < took < 3
+    assert 0.5 < took < 10
     assert processor.stats.messages == 0
 
 
@@ -222,4 +222,4 @@ def test_in_a_thread_too_the_broker_is_not_waited_for_longer_than_the_stop_allow
         took = time.monotonic() - started
         blocker.execute("ROLLBACK")
         blocker.close()
-    assert 0.5 < took < 3
+    assert 0.5 < took < 10

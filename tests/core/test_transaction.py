@@ -393,6 +393,35 @@ def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one(bridge: 
     assert writer.calls == ["begin", "abort", "begin", "commit"]
 
 
+def test_a_writer_made_for_preparing_is_closed_when_it_does_not_begin(
+    bridge: Bridge, toy: tuple[Bridge, ToyBroker], writer: ToyWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ToyWriter()
+    made.raises["begin"] = [BrokerUnavailable("gone")]
+    monkeypatch.setattr(toy[1], "prepare_writer", lambda *given: made)
+    with pytest.raises(BrokerUnavailable):
+        bridge.transaction(prepare=True)
+    for _ in range(2):
+        with bridge.transaction():
+            pass
+    assert made.calls == ["begin", "close"]
+    assert writer.calls == ["begin", "commit"] * 2
+
+
+def test_a_writer_made_for_preparing_is_closed_when_its_transaction_is_left_unfinished(
+    bridge: Bridge, toy: tuple[Bridge, ToyBroker], writer: ToyWriter
+) -> None:
+    txn = bridge.transaction(prepare=True)
+    with pytest.warns(ResourceWarning, match="left unfinished"):
+        del txn
+        gc.collect()
+    for _ in range(2):
+        with bridge.transaction():
+            pass
+    assert toy[1].writers[-1].calls == ["begin", "abort", "close"]
+    assert writer.calls == ["begin", "commit"] * 2
+
+
 def test_closing_the_bridge_aborts_what_is_unfinished_and_warns() -> None:
     bridge, broker = connect_toy()
     txn = bridge.transaction()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txnbridge import BackendMissing, InvalidOption, connect
+from txnbridge._plugins import plugins
 from txnbridge._url import find_backend, parse_url, resolve_options
 from txnbridge.spi import Option
 
@@ -92,7 +93,8 @@ def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
         resolve_options(OPTIONS, {"level": value}, "toy")
 
 
-def test_a_scheme_of_ours_without_its_extra_says_what_to_install() -> None:
+def test_a_scheme_of_ours_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "backends", list)
     with pytest.raises(BackendMissing, match=r"txnbridge\[pulsar\]"):
         find_backend("pulsar")
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import sys
 import traceback
@@ -31,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 import txnbridge
+from txnbridge.commands import asked_for, json_and_debug
 from txnbridge.errors import (
     BrokerUnavailable,
     Fenced,
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-_DEBUG = "txnbridge.debug"  # in click's context, where the options of the running command are told to `guarded`
-_JSON = "txnbridge.json"
 
 
 class ExitCode(IntEnum):
@@ -186,39 +183,16 @@ def command(
 
     def decorate(function: Callable[..., ExitCode | None]) -> click.Command:
         @functools.wraps(function)
-        def run(json: bool, url: str | None = None, timeout: float = 0, **given: Any) -> None:
-            code = function(Cli(url, json, timeout), **given)
+        def run(as_json: bool, url: str | None = None, timeout: float = 0, **given: Any) -> None:
+            code = function(Cli(url, as_json, timeout), **given)
             click.get_current_context().exit(code or ExitCode.OK)
 
-        decorated: Callable[..., None] = run
-        for option in reversed([*(_BROKER_OPTIONS if broker else ()), *_OPTIONS]):
+        decorated: Callable[..., None] = json_and_debug(run)
+        for option in reversed(_BROKER_OPTIONS if broker else ()):
             decorated = option(decorated)
         return click.command(name, cls=click.Command, **attributes)(decorated)
 
     return decorate
-
-
-def _start_debugging(ctx: click.Context, option: click.Parameter, debug: bool) -> None:
-    ctx.meta[_DEBUG] = debug
-    if debug:
-        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        ctx.with_resource(txnbridge.plugins.registered(_ShowEvents()))
-
-
-class _ShowEvents:
-    """The plug-in behind --debug: every step of every transaction into the log, which holds no bodies or keys."""
-
-    def __init__(self) -> None:
-        self._logger = txnbridge.EventLogger()
-
-    @txnbridge.hookimpl
-    def txnbridge_event(self, event: txnbridge.Event) -> None:
-        self._logger(event)
-
-
-def _remember_json(ctx: click.Context, option: click.Parameter, json: bool) -> bool:
-    ctx.meta[_JSON] = json
-    return json
 
 
 _BROKER_OPTIONS = (
@@ -230,18 +204,6 @@ _BROKER_OPTIONS = (
         show_default=True,
         metavar="SECONDS",
         help="The deadline of each call to the broker.",
-    ),
-)
-_OPTIONS = (
-    # Both are eager, so that they hold when another option is found wrong.
-    click.option("--json", is_flag=True, is_eager=True, callback=_remember_json, help="JSON on stdout, for machines."),
-    click.option(
-        "--debug",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_start_debugging,
-        help="Show every step on stderr, and errors with their traceback.",
     ),
 )
 
@@ -265,7 +227,7 @@ def guarded(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         ctx.exit(ExitCode.BROKEN_PIPE)
     except Exception as error:
-        if ctx.meta.get(_DEBUG):
+        if asked_for(ctx, "debug"):
             traceback.print_exc()
         ctx.exit(_report(ctx, error))
 
@@ -273,7 +235,7 @@ def guarded(
 def _report(ctx: click.Context, error: Exception) -> int:
     text, code = _describe(error)
     token = getattr(error, "token", None)
-    if ctx.meta.get(_JSON):
+    if asked_for(ctx, "json"):
         told = {"error": type(error).__name__, "message": text, "exit_code": int(code), "token": token}
         click.echo(json.dumps({k: v for k, v in told.items() if v is not None}), err=True)
     else:

@@ -1,0 +1,82 @@
+"""What tests of every broker's readers share: a listener that stands in for the core, and waiting for what comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from txnbridge.spi import Deadline, Reader
+
+# Far more than anything takes, also on a busy machine.
+SOON = 60.0
+
+
+class Listener:
+    """What the core is told: partitions with this reader, and those that left."""
+
+    def __init__(self):
+        self.here = {}
+        self.told = []
+
+    def assigned(self, partition):
+        self.told.append(("assigned", partition))
+        self.here[partition] = object()
+        return self.here[partition]
+
+    def revoking(self, partitions):
+        self._left("revoking", partitions)
+
+    def lost(self, partitions):
+        self._left("lost", partitions)
+
+    def _left(self, how, partitions):
+        for partition in partitions:
+            self.told.append((how, partition))
+            del self.here[partition]
+
+
+class Polling:
+    """A reader of which so many messages, or something else, can be waited for. Whatever else it is asked, the reader
+    is.
+    """
+
+    reader: Reader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reader, name)
+
+    def poll(self, count=500, timeout=0.1):
+        return self.reader.poll(count, Deadline(timeout))
+
+    def take(self, count, timeout=SOON):
+        """So many messages, no more."""
+        found: list[Any] = []
+        deadline = Deadline(timeout)
+        while len(found) < count:
+            found += self.reader.poll(count - len(found), deadline)
+            deadline.check(f"{count} messages of which {len(found)} came")
+        return found
+
+    def until(self, true, timeout=SOON):
+        """Poll until something has come about; what was read meanwhile."""
+        found: list[Any] = []
+        deadline = Deadline(timeout)
+        while not true():
+            found += self.poll(timeout=0.02)
+            deadline.check("waiting")
+        return found
+
+    def has(self, count):
+        """Poll until so many partitions are here."""
+        return self.until(lambda: len(self.reader.positions()) == count)
+
+
+def by_partition(messages):
+    """The positions of messages, by their partitions."""
+    found: dict[Any, Any] = {}
+    for message in messages:
+        found.setdefault((message.topic, message.partition), []).append(message.position)
+    return found
+
+
+def values(messages):
+    return [message.value for message in messages]

@@ -1,0 +1,32 @@
+"""What a reader has done beside its polls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from txnbridge.spi import Work
+
+
+def test_what_comes_of_work_is_taken_in_by_the_thread_that_asks_for_it():
+    taken: list[tuple[int, threading.Thread]] = []
+    woken, may_end = threading.Event(), threading.Event()
+    work = Work(
+        lambda: may_end.wait(30) and 7, lambda found: taken.append((found, threading.current_thread())), woken.set
+    )
+    assert not work.done and not work.join(0)
+    may_end.set()
+    assert woken.wait(30) and work.done and work.join(0)
+    assert taken == []
+    work.finish()
+    assert taken == [(7, threading.current_thread())]
+
+
+def test_what_work_raises_is_raised_where_it_is_finished():
+    taken: list[object] = []
+    work = Work(lambda: 1 // 0, taken.append)
+    assert work.join(30)
+    with pytest.raises(ZeroDivisionError):
+        work.finish()
+    assert taken == []

@@ -1,0 +1,359 @@
+"""Decision logs in a database: SQLite's, and PostgreSQL's where it is installed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import uuid
+
+import pytest
+import sqlalchemy as sa
+
+import txnbridge
+from tests.core.races import Through, race
+from tests.core.test_ledger import LedgerBackend
+from tests.log_contract import *  # noqa: F403
+from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
+from tests.sql.postgres import Postgres
+from txnbridge import Decision, TokenState, plugins
+from txnbridge.errors import (
+    AccessDenied,
+    BackendMissing,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    InvalidToken,
+    OutcomeUnknown,
+    PositionLost,
+    StorageFailed,
+)
+from txnbridge.spi import Deadline
+from txnbridge.sql import SqlLogs
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def postgres():
+    if (reason := Postgres.missing()) is not None:
+        pytest.skip(reason)
+    with Postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.live)])
+def url(request, tmp_path):
+    """Of a database of the test's own."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'decisions.db'}"
+    return request.getfixturevalue("postgres").new_database()
+
+
+@pytest.fixture
+def open_logs():
+    """Open databases' logs; what they hold is let go in the end."""
+    opened = []
+
+    def open_one(database):
+        opened.append(SqlLogs(database))
+        return opened[-1]
+
+    yield open_one
+    for logs in opened:
+        logs.close()
+
+
+@pytest.fixture
+def open_named(url, open_logs):
+    return lambda name: open_logs(url).decision_log(name, Deadline(SOON))
+
+
+@pytest.fixture
+def behind(url):
+    """A connection of somebody else."""
+    engine = sa.create_engine(url)
+    with engine.connect() as connection:
+        yield connection
+    engine.dispose()
+
+
+class TestTrimming(ExactTrimming):
+    pass
+
+
+# --- the database ---------------------------------------------------------------------------------------------------
+
+
+def test_a_record_of_the_largest_size_is_stored(log):
+    largest = os.urandom(900_000)
+    (at,) = append(log, largest)
+    assert read(log) == [(at, largest)]
+
+
+def test_a_long_log_is_read_in_passing(log):
+    at = append(log, *(b"%d" % number for number in range(250)))
+    reading = iter(log.read(None, None, Deadline(SOON)))
+    assert [next(reading) for _ in range(120)] == [(at[number], b"%d" % number) for number in range(120)]
+    log.trim(at[240], Deadline(SOON))
+    with pytest.raises(PositionLost):
+        list(reading)
+
+
+def test_the_logs_of_one_database_have_one_place_and_each_database_its_own(url, open_logs, tmp_path):
+    places = [open_logs(url).cluster(Deadline(SOON)) for _ in range(2)]
+    assert places[0] == places[1]
+    assert open_logs(f"sqlite:///{tmp_path / 'other.db'}").cluster(Deadline(SOON)) != places[0]
+
+
+def test_the_callers_engine_stays_open(url):
+    engine = sa.create_engine(url)
+    logs = SqlLogs(engine)
+    append(logs.decision_log("mine", Deadline(SOON)), b"0")
+    logs.close()
+    with engine.connect() as connection:
+        assert connection.scalar(sa.text("SELECT count(*) FROM txnbridge_log_records")) == 1
+    engine.dispose()
+
+
+def test_a_log_whose_row_is_gone_says_so(log, behind):
+    append(log, b"0")
+    behind.execute(sa.text("DELETE FROM txnbridge_logs"))
+    behind.commit()
+    for ask in (lambda: append(log, b"1"), lambda: bounds(log), lambda: read(log)):
+        with pytest.raises(StorageFailed, match="gone"):
+            ask()
+
+
+def test_a_record_that_is_missing_in_between_is_not_passed_over(log, behind):
+    append(log, b"0", b"1", b"2")
+    behind.execute(sa.text("DELETE FROM txnbridge_log_records WHERE position = 1"))
+    behind.commit()
+    with pytest.raises(PositionLost):
+        read(log)
+
+
+def test_who_holds_the_lock_is_waited_for_until_the_deadline(log, behind):
+    append(log, b"0")
+    behind.execute(sa.text("UPDATE txnbridge_logs SET next = next"))
+    started = time.monotonic()
+    with pytest.raises(BrokerUnavailable):
+        log.append(b"late", Deadline(0.5))
+    assert time.monotonic() - started < 4
+    later = threading.Timer(0.3, behind.rollback)
+    later.start()
+    append(log, b"1")
+    later.join()
+    assert [record for _, record in read(log)] == [b"0", b"1"]
+
+
+@pytest.mark.parametrize(
+    ("database", "error", "match"),
+    [
+        ("sqlite://", InvalidOption, "outlives"),
+        ("sqlite:///:memory:", InvalidOption, "outlives"),
+        ("nosuchdatabase://host/name", BackendMissing, "driver"),
+        ("no url", InvalidOption, "sqlite:"),
+    ],
+)
+def test_a_database_that_cannot_be_is_refused(database, error, match):
+    with pytest.raises(error, match=match):
+        SqlLogs(database)
+
+
+def test_a_name_that_is_too_long_is_refused(url, open_logs):
+    with pytest.raises(InvalidOption, match="255"):
+        open_logs(url).decision_log("x" * 256, Deadline(SOON))
+
+
+def test_sqlite_that_does_not_wait_for_the_disk_is_refused(tmp_path):
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'careless.db'}")
+    sa.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=NORMAL"))
+    with pytest.raises(InvalidOption, match="synchronous"):
+        SqlLogs(engine).decision_log("any", Deadline(SOON))
+    engine.dispose()
+
+
+@pytest.mark.live
+def test_postgresql_that_does_not_wait_for_the_disk_is_refused(postgres, open_logs):
+    url = postgres.new_database()
+    with pytest.raises(InvalidOption, match="synchronous_commit"):
+        open_logs(f"{url}?options=-csynchronous_commit%3Doff").decision_log("any", Deadline(SOON))
+
+
+@pytest.mark.live
+def test_without_the_right_to_make_tables_the_error_prints_them_and_with_them_it_works(postgres, open_logs):
+    url = postgres.new_database()
+    guest = postgres.guest(url)
+    with pytest.raises(AccessDenied, match="CREATE TABLE") as refused:
+        open_logs(guest).decision_log("any", Deadline(SOON))
+    made = str(refused.value).partition("delete on them:")[2]
+    postgres.run(url, *made.split(";"))
+    tables = "txnbridge_logs, txnbridge_log_records, txnbridge_place"
+    with pytest.raises(AccessDenied):
+        open_logs(guest).decision_log("any", Deadline(SOON))
+    postgres.run(url, f"GRANT SELECT, INSERT, UPDATE, DELETE ON {tables} TO guest")
+    log = open_logs(guest).decision_log("any", Deadline(SOON))
+    append(log, b"0", b"1")
+    log.trim((1,), Deadline(SOON))
+    assert read(log) == [((1,), b"1")]
+
+
+@pytest.mark.live
+def test_no_secret_is_shown(postgres, open_logs):
+    url = postgres.new_database().replace("://", "://someone:s3cr3t@", 1)
+    logs = open_logs(url)
+    with pytest.raises(BrokerUnavailable) as refused:
+        logs.decision_log("any", Deadline(1))
+    assert "s3cr3t" not in f"{logs!r} {refused.value} {refused.value.__cause__!r}"
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.live
+def test_nothing_hangs_while_the_server_does(postgres, open_logs):
+    url = postgres.new_database()
+    log = open_logs(url).decision_log("paused", Deadline(SOON))
+    (first,) = append(log, b"0")
+    postgres.pause()
+    try:
+        for error, ask in (
+            (DeadlineExceeded, lambda: log.append(b"late", Deadline(0.5))),
+            (DeadlineExceeded, lambda: log.end(Deadline(0.5))),
+            (DeadlineExceeded, lambda: list(log.read(None, None, Deadline(0.5)))),
+            (DeadlineExceeded, lambda: log.trim(first, Deadline(0.5))),
+            (DeadlineExceeded, lambda: open_logs(url).decision_log("other", Deadline(0.5))),
+        ):
+            started = time.monotonic()
+            with pytest.raises(error):
+                ask()
+            assert time.monotonic() - started < 4
+    finally:
+        postgres.resume()
+    # What nobody waited for any more was not committed behind their back.
+    append(log, b"1")
+    assert [record for _, record in read(log)] == [b"0", b"1"]
+
+
+@pytest.mark.live
+def test_a_log_outlives_kill_9_of_its_server(postgres, open_logs):
+    log = open_logs(postgres.new_database()).decision_log("killed", Deadline(SOON))
+    told = append(log, *(b"%d" % number for number in range(20)))
+    postgres.kill()
+    with pytest.raises(BrokerUnavailable):
+        log.append(b"while it is gone", Deadline(0.5))
+    postgres.start()
+    (last,) = append(log, b"20")
+    assert read(log) == [*((at, b"%d" % number) for number, at in enumerate(told)), (last, b"20")]
+
+
+def test_a_commit_whose_answer_is_lost_is_unknown_and_may_be_repeated(url, open_logs):
+    engine = sa.create_engine(url)
+    log = SqlLogs(engine).decision_log("lost", Deadline(SOON))
+    lost = iter([True])
+
+    @sa.event.listens_for(engine, "commit")
+    def lose(connection):
+        if next(lost, False):
+            connection.connection.commit()
+            raise sa.exc.OperationalError("COMMIT", {}, ConnectionError("gone"))
+
+    with pytest.raises(OutcomeUnknown):
+        log.append(b"0", Deadline(SOON))
+    append(log, b"0")
+    assert [record for _, record in read(log)] == [b"0", b"0"]
+    engine.dispose()
+
+
+class OwnLog(Through):
+    """With connections of its own, as another process has it."""
+
+    def __init__(self, url: str, name: str, timeout: float) -> None:
+        self._logs = SqlLogs(url)
+        super().__init__(self._logs.decision_log(name, Deadline(timeout)))
+
+    def close(self) -> None:
+        self._logs.close()
+
+
+@pytest.mark.parametrize(
+    ("count", "dying"),
+    [(60, 0.02), pytest.param(1_000, 0.004, marks=pytest.mark.full)],
+    ids=["some", "a-thousand"],
+)
+@pytest.mark.timeout(1200)
+def test_four_processes_race_and_nobody_disagrees(url, tmp_path, count, dying):
+    race(OwnLog, url, tmp_path, count, dying, SOON).close()
+
+
+# --- a bridge's -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connect(tmp_path):
+    bridges = []
+
+    def open_one(broker="broker.db", **how):
+        bridges.append(txnbridge.connect(f"embedded:{tmp_path / broker}", **how))
+        return bridges[-1]
+
+    yield open_one
+    for bridge in bridges:
+        bridge.close()
+
+
+def test_a_bridges_decisions_are_where_it_was_told(url, connect, behind):
+    with_sql = connect(decision_log=url, application="billing")
+    claim = with_sql.decisions().claim(("run", 1), Decision.COMMIT)
+    assert claim.mine
+    assert behind.scalar(sa.text("SELECT name FROM txnbridge_logs")) == "billing"
+    assert connect(decision_log=url, application="billing").decisions().claim(("run", 1), Decision.ABORT).decision is (
+        Decision.COMMIT
+    )
+    assert connect(application="billing").decisions().read(("run", 1)).claim is None
+
+
+@pytest.fixture(
+    params=["embedded", *(pytest.param(name, marks=pytest.mark.full) for name in ("kafka", "pulsar", "rocketmq"))]
+)
+def other(request, tmp_path):
+    return place_of(request.param, request, tmp_path)
+
+
+def test_a_bridges_decisions_may_be_on_another_broker(connect, other):
+    name = f"elsewhere-{uuid.uuid4().hex[:8]}"
+    connect(decision_log=other, application=name).decisions().claim(("run", 1), Decision.COMMIT)
+    with txnbridge.connect(other, application=name) as there:
+        assert there.decisions().read(("run", 1)).claim
+    assert connect(application=name).decisions().read(("run", 1)).claim is None
+    again = connect(decision_log=other, application=name).decisions().claim(("run", 1), Decision.ABORT)
+    assert not again.mine and again.decision is Decision.COMMIT
+
+
+def test_the_place_of_the_decisions_may_come_from_the_environment(connect, tmp_path, monkeypatch):
+    monkeypatch.setenv("DECISIONS", f"sqlite:///{tmp_path / 'decisions.db'}")
+    connect(decision_log="env:DECISIONS").decisions().claim(("run", 1), Decision.COMMIT)
+    assert (tmp_path / "decisions.db").exists()
+
+
+def test_a_token_is_refused_by_a_bridge_that_keeps_its_decisions_elsewhere(url, tmp_path):
+    with plugins.registered(LedgerBackend()):
+
+        def status(token, **how):
+            with txnbridge.connect("toy:", **how) as bridge:
+                return bridge.status(token).state
+
+        with txnbridge.connect("toy:", transactional_id="billing", decision_log=url) as bridge:
+            with bridge.transaction(prepare=True) as txn:
+                pass
+        assert status(txn.token, decision_log=url) is TokenState.PREPARED
+        for how in ({}, {"decision_log": f"sqlite:///{tmp_path / 'another.db'}"}):
+            with pytest.raises(InvalidToken, match="connect with the same decision_log"):
+                status(txn.token, **how)
+        with txnbridge.connect("toy:", transactional_id="shipping") as bridge:
+            with bridge.transaction(prepare=True) as txn:
+                pass
+        with pytest.raises(InvalidToken, match="its own broker"):
+            status(txn.token, decision_log=url)

@@ -1,0 +1,70 @@
+"""For plug-ins that bring commands (the hook `txnbridge_commands`): the two options that every command has.
+
+@click.command("greet")
+@json_and_debug
+def greet(as_json: bool) -> None:
+    click.echo(json.dumps({"greeting": "hello"}) if as_json else "hello")
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import click
+
+from txnbridge import Event, EventLogger, hookimpl, plugins
+
+__all__ = ["asked_for", "json_and_debug"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def json_and_debug(function: _Function) -> _Function:
+    """Give a command --json (its argument `as_json`) and --debug, which shows every step and whole tracebacks.
+
+    With --json an error that ends the command is reported as one JSON document on stderr, too.
+    """
+    return _JSON(_DEBUG(function))
+
+
+def asked_for(ctx: click.Context, option: Literal["json", "debug"]) -> bool:
+    """Whether the command that runs was called with that option, for whoever reports its errors."""
+    return bool(ctx.meta.get(f"txnbridge.{option}"))
+
+
+def _remember(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
+    ctx.meta[f"txnbridge.{option.opts[0].lstrip('-')}"] = value
+    return value
+
+
+def _start_debugging(ctx: click.Context, option: click.Parameter, value: bool) -> None:
+    if _remember(ctx, option, value):
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        ctx.with_resource(plugins.registered(_ShowEvents()))
+
+
+class _ShowEvents:
+    """The plug-in behind --debug: every step of every transaction into the log, which holds no bodies or keys."""
+
+    def __init__(self) -> None:
+        self._logger = EventLogger()
+
+    @hookimpl
+    def txnbridge_event(self, event: Event) -> None:
+        self._logger(event)
+
+
+# Both are eager, so that they hold when another option is found wrong.
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, is_eager=True, callback=_remember, help="JSON on stdout, for machines."
+)
+_DEBUG = click.option(
+    "--debug",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_start_debugging,
+    help="Show every step on stderr, and errors with their traceback.",
+)
