@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,12 @@ from txnbridge.spi import (
     OpenTransaction,
     Outcome,
     Partition,
+    Position,
     Token,
     TopicInfo,
 )
 from txnbridge_embedded import endings, groups, retention
+from txnbridge_embedded.cursor import read_bounds
 from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID
 from txnbridge_embedded.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
 
@@ -121,6 +123,16 @@ class EmbeddedAdmin(Admin):
                 raise InvalidOption(f"topic {name!r} has {count} partitions; they cannot become fewer")
             add_partitions(connection, topic.id, count, partitions - count)
         self._store.forget_topic(name)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        with self._broker.session(deadline) as connection:
+            # What is past its deadline would hold readers back, and here is none that would end it.
+            endings.end_expired(self._store, connection, deadline, self._broker.events)
+            with self._store.reading(connection, deadline):
+                for name in topics:
+                    self._existing(connection, name)
+                found = read_bounds(connection, topics)
+        return {partition: ((bounds.kept,), (bounds.end,)) for partition, bounds in found.items()}
 
     def _existing(self, connection: sqlite3.Connection, name: str) -> Topic:
         topic = read_topic(connection, name)

@@ -37,7 +37,7 @@ class _Shares:
             for topic in set(members[member]) & self._readers.keys():
                 self._readers[topic].append(member)
         self._held: dict[str, dict[int, list[int]]] = {member: {} for member in members}  # by topic
-        self._count = dict.fromkeys(members, 0)
+        self._count = dict.fromkeys(sorted(members), 0)  # of equally full ones the first is looked at first
         self.owner: dict[int, str] = {}
 
     def readers(self, topic: int) -> list[str]:

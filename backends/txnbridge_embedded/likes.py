@@ -45,7 +45,7 @@ _ONE_MEMBER = "a partition is read by one member of a group"
 LIKES: Mapping[str, Like] = {
     "kafka": Like(
         "Kafka",
-        Limits(message_bytes=1_000_000, prepared_seconds=900.0),  # the defaults of its clients and its broker
+        Limits(message_bytes=999_964, prepared_seconds=900.0),  # the defaults of its clients and its broker
         _lacks(
             (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
             (Capability.SHARE_MESSAGE, _ONE_MEMBER),

@@ -77,6 +77,16 @@ def test_a_topic_grows_and_keeps_what_it_has(broker):
         broker.admin.grow_topic("nowhere", 3, Deadline(5))
 
 
+def test_the_bounds_of_a_topic_are_not_held_back_by_what_is_past_its_deadline(broker):
+    prepare(broker, "orders", b"1", hold=600)
+    prepare(broker, "orders", b"2", hold=600)
+    commit(open_writer(broker), "orders", b"3")
+    assert broker.admin.bounds(["orders"], Deadline(5)) == {("orders", 0): ((0,), (0,))}
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "ageing"):
+        connection.execute("UPDATE transactions SET deadline_at = 0 WHERE number = (SELECT min(number) FROM undecided)")
+    assert broker.admin.bounds(["orders"], Deadline(5)) == {("orders", 0): ((0,), (1,))}
+
+
 def test_a_deleted_topic_is_gone_with_its_messages_and_a_new_one_starts_empty(broker):
     writer = open_writer(broker)
     commit(writer, "orders", b"1", b"2")

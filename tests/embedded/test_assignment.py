@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import product
+from itertools import permutations, product
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,6 +90,14 @@ def test_the_answer_does_not_depend_on_the_order_in_which_the_rows_were_read(cas
         return dict(random.sample(list(mapping.items()), len(mapping)))
 
     assert assign(shuffled(members), shuffled(partitions), shuffled(owners)) == assign(members, partitions, owners)
+
+
+def test_of_members_that_are_equally_full_it_does_not_matter_which_was_read_first():
+    members = {"a": {0}, "b": {1}, "c": {2}, "e": {0, 1, 2}}
+    partitions = {0: 0, 1: 0, 2: 0, 3: 2, 4: 1, 5: 1}
+    orders = [dict(order) for order in permutations(members.items())]
+    first, *others = [assign(order, partitions, {3: "e"}) for order in orders]
+    assert all(each == first for each in others)
 
 
 def test_a_chain_of_moves_evens_what_no_single_move_can():

@@ -117,7 +117,7 @@ def left_over(child):
             return
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_nothing_acknowledged_is_lost_and_nothing_is_half_there_after_200_kills(path):
     kill_at_random(path, 200)
 

@@ -52,7 +52,7 @@ def write_and_vanish(path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for number in range(5):
         writer = kit.open_preparing(broker) if number % 2 else kit.open_writer(broker)
-        kit.begin(writer, timeout=1, hold=0.1, prepare=bool(number % 2))
+        kit.begin(writer, timeout=3, hold=0.1, prepare=bool(number % 2))
         kit.send(writer, "orders", *[b"left alone"] * 60, partition=chance.randrange(PARTITIONS))
         if number % 2:
             writer.prepare(Deadline(30))
