@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from txnbridge import hookimpl
@@ -11,19 +12,22 @@ from txnbridge import hookimpl
 if TYPE_CHECKING:
     import click
 
+# By their names in `brokers`; for each there is a backend that passes the story.
+_PLAYED_ON = ("kafka", "pulsar", "rocketmq")
+
 
 @hookimpl
-def txnbridge_brokers() -> Mapping[str, Callable[[], AbstractContextManager[str]]]:
+def txnbridge_brokers() -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:
     """The brokers that `txnbridge demo` can play on."""
-    return {"kafka": _kafka}
+    return [(name, partial(_started, name)) for name in _PLAYED_ON]
 
 
 @contextmanager
-def _kafka() -> Iterator[str]:
+def _started(name: str) -> Iterator[str]:
     from txnbridge_conformance import brokers
 
-    with brokers.kafka() as broker:
-        yield broker.url
+    with getattr(brokers, name)() as broker:
+        yield f"{broker.url}?admin_url={broker.admin_url}" if broker.admin_url else broker.url
 
 
 @hookimpl

@@ -27,7 +27,7 @@ def patience() -> float:
 
 def mark(bridge: Bridge, topic: str) -> set[bytes]:
     """Commit a marker into each partition of a topic; returns their values."""
-    partitions = bridge.admin.topic(topic).partitions
+    partitions = len(bridge.admin.bounds(topic))
     markers = [_MARKER + secrets.token_bytes(8) for _ in range(partitions)]
     with bridge.transaction() as txn:
         for number, marker in enumerate(markers):

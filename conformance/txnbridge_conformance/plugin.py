@@ -29,6 +29,12 @@ class Connect(Protocol):
     def __call__(self, **settings: Any) -> Bridge: ...
 
 
+class Much(Protocol):
+    """The fixture `much`."""
+
+    def __call__(self, text: bytes) -> list[bytes]: ...
+
+
 class NewTopic(Protocol):
     """The fixture `new_topic`: creates a topic that nobody else uses, and returns its name."""
 
@@ -115,6 +121,15 @@ def kill_broker() -> Callable[[], object]:
 def side_by_side() -> int:
     """How many processes of a kill walk live at the same time. Override it for a broker that cannot bear so many."""
     return 10  # some starts only wait until a dead one's lease lapses
+
+
+@pytest.fixture
+def much() -> Much:
+    """Values made of a text, more than a client buffers (12 MB): the broker has most of it before the transaction ends.
+
+    Override it for a client that holds less back, if the broker works for each message that stays open.
+    """
+    return lambda text: [text * (80_000 // len(text))] * 150
 
 
 @pytest.fixture

@@ -15,6 +15,9 @@ from txnbridge_conformance.brokers._ports import HOST, free_ports
 
 CREATE_TOPICS, METADATA = 19, 3
 
+# Where Linux says who listens.
+LISTENERS = Path("/proc/self/net/tcp")
+
 # Answers whatever connects, and has a child of its own.
 TOY = """
 import socket, subprocess, sys
@@ -66,6 +69,19 @@ def state(pid: int) -> str:
     """How the system describes a process: S sleeps, T is stopped, empty for one that is gone or only waited for."""
     told = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return "" if told.startswith("Z") else told
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses that a process listens on, as far as they are of the older kind of the internet's protocol."""
+    open_files = {file.readlink().name for file in Path(f"/proc/{pid}/fd").iterdir()}
+    found = set()
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        columns = line.split()
+        local, how, inode = columns[1], columns[3], columns[9]
+        if how == "0A" and f"socket:[{inode}]" in open_files:  # it listens
+            address, port = local.split(":")
+            found.add((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return found
 
 
 def port_of(broker: brokers.Broker, node: int = 1) -> int:

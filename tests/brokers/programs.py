@@ -8,6 +8,7 @@ import time
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers import _detached, _jars
 
+from tests.brokers import pulsar_kit
 from tests.brokers.kit import Toy, port_of
 from txnbridge.testing import tell
 
@@ -33,9 +34,30 @@ def hold_kafka() -> None:
         time.sleep(1000)
 
 
+def hold_rocketmq() -> None:
+    with brokers.rocketmq() as broker:
+        processes = [broker.pid(1), broker._processes.pid("name-server")]
+        tell((processes, broker.folder, broker.url))
+        time.sleep(1000)
+
+
 def fetch() -> str:
     return str(_jars.fetch("toy-1", [_jars.Artifact("a", "b", "1")], bar=False))
 
 
 def start_detached(never_answers: str) -> None:
     _detached.up("toy", {}, lambda folder: Toy(never_answers, folder))
+
+
+def hold_pulsar() -> None:
+    with brokers.pulsar(container=False) as broker:
+        assert isinstance(broker, brokers.ProcessBroker)
+        tell((broker.pid(1), broker.folder, pulsar_kit.port_of(broker.url)))
+        time.sleep(1000)
+
+
+def hold_pulsar_cluster() -> None:
+    with brokers.pulsar(nodes=2) as broker:
+        assert isinstance(broker, brokers.PulsarCluster)
+        tell((broker.pid(1), broker.folder))
+        time.sleep(1000)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers import _detached, _jars, _kafka, commands
+from txnbridge_conformance.brokers import _detached, _jars, _kafka, _pulsar, _pulsar_cluster, _rocketmq, commands
 from txnbridge_conformance.brokers._broker import wait_until
 
 from tests.brokers import programs
@@ -24,6 +24,8 @@ from txnbridge.testing import Child
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 
+ALL = ["kafka", "pulsar", "rocketmq"]
+
 Invoke = Callable[..., Result]
 
 
@@ -31,7 +33,8 @@ Invoke = Callable[..., Result]
 def home(tmp_path, monkeypatch) -> Iterator[Path]:
     """A place for what runs by itself, which is ended with the test and also if the test run is killed."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    code = "import sys; from txnbridge_conformance.brokers import _detached as d; sys.stdin.read(); d.down('kafka')"
+    code = """import sys; from txnbridge_conformance.brokers import _detached as d; sys.stdin.read()
+for name in ('kafka', 'pulsar', 'rocketmq'): d.down(name)"""
     end = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
     yield tmp_path / "txnbridge" / "brokers" / "kafka"
     end.communicate()
@@ -44,6 +47,17 @@ def toy_for_kafka(monkeypatch):
     monkeypatch.setattr(_kafka, "fetch_kafka", lambda version, bar: None)
     monkeypatch.setattr(_kafka, "KafkaProcess", lambda folder, **asked: Toy(folder=folder))
     monkeypatch.setitem(commands._ANSWERING, "kafka", lambda url: 2)
+
+
+@pytest.fixture
+def toys(toy_for_kafka, monkeypatch):
+    """The same for all brokers."""
+    monkeypatch.setattr(_pulsar, "fetch_pulsar", lambda version, bar: None)
+    monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", lambda folder, **asked: Toy(folder=folder))
+    monkeypatch.setitem(commands._ANSWERING, "pulsar", lambda url: 2)
+    monkeypatch.setattr(_rocketmq, "fetch_rocketmq", lambda version, bar: None)
+    monkeypatch.setattr(_rocketmq, "RocketMQ", lambda folder, **asked: Toy(folder=folder))
+    monkeypatch.setitem(commands._ANSWERING, "rocketmq", lambda url: 2)
 
 
 @pytest.fixture
@@ -100,6 +114,31 @@ def test_what_a_shell_started_leaves_nothing_when_it_ends(home, invoke):
     assert json.loads(invoke("down", "--json").stdout) == ["kafka"]
     assert wait_until(lambda: not any(state(pid) for pid in pids), 30)
     assert not home.exists()
+
+
+@pytest.mark.usefixtures("home", "toys")
+def test_all_brokers_are_started_shown_and_ended_at_once(invoke):
+    started = json.loads(invoke("up", "all", "--json").stdout)
+    assert [(each["broker"], each["started"]) for each in started] == [(name, True) for name in ALL]
+    assert invoke("up", "all").stdout.splitlines() == [each["url"] for each in started]
+    assert invoke("up", "pulsar").stdout.strip() == started[1]["url"]
+    shown = invoke("status", "all")
+    assert shown.exit_code == ExitCode.OK
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ALL
+    logs = invoke("logs", "all", "--lines", "1").stdout.splitlines()
+    assert [line for line in logs if line.startswith("== ")] == [f"== {name}" for name in ALL]
+    assert [each["broker"] for each in json.loads(invoke("logs", "all", "--json").stdout)] == ALL
+    assert invoke("down", "all").stdout == f"ended {', '.join(ALL)}\n"
+
+
+@pytest.mark.usefixtures("home", "toys")
+def test_of_all_none_may_be_missing(invoke):
+    invoke("up", "pulsar", "--delete-unused")
+    assert invoke("status").exit_code == invoke("status", "pulsar").exit_code == ExitCode.OK
+    assert invoke("status", "all").exit_code == ExitCode.FAILED
+    refused = invoke("up", "pulsar")
+    assert refused.exit_code == ExitCode.USAGE
+    assert "delete-unused True" in refused.stderr
 
 
 @pytest.mark.usefixtures("home")

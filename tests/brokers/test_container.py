@@ -1,4 +1,4 @@
-"""Kafka in a container, up to what the engine is asked for: there is an engine of a few lines, and no container."""
+"""Brokers in a container, up to what the engine is asked for: there is an engine of a few lines, and no container."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.brokers._kafka_container import KafkaContainer, engine_answers
+from txnbridge_conformance.brokers._container import engine_answers
+from txnbridge_conformance.brokers._kafka_container import KafkaContainer
+from txnbridge_conformance.brokers._pulsar_container import PulsarContainer
 
 from txnbridge.errors import BackendMissing
 
@@ -99,7 +101,8 @@ def engine(monkeypatch) -> Iterator[Engine]:
 @pytest.fixture
 def answering(monkeypatch) -> None:
     """As if a broker answered in the container."""
-    monkeypatch.setattr(KafkaContainer, "_answers", lambda self: True)
+    for kind in (KafkaContainer, PulsarContainer):
+        monkeypatch.setattr(kind, "_answers", lambda self: True)
 
 
 @pytest.mark.usefixtures("answering")
@@ -119,6 +122,27 @@ def test_where_an_engine_answers_it_is_asked_for_one_node(engine):
 
 
 @pytest.mark.usefixtures("answering")
+def test_where_an_engine_answers_it_is_asked_for_pulsar(engine):
+    with brokers.pulsar(settings={"maxMessageSize": "1000"}, delete_unused=True) as broker:
+        assert isinstance(broker, PulsarContainer)
+        port = int(broker.url.removeprefix("pulsar://127.0.0.1:").removesuffix("/public/default"))
+        web = int(broker.admin_url.removeprefix("http://127.0.0.1:"))
+        ((listen, upstream),) = broker.routes
+    assert engine.created["Image"] == "apachepulsar/pulsar:4.2.4"
+    assert engine.created["Cmd"][:2] == ["sh", "-c"] and "bin/pulsar standalone" in engine.created["Cmd"][2]
+    bound = engine.created["HostConfig"]["PortBindings"]
+    assert bound == {f"{p}/tcp": [{"HostIp": "127.0.0.1", "HostPort": str(p)}] for p in (port, upstream, web)}
+    given = dict(line.split("=", 1) for line in engine.created["Env"])
+    told = f"internal:pulsar://127.0.0.1:{port},proxy:pulsar://127.0.0.1:{listen}"
+    assert given["PULSAR_PREFIX_advertisedListeners"] == told
+    assert given["PULSAR_PREFIX_bindAddresses"] == f"proxy:pulsar://0.0.0.0:{upstream}"
+    assert given["PULSAR_PREFIX_maxMessageSize"] == "1000"
+    assert given["PULSAR_STANDALONE_USE_ZOOKEEPER"] == "1"
+    assert "PULSAR_PREFIX_brokerDeleteInactiveTopicsEnabled" not in given
+    assert engine.done == ["start", "remove"]
+
+
+@pytest.mark.usefixtures("answering")
 def test_each_call_becomes_one_of_the_engine(engine):
     with brokers.kafka(container=True) as broker:
         broker.pause()
@@ -129,9 +153,10 @@ def test_each_call_becomes_one_of_the_engine(engine):
     assert engine.done == ["start", "pause", "unpause", "kill", "wait", "start", "stop", "start", "remove"]
 
 
-def test_a_container_that_does_not_answer_is_removed(engine):
+@pytest.mark.parametrize("start", [brokers.kafka, brokers.pulsar])
+def test_a_container_that_does_not_answer_is_removed(engine, start):
     with pytest.raises(brokers.CannotStart, match=r"did not answer within 0\.1 s"):
-        brokers.kafka(container=True, start_timeout=0.1)
+        start(container=True, start_timeout=0.1)
     assert engine.done[-1] == "remove"
 
 

@@ -62,9 +62,9 @@ def maven(tmp_path, monkeypatch) -> Maven:
 
 @pytest.fixture
 def fresh_java():
-    _jars.java.cache_clear()
+    _jars._java.cache_clear()
     yield
-    _jars.java.cache_clear()
+    _jars._java.cache_clear()
 
 
 def jars(folder: Path) -> list[str]:
@@ -83,6 +83,22 @@ def test_versions_and_checksums_are_pinned(maven):
     (call,) = maven.calls()
     assert " -C " in call and ":3.8.1:copy-dependencies" in call
     assert "<version>1</version>" in (maven.cache / "toy-1" / "pom.xml").read_text()
+
+
+def test_versions_can_be_those_of_a_parent(maven):
+    wanted = [_jars.Artifact("a", "b", "1"), _jars.Artifact("c", "d")]
+    _jars.fetch("toy-1", wanted, bar=False, parent=_jars.Artifact("p", "q", "2"))
+    pom = (maven.cache / "toy-1" / "pom.xml").read_text()
+    assert "<parent><groupId>p</groupId><artifactId>q</artifactId><version>2</version></parent>" in pom
+    assert "<dependency><groupId>c</groupId><artifactId>d</artifactId></dependency>" in pom
+
+
+def test_of_an_archive_only_what_is_wanted_is_kept(maven):
+    folder = _jars.fetch_from_archive("toy-1", _jars.Artifact("a", "b", "1"), "**/lib/*.jar", bar=False)
+    assert jars(folder) == ["half.jar", "whole.jar"]
+    (call,) = maven.calls()
+    assert " -C " in call and ":3.8.1:unpack -Dartifact=a:b:1:tar.gz:bin" in call
+    assert "-Dmdep.unpack.includes=**/lib/*.jar" in call
 
 
 def test_a_killed_fetch_leaves_nothing_that_looks_whole_and_the_next_one_begins_anew(maven):
@@ -161,12 +177,15 @@ def test_a_test_that_needs_what_is_not_installed_is_skipped_with_the_reason(pyte
     pytester.makepyfile(
         "def test_one(kafka_broker): pass\n"
         "def test_two(start_kafka): start_kafka(version='3.9.2')\n"
-        "def test_three(): pass"
+        "def test_three(pulsar_broker): pass\n"
+        "def test_four(start_pulsar): start_pulsar(version='4.0.8')\n"
+        "def test_five(): pass"
     )
     # In a process of its own, or the modules that it imports would be there twice.
     result = pytester.runpytest_subprocess("-rs", "-p", "no:cacheprovider")
-    result.assert_outcomes(skipped=2, passed=1)
-    result.stdout.fnmatch_lines(["*needs a Kafka broker: *java does not run: install Java 17*"])
+    result.assert_outcomes(skipped=4, passed=1)
+    for name in ("Kafka", "Pulsar"):
+        result.stdout.fnmatch_lines([f"*needs a {name} broker: *java does not run: install Java 17*"])
 
 
 @pytest.mark.parametrize(

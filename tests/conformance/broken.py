@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from txnbridge_embedded.backend import EmbeddedBackend
 
-from txnbridge import Conflict, Fenced, TransactionAborted, TxnBridgeError
+from txnbridge import Conflict, Fenced, NotFound, TransactionAborted, TxnBridgeError
 from txnbridge.spi import (
     Backend,
     Begin,
@@ -256,8 +256,8 @@ class ShowsWhatIsOpen(Broken):
     class Writer(Remembering):
         def send(self, *message: Any) -> None:
             super().send(*message)
-            if not len(self.sent) % 400:  # only what is large, so that the tests need not wait
-                self.elsewhere(self.sent[-400:])
+            if not len(self.sent) % 100:  # only what is large, so that the tests need not wait
+                self.elsewhere(self.sent[-100:])
 
 
 @caught_by("test_an_empty_transaction_commits")
@@ -1098,6 +1098,34 @@ class GrowsNoTopics(Broken):
     class Administering(Around):
         def grow_topic(self, *args: Any) -> None:
             pass
+
+
+@caught_by(
+    "test_the_bounds_of_a_topic_are_what_can_be_read_of_it",
+    "test_what_was_aborted_before_something_undecided_is_no_lag",
+)
+class SaysThatNothingCanBeRead(Broken):
+    class Administering(Around):
+        def bounds(self, *args: Any) -> Any:
+            return {partition: (first, first) for partition, (first, _) in self.inner.bounds(*args).items()}
+
+
+@caught_by("test_the_bounds_of_a_topic_end_before_what_is_not_decided")
+class SaysThatWhatIsOpenCanBeRead(Broken):
+    class Administering(Around):
+        def bounds(self, *args: Any) -> Any:
+            found = self.inner.bounds(*args)
+            return {partition: (first, (end[0] + 1,)) for partition, (first, end) in found.items()}
+
+
+@caught_by("test_the_bounds_of_a_missing_topic_cannot_be_told")
+class KnowsTheBoundsOfNothing(Broken):
+    class Administering(Around):
+        def bounds(self, *args: Any) -> Any:
+            try:
+                return self.inner.bounds(*args)
+            except NotFound:
+                return {}
 
 
 @caught_by("test_a_missing_topic_is_named_where_none_may_be_created")

@@ -12,15 +12,37 @@ The fixtures are in `txnbridge_conformance.brokers.plugin`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from txnbridge.errors import InvalidOption
+from txnbridge_conformance.brokers import _kafka, _pulsar, _pulsar_cluster, _rocketmq
 from txnbridge_conformance.brokers._broker import Broker, CannotStart, PortTaken, ProcessBroker, ToolMissing
-from txnbridge_conformance.brokers._kafka import VERSIONS, KafkaProcess, check
-from txnbridge_conformance.brokers._kafka_container import KafkaContainer, engine_answers
+from txnbridge_conformance.brokers._container import engine_answers
+from txnbridge_conformance.brokers._kafka import KafkaProcess
+from txnbridge_conformance.brokers._kafka_container import KafkaContainer
 from txnbridge_conformance.brokers._ports import Route
+from txnbridge_conformance.brokers._pulsar import Pulsar
+from txnbridge_conformance.brokers._pulsar_cluster import PulsarCluster
+from txnbridge_conformance.brokers._pulsar_container import PulsarContainer
+from txnbridge_conformance.brokers._rocketmq import RocketMQ
 
-__all__ = ["Broker", "CannotStart", "PortTaken", "ProcessBroker", "Route", "ToolMissing", "kafka"]
+__all__ = [
+    "Broker",
+    "CannotStart",
+    "PortTaken",
+    "ProcessBroker",
+    "Pulsar",
+    "PulsarCluster",
+    "RocketMQ",
+    "Route",
+    "ToolMissing",
+    "kafka",
+    "pulsar",
+    "rocketmq",
+]
+
+_Started = TypeVar("_Started")
 
 # Two starters that choose the same of thousands of ports at the same time: once is rare, thrice does not happen.
 _ATTEMPTS = 3
@@ -29,7 +51,7 @@ _ATTEMPTS = 3
 def kafka(
     *,
     nodes: int = 1,
-    version: str = VERSIONS[0],
+    version: str = _kafka.VERSIONS[0],
     transaction_version: int | None = None,
     port: int | None = None,
     settings: Mapping[str, str] | None = None,
@@ -47,23 +69,114 @@ def kafka(
 
     Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
     """
-    check(nodes, version, transaction_version)
+    _kafka.check(nodes, version, transaction_version)
     plain = nodes == 1 and transaction_version is None
     if container and not plain:
         raise InvalidOption("a container is one node with the transaction version that comes with it")
     if container or (container is None and plain and engine_answers()):
         return KafkaContainer(version=version, port=port, settings=settings, start_timeout=start_timeout)
-    for attempts_left in reversed(range(_ATTEMPTS)):
+    return _start(
+        lambda: KafkaProcess(
+            nodes=nodes,
+            version=version,
+            transaction_version=transaction_version,
+            port=port,
+            settings=settings,
+            start_timeout=start_timeout,
+        ),
+        attempts=1 if port else _ATTEMPTS,
+    )
+
+
+def pulsar(
+    *,
+    nodes: int = 1,
+    version: str = _pulsar.VERSIONS[0],
+    store: str = _pulsar.STORES[0],
+    delete_unused: bool = False,
+    port: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    container: bool | None = None,
+    start_timeout: float = 180,
+) -> Pulsar:
+    """Start Pulsar, and return when its transaction coordinators are loaded. Use it as a context manager.
+
+    `nodes` is 1, standalone, or 2 brokers of one cluster, which keep their data in one bookie and one ZooKeeper beside
+    them; these go on when brokers are killed. `store` is "zookeeper", with a journal that is written through: it
+    survives `kill`; or, with one node, "rocksdb", which writes through nothing, so is quicker, and may not come back
+    after a `kill`. With `delete_unused` Pulsar deletes, as it comes, data that no subscription needs and topics that
+    nobody uses; else it keeps all. `port` is that of the binary protocol of the first node, the others follow; a free
+    one if none is given. `settings` are lines of `standalone.conf`, or of `broker.conf`.
+
+    One node runs in a container where an engine answers; else it is Java processes, whose jars Maven fetches once.
+    `container` forces the one or the other.
+
+    Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
+    """
+    _pulsar.check(version, store, nodes)
+    if container and nodes > 1:
+        raise InvalidOption("a container is one node of Pulsar")
+    if container or (container is None and nodes == 1 and engine_answers()):
+        return PulsarContainer(
+            version=version,
+            store=store,
+            delete_unused=delete_unused,
+            port=port,
+            settings=settings,
+            start_timeout=start_timeout,
+        )
+    return _start(
+        lambda: _pulsar_cluster.start(
+            nodes=nodes,
+            version=version,
+            store=store,
+            delete_unused=delete_unused,
+            port=port,
+            settings=settings,
+            start_timeout=start_timeout,
+        ),
+        attempts=1 if port else _ATTEMPTS,
+    )
+
+
+def rocketmq(
+    *,
+    nodes: int = 1,
+    version: str = _rocketmq.VERSIONS[0],
+    port: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    system_properties: Mapping[str, str] | None = None,
+    start_timeout: float = 120,
+) -> RocketMQ:
+    """Start RocketMQ, and return when every node answers and the name server knows it. Use it as a context manager.
+
+    `nodes` is 1 or 2: brokers with messages of their own, each with its gRPC proxy in the same process. `port` is that
+    of the name server, a free one if none is given. `settings` are lines of the brokers' properties,
+    `system_properties` those of Java for brokers and name server: RocketMQ takes some settings only so, TLS among them.
+
+    It runs as Java processes, whose jars Maven fetches once.
+
+    Raises `ToolMissing` saying what to install, `CannotStart`, and `InvalidOption` for what is not known.
+    """
+    _rocketmq.check(nodes, version)
+    return _start(
+        lambda: RocketMQ(
+            nodes=nodes,
+            version=version,
+            port=port,
+            settings=settings,
+            system_properties=system_properties,
+            start_timeout=start_timeout,
+        ),
+        attempts=1 if port else _ATTEMPTS,
+    )
+
+
+def _start(start: Callable[[], _Started], attempts: int) -> _Started:
+    """What it returns, called again where somebody else took one of its ports."""
+    for _ in range(attempts - 1):
         try:
-            return KafkaProcess(
-                nodes=nodes,
-                version=version,
-                transaction_version=transaction_version,
-                port=port,
-                settings=settings,
-                start_timeout=start_timeout,
-            )
+            return start()
         except PortTaken:
-            if port is not None or not attempts_left:
-                raise
-    raise AssertionError("the last attempt returns or raises")
+            pass  # it takes other ports
+    return start()

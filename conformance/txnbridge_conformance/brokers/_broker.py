@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +60,11 @@ class Broker(ABC):
     @abstractmethod
     def url(self) -> str:
         """What `txnbridge.connect` takes."""
+
+    @property
+    def admin_url(self) -> str | None:
+        """Where its administration answers by HTTP, None if it has none."""
+        return None
 
     @abstractmethod
     def start(self, node: int | None = None) -> None:
@@ -201,14 +206,25 @@ class ProcessBroker(Broker):
         return wait_until(lambda: all(self.pid(each) is None for each in chosen), seconds)
 
     def _wait_for_answer(self, node: int) -> None:
+        self._wait_for(f"node {node}", str(node), self.log(node), lambda: self._answers(node))
+
+    def _wait_for(self, told: str, name: str, log: Path, answers: Callable[[], bool]) -> None:
+        """Wait until a process answers. Raises `CannotStart`."""
+
         def answered_or_dead() -> bool:
-            return self._answers(node) or self.pid(node) is None
+            return answers() or self._processes.pid(name) is None
 
         if not wait_until(answered_or_dead, self._start_timeout):
-            raise CannotStart(f"node {node} did not answer within {self._start_timeout:g} s; {_end_of(self.log(node))}")
-        if self.pid(node) is None:
-            kind = PortTaken if "already in use" in self.log(node).read_text(errors="replace") else CannotStart
-            raise kind(f"node {node} ended instead of starting; {_end_of(self.log(node))}")
+            raise CannotStart(f"{told} did not answer within {self._start_timeout:g} s; {_end_of(log)}")
+        if self._processes.pid(name) is None:
+            kind = PortTaken if "already in use" in log.read_text(errors="replace") else CannotStart
+            raise kind(f"{told} ended instead of starting; {_end_of(log)}")
+
+
+def check_known(name: str, value: object, known: Sequence[object]) -> None:
+    """Raises `InvalidOption` for a value that is not one of these."""
+    if value not in known:
+        raise InvalidOption(f"{name} is {value!r}; known: {', '.join(map(str, known)) or 'none for this version'}")
 
 
 def log_file(folder: Path, node: int) -> Path:

@@ -37,6 +37,7 @@ class Detached:
     nodes: int
     asked: dict[str, Any]
     """What was asked for when it was started."""
+    admin_url: str | None = None
 
     def log(self, node: int) -> Path:
         """The log of a node."""
@@ -61,7 +62,7 @@ def _start(name: str, asked: dict[str, Any], start: Callable[[Path], ProcessBrok
     folder.mkdir(mode=0o700)
     broker = start(folder)
     try:
-        detached = Detached(name, broker.url, broker.version, len(broker.nodes), asked)
+        detached = Detached(name, broker.url, broker.version, len(broker.nodes), asked, broker.admin_url)
         (folder / _STATE).write_text(json.dumps(asdict(detached)))
         broker.detach(folder / _CONTROL)
     except BaseException:

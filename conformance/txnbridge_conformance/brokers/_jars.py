@@ -9,32 +9,43 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from txnbridge_conformance.brokers._broker import CannotStart, ToolMissing
 
-JAVA = 17  # the oldest that Kafka 4 runs on
+JAVA = 17  # the oldest that Kafka 4 and Pulsar 4 run on
 
 # Pinned like everything that is fetched; older ones do not know a jar's own dependencies of some forms.
-_COPY = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies"
+_PLUGIN = "org.apache.maven.plugins:maven-dependency-plugin:3.8.1"
 _POM = """<project><modelVersion>4.0.0</modelVersion>
-<groupId>local</groupId><artifactId>jars</artifactId><version>1</version><packaging>pom</packaging>
+{origin}
+<artifactId>jars</artifactId><packaging>pom</packaging>
 <dependencies>
-{}
+{dependencies}
 </dependencies></project>
 """
-_DEPENDENCY = "<dependency><groupId>{}</groupId><artifactId>{}</artifactId><version>{}</version></dependency>"
+_NO_PARENT = "<groupId>local</groupId><version>1</version>"  # else the parent's, by which it names its other parts
+_LOG4J = """<Configuration>
+  <Appenders><Console name="out"><PatternLayout pattern="%d %p %c{1} %m%n"/></Console></Appenders>
+  <Loggers><Root level="warn"><AppenderRef ref="out"/></Root></Loggers>
+</Configuration>
+"""
 
 
 class Artifact(NamedTuple):
-    """A jar by its Maven name."""
+    """A file by its Maven name. Without a version it is the one that the parent says."""
 
     group: str
     name: str
-    version: str
+    version: str | None = None
+
+    def xml(self, tag: str) -> str:
+        """How a project names it."""
+        version = f"<version>{self.version}</version>" if self.version else ""
+        return f"<{tag}><groupId>{self.group}</groupId><artifactId>{self.name}</artifactId>{version}</{tag}>"
 
 
 def cache_folder() -> Path:
@@ -46,9 +57,18 @@ def cache_folder() -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "txnbridge"
 
 
-@functools.cache
 def java() -> str:
     """The Java to run. Raises `ToolMissing` if there is none, or an older one than needed."""
+    return _java()[0]
+
+
+def java_version() -> int:
+    """Which Java that is: 17 or newer. Raises `ToolMissing`."""
+    return _java()[1]
+
+
+@functools.cache
+def _java() -> tuple[str, int]:
     home = os.environ.get("JAVA_HOME")
     found = str(Path(home, "bin", "java")) if home else "java"
     wanted = f"install Java {JAVA} or newer (a runtime is enough; Debian: openjdk-17-jre-headless) or set JAVA_HOME"
@@ -60,15 +80,37 @@ def java() -> str:
     version = re.search(r'version "(\d+)', told)
     if version is None or int(version[1]) < JAVA:
         raise ToolMissing(f"{found} is {told.splitlines()[0]}: {wanted}")
-    return found
+    return found, int(version[1])
 
 
-def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True) -> Path:
+def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True, parent: Artifact | None = None) -> Path:
     """The folder of these jars and all that they need. The first call fetches them, with a bar if stderr is a terminal.
+
+    The versions of what they need are those that `parent` says, if it is given.
 
     Whole or not at all: whoever is killed meanwhile leaves nothing that looks complete, and of two who fetch at once
     one waits for the other. Raises `ToolMissing` and `CannotStart`.
     """
+
+    def goal(folder: Path) -> list[str]:
+        pom = folder / "pom.xml"
+        dependencies = "\n".join(artifact.xml("dependency") for artifact in artifacts)
+        pom.write_text(_POM.format(origin=parent.xml("parent") if parent else _NO_PARENT, dependencies=dependencies))
+        return ["-f", str(pom), f"{_PLUGIN}:copy-dependencies", "-DincludeScope=runtime"]
+
+    return _fetch(name, goal, bar)
+
+
+def fetch_from_archive(name: str, archive: Artifact, files: str, bar: bool = True) -> Path:
+    """The folder with these files (a pattern) out of a program's archive, in the folders that it has them in.
+
+    For the rest as `fetch`.
+    """
+    wanted = [f"-Dartifact={':'.join(map(str, archive))}:tar.gz:bin", f"-Dmdep.unpack.includes={files}"]
+    return _fetch(name, lambda folder: [f"{_PLUGIN}:unpack", *wanted], bar)
+
+
+def _fetch(name: str, goal: Callable[[Path], list[str]], bar: bool) -> Path:
     folder = cache_folder() / name
     if folder.exists():
         return folder
@@ -80,7 +122,7 @@ def fetch(name: str, artifacts: Sequence[Artifact], bar: bool = True) -> Path:
             shutil.rmtree(partial, ignore_errors=True)  # of somebody who was killed
             partial.mkdir()
             with _steps(f"fetching {name}", bar and sys.stderr.isatty()) as step:
-                _copy(artifacts, partial, lock, step)
+                _maven(goal(partial), partial, lock, step)
             partial.rename(folder)
     return folder
 
@@ -107,16 +149,15 @@ def _steps(text: str, bar: bool) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _copy(artifacts: Sequence[Artifact], folder: Path, lock: int, step: Callable[[], None]) -> None:
-    pom = folder / "pom.xml"
-    pom.write_text(_POM.format("\n".join(_DEPENDENCY.format(*artifact) for artifact in artifacts)))
+def _maven(goal: list[str], folder: Path, lock: int, step: Callable[[], None]) -> None:
     # -C: a file whose checksum is wrong is an error.
-    command = ["mvn", "-B", "-C", "-f", str(pom), _COPY, "-DincludeScope=runtime", f"-DoutputDirectory={folder}"]
+    command = ["mvn", "-B", "-C", *goal, f"-DoutputDirectory={folder}"]
     said: list[str] = []
     try:
         # Maven keeps the lock too: killed without it, we leave it writing, and nobody may begin before it ends.
         maven = subprocess.Popen(
             command,
+            cwd=folder,  # and not in somebody's project
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -128,9 +169,21 @@ def _copy(artifacts: Sequence[Artifact], folder: Path, lock: int, step: Callable
     with maven:
         assert maven.stdout is not None
         for line in maven.stdout:
-            if "Downloaded from" in line or "Copying" in line:
+            if any(done in line for done in ("Downloaded from", "Copying", "Unpacking")):
                 step()
             elif "ERROR" in line:
                 said.append(line.strip())
     if maven.returncode:
         raise CannotStart(f"Maven could not fetch it ({maven.returncode}): {' '.join(said[:2])}")
+
+
+def log4j_option(folder: Path) -> str:
+    """The option by which a program that logs with log4j writes its warnings to its standard output."""
+    file = folder / "log4j2.xml"
+    file.write_text(_LOG4J)
+    return f"-Dlog4j2.configurationFile={file}"
+
+
+def properties(settings: Mapping[str, str]) -> str:
+    """The lines of a Java properties file."""
+    return "".join(f"{name}={value}\n" for name, value in settings.items())

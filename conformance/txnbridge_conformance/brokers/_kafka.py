@@ -6,12 +6,11 @@ import base64
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from txnbridge.errors import InvalidOption
-from txnbridge_conformance.brokers._broker import ProcessBroker
-from txnbridge_conformance.brokers._jars import Artifact, fetch, java
+from txnbridge_conformance.brokers._broker import ProcessBroker, check_known
+from txnbridge_conformance.brokers._jars import Artifact, fetch, java, log4j_option, properties
 from txnbridge_conformance.brokers._kafka_wire import cluster
 from txnbridge_conformance.brokers._ports import HOST, Route, free_ports
 
@@ -33,16 +32,11 @@ _JAVA_OPTIONS = (
     "-Xshare:auto",
     "-XX:MaxDirectMemorySize=64m",
 )
-_LOGGING = """<Configuration>
-  <Appenders><Console name="out"><PatternLayout pattern="%d %p %c{1} %m%n"/></Console></Appenders>
-  <Loggers><Root level="warn"><AppenderRef ref="out"/></Root></Loggers>
-</Configuration>
-"""
 # Each reason that is not obvious:
 # - one partition of each internal topic, since each costs files and time at the start;
-# - transactions that timed out are looked for every half second instead of every ten, and a dead node is noticed after
-#   1.5 seconds instead of nine, so that tests of both are short;
-# - a dead member of a group may be noticed within seconds too;
+# - transactions that timed out are looked for every half second instead of every ten, so that tests of that are short;
+# - a dead node or member of a group is noticed after six seconds instead of nine and 45 (with less, a busy machine
+#   takes living ones for dead); a test whose point it is may ask for less;
 # - the cleaner's buffer would take half of the memory;
 # - a missing topic is an error, as it should be where transactions matter.
 _SETTINGS = {
@@ -58,14 +52,14 @@ _SETTINGS = {
     "transaction.state.log.num.partitions": "1",
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "1000",
-    "group.consumer.session.timeout.ms": "2000",
+    "group.consumer.session.timeout.ms": "6000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.heartbeat.interval.ms": "500",
     "group.consumer.min.heartbeat.interval.ms": "100",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
     "log.cleaner.dedupe.buffer.size": "2097152",
     "log.segment.bytes": "67108864",
-    "broker.session.timeout.ms": "1500",
+    "broker.session.timeout.ms": "6000",
     "broker.heartbeat.interval.ms": "200",
     "auto.create.topics.enable": "false",
 }
@@ -110,16 +104,15 @@ class KafkaProcess(ProcessBroker):
         return "kafka://" + ",".join(f"{HOST}:{port}" for port in self._ports.values())
 
     def _prepare(self) -> None:
-        (self.folder / "log4j2.xml").write_text(_LOGGING)
         for node in self.nodes:
-            self._properties(node).write_text(_lines(self._node_settings(node)))
+            self._properties(node).write_text(properties(self._node_settings(node)))
         features = self._features()
         for node in self.nodes:
             data = self.folder / f"node-{node}"
             data.mkdir(exist_ok=True)
             shutil.copy(features, data / _FEATURES)
             identity = {"version": "1", "node.id": str(node), "cluster.id": self._cluster, "directory.id": new_id()}
-            (data / "meta.properties").write_text(_lines(identity))
+            (data / "meta.properties").write_text(properties(identity))
 
     def _features(self) -> Path:
         """The file by which a new cluster knows its feature levels, made once for each version by Kafka's own tool.
@@ -151,7 +144,7 @@ class KafkaProcess(ProcessBroker):
         return any(self.pid(node) is None for node in self.nodes)
 
     def _main(self, program: str, *arguments: str) -> list[str]:
-        logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.xml'}"
+        logging = log4j_option(self.folder)
         return [self._java, *_JAVA_OPTIONS, logging, "-cp", f"{self._jars}/*", program, *arguments]
 
     def _properties(self, node: int) -> Path:
@@ -188,10 +181,6 @@ def common_settings(version: str, nodes: int) -> dict[str, str]:
     }
 
 
-def _lines(settings: Mapping[str, str]) -> str:
-    return "".join(f"{name}={value}\n" for name, value in settings.items())
-
-
 def new_id() -> str:
     """An id as Kafka makes them for clusters and folders."""
     text = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
@@ -201,15 +190,10 @@ def new_id() -> str:
 
 def check(nodes: int, version: str, transaction_version: int | None) -> None:
     """Raises `InvalidOption` for what we do not start."""
-    _check("nodes", nodes, NODES)
-    _check("version", version, VERSIONS)
+    check_known("nodes", nodes, NODES)
+    check_known("version", version, VERSIONS)
     if transaction_version is not None:
-        _check("transaction_version", transaction_version, TRANSACTION_VERSIONS[version])
-
-
-def _check(name: str, value: object, known: Sequence[object]) -> None:
-    if value not in known:
-        raise InvalidOption(f"{name} is {value!r}; known: {', '.join(map(str, known)) or 'none for this version'}")
+        check_known("transaction_version", transaction_version, TRANSACTION_VERSIONS[version])
 
 
 def answering(url: str) -> int:

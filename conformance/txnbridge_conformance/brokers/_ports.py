@@ -1,4 +1,4 @@
-"""Ports on loopback that nobody uses."""
+"""Loopback, and ports there that nobody uses."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def free_ports(count: int) -> list[int]:
         if port not in found and _is_free(port):
             found.append(port)
     return found
+
+
+def is_open(port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((HOST, port), 5).close()
+    except OSError:
+        return False
+    return True
+
+
+def loopback_interface() -> str:
+    """The name of the interface that `HOST` is on: lo, or lo0."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _is_free(port: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,26 +11,24 @@ from typing import Any
 
 import click
 
+from txnbridge.commands import json_and_debug
 from txnbridge.errors import NotFound
-from txnbridge_conformance.brokers import _detached, _kafka
+from txnbridge_conformance.brokers import _detached, _kafka, _pulsar, _pulsar_cluster, _rocketmq
 
 # How many nodes of a URL answer, for each broker that can be started.
-_ANSWERING: dict[str, Callable[[str], int]] = {"kafka": _kafka.answering}
-_NAMES = click.Choice(sorted(_ANSWERING))
+_ANSWERING: dict[str, Callable[[str], int]] = {
+    "kafka": _kafka.answering,
+    "pulsar": _pulsar.answering,
+    "rocketmq": _rocketmq.answering,
+}
+_ALL = "all"
+_NAMES = click.Choice([*sorted(_ANSWERING), _ALL])
+_PORT = click.IntRange(1, 65535)
+
+# A broker that runs, and whether it was started just now.
+_Started = tuple[_detached.Detached, bool]
 
 command = click.Group("brokers", help="Start real brokers for tests and trials, and end them.")
-
-
-def _set(name: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
-    """Options that all commands have: the command line looks for them where click keeps what belongs to a call."""
-
-    def remember(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
-        ctx.meta[f"txnbridge.{name}"] = value
-        if name == "debug" and value:
-            logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        return value
-
-    return remember
 
 
 def _command(group: click.Group, name: str, text: str) -> Callable[[Callable[..., int | None]], None]:
@@ -40,23 +37,7 @@ def _command(group: click.Group, name: str, text: str) -> Callable[[Callable[...
         def run(**given: Any) -> None:
             click.get_current_context().exit(function(**given) or 0)
 
-        as_json = click.option(
-            "--json",
-            "as_json",
-            is_flag=True,
-            is_eager=True,
-            callback=_set("json"),
-            help="JSON on stdout, for machines.",
-        )
-        debug = click.option(
-            "--debug",
-            is_flag=True,
-            is_eager=True,
-            expose_value=False,
-            callback=_set("debug"),
-            help="Show errors with their traceback.",
-        )
-        group.command(name, help=text)(as_json(debug(run)))
+        group.command(name, help=text)(json_and_debug(run))
 
     return decorate
 
@@ -65,8 +46,12 @@ def _tell(as_json: bool, document: object, text: str) -> None:
     click.echo(json.dumps(document) if as_json else text)
 
 
-def _running(name: str | None) -> list[_detached.Detached]:
-    found = [_detached.find(each) for each in ([name] if name else sorted(_ANSWERING))]
+def _named(broker: str | None) -> list[str]:
+    return sorted(_ANSWERING) if broker in (None, _ALL) else [str(broker)]
+
+
+def _running(broker: str | None) -> list[_detached.Detached]:
+    found = [_detached.find(name) for name in _named(broker)]
     return [each for each in found if each]
 
 
@@ -80,20 +65,89 @@ command.add_command(up)
 @click.option("--nodes", type=click.Choice([str(n) for n in _kafka.NODES]), default="1", show_default=True)
 @click.option("--version", type=click.Choice(_kafka.VERSIONS), default=_kafka.VERSIONS[0], show_default=True)
 @click.option("--transaction-version", type=click.Choice(["1", "2"]), help="Default: the version's newest.")
-@click.option(
-    "--port", type=click.IntRange(1, 65535), help="Of the first node; the others follow. Default: a free one."
-)
+@click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
 def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str | None, port: int | None) -> None:
+    chosen = int(transaction_version) if transaction_version else None
+    _tell_started(as_json, _start_kafka(not as_json, int(nodes), version, chosen, port))
+
+
+@_command(up, "pulsar", "Start Apache Pulsar. Needs Java, and Maven the first time.")
+@click.option("--nodes", type=click.Choice([str(n) for n in _pulsar.NODES]), default="1", show_default=True)
+@click.option("--version", type=click.Choice(_pulsar.VERSIONS), default=_pulsar.VERSIONS[0], show_default=True)
+@click.option("--store", type=click.Choice(_pulsar.STORES), default=_pulsar.STORES[0], show_default=True)
+@click.option("--delete-unused", is_flag=True, help="As Pulsar comes: delete what no subscription needs.")
+@click.option("--port", type=_PORT, help="Of the first node; the others follow. Default: a free one.")
+def up_pulsar(as_json: bool, nodes: str, version: str, store: str, delete_unused: bool, port: int | None) -> None:
+    _tell_started(as_json, _start_pulsar(not as_json, int(nodes), version, store, delete_unused, port))
+
+
+@_command(up, "rocketmq", "Start Apache RocketMQ. Needs Java, and Maven the first time.")
+@click.option("--nodes", type=click.Choice([str(n) for n in _rocketmq.NODES]), default="1", show_default=True)
+@click.option("--version", type=click.Choice(_rocketmq.VERSIONS), default=_rocketmq.VERSIONS[0], show_default=True)
+@click.option("--port", type=_PORT, help="Of the name server. Default: a free one.")
+def up_rocketmq(as_json: bool, nodes: str, version: str, port: int | None) -> None:
+    _tell_started(as_json, _start_rocketmq(not as_json, int(nodes), version, port))
+
+
+@_command(up, _ALL, "Start one of each, as it is by default; prints their URLs.")
+def up_all(as_json: bool) -> None:
+    started = [start(not as_json) for start in (_start_kafka, _start_pulsar, _start_rocketmq)]
+    _tell(as_json, [_document(each) for each in started], "\n".join(broker.url for broker, _ in started))
+
+
+def _start_kafka(
+    bar: bool,
+    nodes: int = 1,
+    version: str = _kafka.VERSIONS[0],
+    transaction_version: int | None = None,
+    port: int | None = None,
+) -> _Started:
+    _kafka.check(nodes, version, transaction_version)
+    _kafka.fetch_kafka(version, bar)
     asked: dict[str, Any] = {
-        "nodes": int(nodes),
+        "nodes": nodes,
         "version": version,
-        "transaction_version": int(transaction_version) if transaction_version else None,
+        "transaction_version": transaction_version,
         "port": port,
     }
-    _kafka.check(asked["nodes"], version, asked["transaction_version"])
-    _kafka.fetch_kafka(version, bar=not as_json)
-    broker, started = _detached.up("kafka", asked, lambda folder: _kafka.KafkaProcess(folder=folder, **asked))
-    _tell(as_json, {**asdict(broker), "started": started}, broker.url)
+    return _detached.up("kafka", asked, lambda folder: _kafka.KafkaProcess(folder=folder, **asked))
+
+
+def _start_pulsar(
+    bar: bool,
+    nodes: int = 1,
+    version: str = _pulsar.VERSIONS[0],
+    store: str = _pulsar.STORES[0],
+    delete_unused: bool = False,
+    port: int | None = None,
+) -> _Started:
+    _pulsar.check(version, store, nodes)
+    _pulsar.fetch_pulsar(version, bar)
+    asked: dict[str, Any] = {
+        "nodes": nodes,
+        "version": version,
+        "store": store,
+        "delete_unused": delete_unused,
+        "port": port,
+    }
+    return _detached.up("pulsar", asked, lambda folder: _pulsar_cluster.start(folder=folder, **asked))
+
+
+def _start_rocketmq(
+    bar: bool, nodes: int = 1, version: str = _rocketmq.VERSIONS[0], port: int | None = None
+) -> _Started:
+    _rocketmq.fetch_rocketmq(version, bar)
+    asked: dict[str, Any] = {"nodes": nodes, "version": version, "port": port}
+    return _detached.up("rocketmq", asked, lambda folder: _rocketmq.RocketMQ(folder=folder, **asked))
+
+
+def _tell_started(as_json: bool, started: _Started) -> None:
+    _tell(as_json, _document(started), started[0].url)
+
+
+def _document(started: _Started) -> dict[str, Any]:
+    broker, is_new = started
+    return {**asdict(broker), "started": is_new}
 
 
 # --- the same for all -------------------------------------------------------------------------------------------------
@@ -102,21 +156,22 @@ def up_kafka(as_json: bool, nodes: str, version: str, transaction_version: str |
 @_command(command, "down", "End a broker, or all that run, and remove its data.")
 @click.argument("broker", type=_NAMES, required=False)
 def down(as_json: bool, broker: str | None) -> None:
-    ended = [name for name in ([broker] if broker else sorted(_ANSWERING)) if _detached.down(name)]
+    ended = [name for name in _named(broker) if _detached.down(name)]
     _tell(as_json, ended, f"ended {', '.join(ended)}" if ended else "none was running")
 
 
-@_command(command, "status", "Say which brokers run and answer. Fails if the one that is named does not.")
+@_command(command, "status", "Say which brokers run and answer. Fails if one that is named does not.")
 @click.argument("broker", type=_NAMES, required=False)
 def status(as_json: bool, broker: str | None) -> int:
     running = [(each, _ANSWERING[each.broker](each.url)) for each in _running(broker)]
     documents = [{**asdict(each), "answering": answering} for each, answering in running]
     lines = [f"{r.broker} {r.version} at {r.url}: {n} of {r.nodes} nodes answer" for r, n in running]
     _tell(as_json, documents, "\n".join(lines) or "none is running")
-    return 1 if broker and not any(answering for _, answering in running) else 0
+    all_answer = all(answering for _, answering in running) and len(running) == len(_named(broker))
+    return 1 if broker and not all_answer else 0
 
 
-@_command(command, "logs", "Show the end of a broker's log.")
+@_command(command, "logs", "Show the end of a broker's log, or of those of all that run.")
 @click.argument("broker", type=_NAMES)
 @click.option("--node", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--lines", type=click.IntRange(min=1), default=100, show_default=True)
@@ -124,9 +179,17 @@ def logs(as_json: bool, broker: str, node: int, lines: int) -> None:
     running = _running(broker)
     if not running:
         raise NotFound(f"{broker} is not running; start it with `txnbridge brokers up {broker}`")
-    if node > running[0].nodes:
-        raise NotFound(f"{broker} has no node {node}; it has {running[0].nodes}")
-    file = running[0].log(node)
+    ends = [_end_of_log(each, node, lines) for each in running]
+    if broker != _ALL:
+        _tell(as_json, ends[0], "\n".join(ends[0]["lines"]))
+    else:
+        _tell(as_json, ends, "\n\n".join("\n".join([f"== {end['broker']}", *end["lines"]]) for end in ends))
+
+
+def _end_of_log(broker: _detached.Detached, node: int, lines: int) -> dict[str, Any]:
+    if node > broker.nodes:
+        raise NotFound(f"{broker.broker} has no node {node}; it has {broker.nodes}")
+    file = broker.log(node)
     with open(file, errors="replace") as text:
         end = [line.rstrip("\n") for line in deque(text, lines)]
-    _tell(as_json, {"broker": broker, "node": node, "file": str(file), "lines": end}, "\n".join(end))
+    return {"broker": broker.broker, "node": node, "file": str(file), "lines": end}

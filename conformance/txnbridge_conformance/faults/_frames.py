@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
-
-# Requests of Kafka that a fault may be aimed at; others go by their number.
-KAFKA_REQUESTS = {
-    "Produce": 0,
-    "Fetch": 1,
-    "ListOffsets": 2,
-    "Metadata": 3,
-    "OffsetCommit": 8,
-    "OffsetFetch": 9,
-    "FindCoordinator": 10,
-    "JoinGroup": 11,
-    "Heartbeat": 12,
-    "LeaveGroup": 13,
-    "SyncGroup": 14,
-    "DescribeGroups": 15,
-    "ApiVersions": 18,
-    "CreateTopics": 19,
-    "DeleteTopics": 20,
-    "InitProducerId": 22,
-    "AddPartitionsToTxn": 24,
-    "AddOffsetsToTxn": 25,
-    "EndTxn": 26,
-    "WriteTxnMarkers": 27,
-    "TxnOffsetCommit": 28,
-    "DescribeProducers": 61,
-    "DescribeTransactions": 65,
-    "ListTransactions": 66,
-    "ConsumerGroupHeartbeat": 68,
-}
+from typing import ClassVar, NamedTuple, Protocol
 
 # Requests that may wait for their answers on one connection. A client that sends more without reading any is not one;
 # its oldest are forgotten.
-_MOST_PENDING = 100_000
+MOST_PENDING = 100_000
+
+# Pulsar's heads are whole commands: no longer than the longest frame that a broker takes unless it is told to (the
+# largest message and 10 KiB around it).
+_MOST_HEAD = 5 * 1024 * 1024 + 10 * 1024
 
 
 @dataclass(eq=False)
@@ -48,8 +21,8 @@ class Request:
     """The head of a request."""
 
     kind: int
-    version: int
     correlation_id: int
+    version: int = 0
     answered: threading.Event = field(default_factory=threading.Event, repr=False)
 
 
@@ -63,13 +36,16 @@ class Piece(NamedTuple):
 class Splitter:
     """Cuts a stream of frames, each after its length in four bytes, so that each frame begins a piece.
 
+    A head is so many bytes; or, if that is None, as many as its own first four bytes say, behind these.
+
     The pieces together are the stream, byte for byte. A length that no frame can have ends the cutting, not the stream:
     whatever follows is one piece as it comes.
     """
 
-    def __init__(self, head_size: int) -> None:
+    def __init__(self, head_size: int | None) -> None:
         self._head_size = head_size
-        self._start = b""  # of a frame, as long as it is shorter than a head
+        self._start = bytearray()  # of a frame, as long as its head is not whole
+        self._wanted = 4  # how much of the start says more
         self._left = 0  # how much of the present frame has not come yet
         self._lost = False
 
@@ -81,63 +57,63 @@ class Splitter:
                 self._left -= len(piece)
                 yield Piece(piece)
                 continue
-            missing = 4 + self._head_size - len(self._start)
-            self._start, data = self._start + data[:missing], data[missing:]
-            yield from self._begin()
+            missing = self._wanted - len(self._start)
+            self._start += data[:missing]
+            data = data[missing:]
+            if len(self._start) == self._wanted:
+                yield from self._begin()
         if data:
             yield Piece(data)
 
     def _begin(self) -> Iterator[Piece]:
-        if len(self._start) < 4:
-            return
-        (length,) = struct.unpack_from(">i", self._start)
-        self._lost = length < self._head_size
+        length = int.from_bytes(self._start[:4], "big", signed=True)
+        head_size = self._present_head_size()
+        self._lost = not head_size <= min(length, _MOST_HEAD)
         if self._lost:
             yield from self.flush()
-        elif len(self._start) == 4 + self._head_size:
-            self._left = length - self._head_size
-            start, self._start = self._start, b""
+        elif self._wanted < 4 + head_size:
+            self._wanted = 4 + head_size
+        else:
+            start = bytes(self._start)
+            self._start, self._wanted, self._left = bytearray(), 4, length - head_size
             yield Piece(start, start[4:])
+
+    def _present_head_size(self) -> int:
+        """How long the head is, as far as is known."""
+        if self._head_size is not None:
+            return self._head_size
+        return 4 + int.from_bytes(self._start[4:8], "big")
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether more of the present frame is to come, behind its head."""
+        return bool(self._left)
 
     def flush(self) -> Iterator[Piece]:
         """What is left of a stream that has ended."""
         if self._start:
-            start, self._start = self._start, b""
+            start, self._start = bytes(self._start), bytearray()
             yield Piece(start)
 
 
 class Conversation(Protocol):
     """How one connection of a protocol is understood. Each method is given the heads of its own direction in order."""
 
-    request_head: int
-    answer_head: int
+    kinds: ClassVar[Mapping[str, int]]
+    """What can be picked by name."""
+    tells_addresses: ClassVar[Collection[int]]
+    """The kinds whose answers say where brokers are and that no setting of a broker changes; the proxy changes them."""
+
+    @property
+    def request_head(self) -> int | None:
+        """What a `Splitter` has to know of the heads of requests."""
+
+    @property
+    def answer_head(self) -> int | None:
+        """The same of answers."""
 
     def request(self, head: bytes) -> Request:
         """What a request is."""
 
     def answer(self, head: bytes) -> Request | None:
-        """Which request it answers, None if that is not known."""
-
-
-class KafkaConversation:
-    """Kafka answers the requests of a connection in their order, except those that want no answer."""
-
-    request_head = 8
-    answer_head = 4
-
-    def __init__(self) -> None:
-        self._pending: deque[Request] = deque(maxlen=_MOST_PENDING)
-
-    def request(self, head: bytes) -> Request:
-        request = Request(*struct.unpack(">hhi", head))
-        self._pending.append(request)
-        return request
-
-    def answer(self, head: bytes) -> Request | None:
-        (correlation_id,) = struct.unpack(">i", head)
-        if not any(request.correlation_id == correlation_id for request in list(self._pending)):
-            return None
-        while (request := self._pending.popleft()).correlation_id != correlation_id:
-            pass  # it wanted no answer
-        request.answered.set()
-        return request
+        """Which request it answers, None if that is not known; what nobody asked for is one of its own."""

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import queue
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from txnbridge.errors import InvalidOption, UsageError
-from txnbridge_conformance.faults._frames import (
-    KAFKA_REQUESTS,
-    Conversation,
-    KafkaConversation,
-    Piece,
-    Request,
-    Splitter,
-)
+from txnbridge_conformance.faults._frames import Conversation, Piece, Request, Splitter
+from txnbridge_conformance.faults._kafka import KafkaConversation
+from txnbridge_conformance.faults._pulsar import PulsarConversation
+from txnbridge_conformance.faults._rocketmq import RocketMQConversation
 
 if TYPE_CHECKING:  # the programs in this package start often, and need no brokers
     from txnbridge_conformance.brokers import Broker, Route
@@ -29,6 +27,13 @@ _CHUNK = 64 * 1024
 # What waits on its way is bounded, then the sender waits too: at most this many chunks in each direction.
 _MOST_WAITING = 1000
 _END = None
+
+# The protocols in which something can be picked, by the schemes of the brokers' URLs.
+_CONVERSATIONS: dict[str, type[Conversation]] = {
+    "kafka": KafkaConversation,
+    "pulsar": PulsarConversation,
+    "rocketmq": RocketMQConversation,
+}
 
 
 class Hold:
@@ -97,8 +102,15 @@ class Proxy:
     Any thread may call. What it is told holds for all connections, those that come later too.
     """
 
-    def __init__(self, routes: Sequence[Route], conversation: Callable[[], Conversation] | None = None) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        conversation: type[Conversation] | None = None,
+        broker_url: str = "tcp:",
+    ) -> None:
         """Listen on each route's port (0: any free one). Without `conversation` nothing can be held."""
+        self._broker_url = broker_url
+        self._routes = routes
         self._new_conversation = conversation
         self._lock = threading.Lock()
         self._holds: dict[str, list[Hold]] = {"requests": [], "answers": []}
@@ -122,8 +134,11 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """What `txnbridge.connect` takes, to come through this proxy."""
-        return "kafka://" + ",".join(f"{_HOST}:{port}" for port in self.ports)
+        """The URL of the broker, by way of this proxy."""
+        url = urlsplit(self._broker_url)
+        # The URL names those that are asked first, of RocketMQ the name server alone; these have the first routes.
+        first = self.ports[: url.netloc.count(",") + 1] if url.netloc else self.ports
+        return url._replace(netloc=",".join(f"{_HOST}:{port}" for port in first)).geturl()
 
     # --- faults -------------------------------------------------------------------------------------------------------
 
@@ -132,14 +147,14 @@ class Proxy:
     ) -> Hold:
         """Hold the next `count` requests, or answers to requests, of one kind; None: all that come.
 
-        A kind is a name ("EndTxn") or a number of the broker's protocol. Raises `InvalidOption`.
+        A kind is a name ("EndTxn", "END_TXN") or a number of the broker's protocol. Raises `InvalidOption`.
         """
         if self._new_conversation is None:
             raise InvalidOption("this proxy does not know the protocol that it passes on, so it cannot pick anything")
         if (requests is None) == (answers is None):
             raise InvalidOption("hold either requests=... or answers=...")
         way, kind = ("answers", answers) if requests is None else ("requests", requests)
-        hold = Hold(_number(kind), count)
+        hold = Hold(_number(kind, self._new_conversation.kinds), count)
         with self._lock:
             self._holds[way].append(hold)
         return hold
@@ -236,6 +251,12 @@ class Proxy:
         """When something that comes now goes on."""
         return time.monotonic() + self._delay
 
+    def with_own_addresses(self, frame: bytes) -> bytes:
+        """An answer in JSON in which this proxy's addresses stand for the brokers'."""
+        for route, port in zip(self._routes, self.ports, strict=True):
+            frame = frame.replace(f'"{_HOST}:{route.upstream}"'.encode(), f'"{_HOST}:{port}"'.encode())
+        return struct.pack(">i", len(frame) - 4) + frame[4:]
+
     def holder(self, way: str, request: Request | None) -> Hold | None:
         """Who holds this request, or the answer to it."""
         if request is None:
@@ -266,11 +287,12 @@ class _Connection:
         for side in (client, broker):
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         parse = (conversation.request, conversation.answer) if conversation else (None, None)
-        sizes = (conversation.request_head, conversation.answer_head) if conversation else (0, 0)
+        sizes = (conversation.request_head, conversation.answer_head) if conversation else (None, None)
         self._open_ways = 2
         self._lock = threading.Lock()
+        tells = conversation.tells_addresses if conversation else ()
         requests = _Way(self, proxy, "requests", client, broker, parse[0], sizes[0])
-        answers = _Way(self, proxy, "answers", broker, client, parse[1], sizes[1])
+        answers = _Way(self, proxy, "answers", broker, client, parse[1], sizes[1], tells)
         self._threads = [*requests.start(), *answers.start()]
 
     @property
@@ -316,12 +338,15 @@ class _Way:
         source: socket.socket,
         target: socket.socket,
         parse: Callable[[bytes], Request | None] | None,
-        head_size: int,
+        head_size: int | None,
+        tells_addresses: Collection[int] = (),
     ) -> None:
         self._connection, self._proxy, self._name = connection, proxy, name
         self._source, self._target = source, target
         self._parse, self._splitter = parse, Splitter(head_size)
+        self._tells_addresses = tells_addresses
         self._hold: Hold | None = None  # of the present frame
+        self._told: bytes | None = None  # of a frame that holds addresses, as far as it has come
         self._waiting: queue.Queue[tuple[float, bytes, Hold | None] | None] = queue.Queue(_MOST_WAITING)
 
     def start(self) -> list[threading.Thread]:
@@ -332,15 +357,28 @@ class _Way:
             while data := self._source.recv(_CHUNK):
                 self._put(self._splitter.feed(data) if self._parse else [Piece(data)])
         self._put(self._splitter.flush())
+        if self._told:
+            self._pass_on(self._told)
         self._waiting.put(_END)
 
     def _put(self, pieces: Iterable[Piece]) -> None:
         for data, head in pieces:
             if head is not None and self._parse is not None:
-                self._hold = self._proxy.holder(self._name, self._parse(head))
+                request = self._parse(head)
+                self._hold = self._proxy.holder(self._name, request)
                 if self._hold and self._name == "requests":
                     self._connection.holds(self._hold)
-            self._waiting.put((self._proxy.due(), data, self._hold))
+                self._told = b"" if request and request.kind in self._tells_addresses else None
+            if self._told is None:
+                self._pass_on(data)
+                continue
+            self._told += data
+            if not self._splitter.is_inside:
+                told, self._told = self._told, None
+                self._pass_on(self._proxy.with_own_addresses(told))
+
+    def _pass_on(self, data: bytes) -> None:
+        self._waiting.put((self._proxy.due(), data, self._hold))
 
     def _write(self) -> None:
         broken = False
@@ -371,12 +409,12 @@ class _Way:
                 self._target.shutdown(socket.SHUT_WR)
 
 
-def _number(kind: str | int | None) -> int:
+def _number(kind: str | int | None, kinds: Mapping[str, int]) -> int:
     if isinstance(kind, int):
         return kind
-    if kind not in KAFKA_REQUESTS:
-        raise InvalidOption(f"{kind!r} is no kind of request; known: {', '.join(KAFKA_REQUESTS)}, or a number")
-    return KAFKA_REQUESTS[kind]
+    if kind is None or kind not in kinds:
+        raise InvalidOption(f"{kind!r} is no kind of request; known: {', '.join(kinds)}, or a number")
+    return kinds[kind]
 
 
 def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
@@ -403,4 +441,4 @@ def proxy(broker: Broker) -> Proxy:
     Clients that connect to its `url` stay with it, since the broker tells them the proxy's address, for every node.
     One proxy at a time stands before a broker. Raises `UsageError`.
     """
-    return Proxy(broker.routes, KafkaConversation)
+    return Proxy(broker.routes, _CONVERSATIONS.get(urlsplit(broker.url).scheme), broker.url)

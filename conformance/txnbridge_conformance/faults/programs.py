@@ -14,16 +14,20 @@ from typing import Any
 from txnbridge import (
     Abort,
     Bridge,
+    Capability,
     Decision,
     Outcome,
+    Transaction,
     TransactionAborted,
     connect,
 )
 from txnbridge.testing import tell
-from txnbridge_conformance.looking import seen, send, take, values
+from txnbridge_conformance.looking import patience, seen, send, take, values
 
 # What a program needs at most before its own transaction times out; dead ones block nobody longer than the hold after.
 TIMEOUT = 20.0
+# How long it mostly takes until a broker lists what it was sent.
+_MOMENT = 0.05
 # One writer is all that they use, and one application's log all that they need.
 SMALL: dict[str, Any] = {"writers": 1, "application": "conformance"}
 
@@ -67,10 +71,26 @@ def open_and_wait(url: str, topic: str, transactional_id: str | None, timeout: f
     """Leave a transaction open that has reached the broker."""
     with connect(url, transactional_id=transactional_id, timeout=timeout) as bridge:
         txn = bridge.transaction()
-        # More than a client buffers.
-        txn.send_many(topic, (b"left open" * 1_200 for _ in range(850)))
+        # In all more than a client buffers; where the broker lists what is open, until that shows, mostly much sooner.
+        shows = bool(bridge.capabilities[Capability.LIST_OPEN])
+        for left in reversed(range(34)):
+            txn.send_many(topic, (b"left open" * 1_200 for _ in range(25)))
+            if shows and _is_listed(bridge, txn, topic, _MOMENT if left else patience()):
+                break
         tell(txn.id)
         time.sleep(600)  # it is killed, or paused, long before
+
+
+def _is_listed(bridge: Bridge, txn: Transaction, topic: str, seconds: float) -> bool:
+    """Under its own name, or the one that the broker has for it; looked for during that time."""
+    late = time.monotonic() + seconds
+    while True:
+        for found in bridge.admin.transactions():
+            if found.transaction == txn.id or topic in [name for name, _ in found.partitions]:
+                return True
+        if time.monotonic() >= late:
+            return False
+        time.sleep(0.02)
 
 
 def prepare_one(
@@ -228,8 +248,8 @@ def publish_by_sequence(case: Case) -> None:
 
 
 def open_over_a_leftover(case: Case) -> None:
-    """Open an id over what its dead owner left, and commit once."""
-    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, **SMALL) as bridge:
+    """Open an id over what its dead owner left, and commit once; that had more writers, and the same application."""
+    with connect(case.url, transactional_id=case.name, timeout=TIMEOUT, writers=1) as bridge:
         if b"new" not in values(seen(bridge, case.topics[1])):
             with bridge.transaction() as txn:
                 for topic in case.topics:

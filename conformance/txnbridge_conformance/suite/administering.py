@@ -9,7 +9,7 @@ import pytest
 from txnbridge import Bridge, Capability, InvalidOption, NotFound, Outcome, TransactionAborted
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, seen, send, take, values
-from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
 from txnbridge_conformance.promises import needs, proves
 
 
@@ -60,6 +60,46 @@ def test_a_growing_topic_keeps_its_messages_and_its_readers(bridge: Bridge, topi
         assert [(m.partition, m.value) for m in take(member, 1) + take(reader, 1)] == [(2, b"new")] * 2
 
 
+def test_the_bounds_of_a_topic_are_what_can_be_read_of_it(bridge: Bridge, new_topic: NewTopic) -> None:
+    topic, empty = new_topic(partitions=2), new_topic()
+    before = bridge.admin.bounds([topic, empty])
+    assert before.keys() == {(topic, 0), (topic, 1), (empty, 0)}
+    assert all(first == end for first, end in before.values())
+    with bridge.transaction() as txn:
+        txn.send_many(topic, [b"1", b"2", b"3"])
+    messages = seen(bridge, topic)
+    after = bridge.admin.bounds(topic)
+    assert len(messages) == 3
+    for message in messages:
+        first, end = after[topic, message.partition]
+        assert first == before[topic, message.partition][0] <= message.position < end
+
+
+@needs(Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.ISOLATION)
+def test_the_bounds_of_a_topic_end_before_what_is_not_decided(bridge: Bridge, topic: str) -> None:
+    send(bridge, topic, b"1")
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    send(bridge, topic, b"behind")
+    with bridge.consumer(topic) as consumer:
+        messages = take(consumer, 1)
+        _, held = bridge.admin.bounds(topic)[topic, 0]
+        bridge.commit(str(txn.token))
+        messages += take(consumer, 2)
+    _, end = bridge.admin.bounds(topic)[topic, 0]
+    assert [(m.value, m.position < held, m.position < end) for m in messages] == [
+        (b"1", True, True),
+        (b"prepared", False, True),
+        (b"behind", False, True),
+    ]
+
+
+def test_the_bounds_of_a_missing_topic_cannot_be_told(bridge: Bridge, unique: Callable[[str], str]) -> None:
+    missing = unique("missing")
+    with pytest.raises(NotFound, match=missing):
+        bridge.admin.bounds(missing)
+
+
 def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, unique: Callable[[str], str]) -> None:
     bridge = connect(create_topics=0)
     missing = unique("missing")
@@ -72,8 +112,9 @@ def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, un
 
 @proves(Capability.LIST_OPEN)
 def test_an_open_transaction_is_listed_until_it_ends(
-    run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, owner: str
+    run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
 ) -> None:
+    bridge = connect(application=owner)  # some brokers ask the application what became of it
     leaver = run(programs.open_and_wait, txnbridge_url, topic, owner, 3.0)
     leaver.told()
     eventually(lambda: listed(bridge, owner), "the open transaction is listed")
@@ -111,11 +152,11 @@ def test_an_administrator_aborts_what_a_dead_process_left_open(
 
 @proves(Capability.END_OPEN)
 def test_what_an_administrator_aborted_its_owner_cannot_commit(
-    connect: Connect, bridge: Bridge, topic: str, owner: str
+    connect: Connect, bridge: Bridge, topic: str, owner: str, much: Much
 ) -> None:
     with pytest.raises(TransactionAborted):
         with connect(transactional_id=owner).transaction() as txn:
-            txn.send_many(topic, (b"never" * 2_000 for _ in range(1_200)))
+            txn.send_many(topic, much(b"never"))
             eventually(lambda: listed(bridge, owner), "the open transaction is listed")
             (left,) = listed(bridge, owner)
             bridge.admin.abort(left)

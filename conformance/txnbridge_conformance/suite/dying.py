@@ -108,6 +108,7 @@ def test_a_sequence_is_published_once_wherever_its_process_dies(walk: Walk, brid
     assert {"message.send/before", "message.send/after", "flush/before", "flush/after"} <= died_at
 
 
+@pytest.mark.timeout(1200)  # the longest walk: before each step a leftover is made, by two more processes
 @needs(Capability.FENCING, Capability.PREPARE, Capability.RESOLVE_ANYWHERE)
 def test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies(
     walk: Walk, bridge: Bridge

@@ -140,11 +140,11 @@ def test_a_message_goes_to_the_partition_that_its_sender_chose(bridge: Bridge, n
 
 @proves(Capability.PARTITION_ORDER)
 def test_a_partition_is_read_in_the_order_in_which_it_was_written(bridge: Bridge, topic: str) -> None:
-    expected = [b"%d" % number for number in range(3_000)]
-    for begin in range(0, 3_000, 1_000):
+    expected = [b"%d" % number for number in range(1_500)]
+    for begin in range(0, 1_500, 500):
         with bridge.transaction() as txn:
-            txn.send_many(topic, expected[begin : begin + 500])
-            for value in expected[begin + 500 : begin + 1_000]:
+            txn.send_many(topic, expected[begin : begin + 250])
+            for value in expected[begin + 250 : begin + 500]:
                 txn.send(topic, value)
     messages = seen(bridge, topic)
     assert values(messages) == expected

@@ -8,7 +8,7 @@ from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
 from txnbridge.testing import Child, Point, Unvisited
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import seen, send, values
-from txnbridge_conformance.plugin import Connect, RunChild
+from txnbridge_conformance.plugin import Connect, Much, RunChild
 from txnbridge_conformance.promises import needs, proves
 
 
@@ -34,11 +34,13 @@ def test_a_shut_out_owner_stays_shut_out(connect: Connect, topic: str, owner: st
 
 
 @proves(Capability.FENCING)
-def test_opening_an_id_aborts_what_its_older_owner_left_open(connect: Connect, topic: str, owner: str) -> None:
+def test_opening_an_id_aborts_what_its_older_owner_left_open(
+    connect: Connect, topic: str, owner: str, much: Much
+) -> None:
     older = connect(transactional_id=owner)
     with pytest.raises(Fenced):
         with older.transaction() as txn:
-            txn.send_many(topic, (b"left open" * 1_200 for _ in range(1_200)))
+            txn.send_many(topic, much(b"left open"))
             newer = connect(transactional_id=owner)
             assert values(seen(newer, topic)) == []
     assert txn.outcome is Outcome.ABORTED

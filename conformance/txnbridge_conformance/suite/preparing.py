@@ -264,7 +264,7 @@ def test_a_damaged_token_is_refused(bridge: Bridge, topic: str) -> None:
 def test_what_a_vanished_process_left_open_is_aborted_by_its_deadline(
     run: RunChild, txnbridge_url: str, bridge: Bridge, topic: str, how: str
 ) -> None:
-    leaver = run(programs.open_and_wait, txnbridge_url, topic, None, 2.0)
+    leaver = run(programs.open_and_wait, txnbridge_url, topic, None, 4.0)
     leaver.told()
     if how == "killed":
         leaver.kill()

@@ -1,0 +1,64 @@
+"""Just enough of protobuf to ask a broker something and to see what others asked: fields by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+Value = int | bytes
+"""A number, or the bytes of a string or of a nested message."""
+
+_NUMBER, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
+_FIXED = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
+# A number has 64 bits, seven in a byte.
+_MOST_NUMBER_BYTES = 10
+
+
+def encode(fields: Iterable[tuple[int, Value]]) -> bytes:
+    """A message of these fields, in this order. A field may come more than once."""
+    return b"".join(_field(number, value) for number, value in fields)
+
+
+def _field(number: int, value: Value) -> bytes:
+    if isinstance(value, int):
+        return _varint(number << 3 | _NUMBER) + _varint(value)
+    return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
+
+
+def _varint(value: int) -> bytes:
+    value &= 2**64 - 1  # negative numbers are written as the protocol does it
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)
+
+
+def decode(data: bytes) -> Iterator[tuple[int, Value]]:
+    """The fields of a message, in their order, up to where it is not one any more."""
+    at = 0
+    with suppress(IndexError, ValueError):
+        while at < len(data):
+            key, at = _number(data, at)
+            kind = key & 7
+            if kind == _NUMBER:
+                value, at = _number(data, at)
+                yield key >> 3, value
+                continue
+            size, at = _number(data, at) if kind == _BYTES else (_FIXED.get(kind, len(data) + 1), at)
+            if size > len(data) - at:
+                return
+            yield key >> 3, data[at : at + size]
+            at += size
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where the next thing begins. Raises `IndexError` and `ValueError`."""
+    value = 0
+    for position in range(_MOST_NUMBER_BYTES):
+        byte = data[at + position]
+        value |= (byte & 0x7F) << (7 * position)
+        if byte < 0x80:
+            return value & (2**64 - 1), at + position + 1
+    raise ValueError("a number of more than 64 bits")

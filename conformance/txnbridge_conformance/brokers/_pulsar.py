@@ -1,0 +1,277 @@
+"""Apache Pulsar standalone: broker, bookie and metadata store in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from txnbridge.errors import InvalidOption
+from txnbridge_conformance.brokers._broker import Broker, ProcessBroker, check_known
+from txnbridge_conformance.brokers._jars import (
+    Artifact,
+    fetch,
+    fetch_from_archive,
+    java,
+    java_version,
+    log4j_option,
+    properties,
+)
+from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, loopback_interface
+from txnbridge_conformance.brokers._pulsar_wire import load_coordinator, rest
+
+# Every version that we test with; the first is the default.
+VERSIONS = ("4.2.4", "4.0.8")
+# Where Pulsar keeps what it knows of its topics; the first is the default.
+STORES = ("zookeeper", "rocksdb")
+# Standalone, or brokers of a cluster.
+NODES = (1, 2)
+
+GROUP = "org.apache.pulsar"
+# Those whose distribution can be had from Maven; of the others there are the jars.
+_DISTRIBUTIONS = ("4.0.8",)
+
+# Each package that Pulsar and its libraries look into.
+_OPENED = (
+    "java.base/java.io",
+    "java.base/java.lang",
+    "java.base/java.nio",
+    "java.base/java.util.zip",
+    "java.base/jdk.internal.misc",
+    "java.base/jdk.internal.platform",
+    "java.management/sun.management",
+    "jdk.management/com.sun.management.internal",
+)
+_DRIVERS = "org.apache.pulsar.metadata.bookkeeper.PulsarMetadata"
+_MEMORY = ("-Xms128m", "-Xmx768m", "-XX:MaxDirectMemorySize=768m")
+_JAVA_OPTIONS = (
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    *(f"--add-opens={package}=ALL-UNNAMED" for package in _OPENED),
+    "--enable-native-access=ALL-UNNAMED",
+    "-Djava.net.preferIPv4Stack=true",
+    "-Dio.netty.tryReflectionSetAccessible=true",
+    "-Dlog4j.shutdownHookEnabled=false",
+    "-Dlog4j2.is.webapp=false",
+    f"-Dbookkeeper.metadata.bookie.drivers={_DRIVERS}BookieDriver",
+    f"-Dbookkeeper.metadata.client.drivers={_DRIVERS}ClientDriver",
+)
+# From this version on Java asks about what netty does.
+_UNSAFE_JAVA = 23
+_UNSAFE_OPTION = "--sun-misc-unsafe-memory-access=allow"
+
+# Each reason that is not obvious:
+# - transactions, deduplication and acks of single messages of a batch are what is to be tested, and off in Pulsar as it
+#   comes;
+# - there is one bookie, and a disk that is nearly full is no reason to stop; it refuses a disk that has no room for one
+#   more of its files, so these are small;
+# - caches and pools are small, since there may be other brokers on the machine.
+_SETTINGS = {
+    "clusterName": "standalone",
+    "transactionCoordinatorEnabled": "true",
+    "systemTopicEnabled": "true",
+    "topicLevelPoliciesEnabled": "true",
+    "acknowledgmentAtBatchIndexLevelEnabled": "true",
+    "brokerDeduplicationEnabled": "true",
+    "managedLedgerDefaultEnsembleSize": "1",
+    "managedLedgerDefaultWriteQuorum": "1",
+    "managedLedgerDefaultAckQuorum": "1",
+    "loadBalancerEnabled": "false",
+    "defaultNumberOfNamespaceBundles": "4",
+    "numHttpServerThreads": "8",
+    "httpServerEnabled": "false",
+    "allowLoopback": "true",
+    "diskUsageThreshold": "0.9999",
+    "diskUsageWarnThreshold": "0.9998",
+    "logSizeLimit": "67108864",
+    "ledgerStorageClass": "org.apache.bookkeeper.bookie.storage.ldb.DbLedgerStorage",
+    # The broker's largest message and what is around it: without it the bookie takes no entry of that size.
+    "nettyMaxFrameSizeBytes": "5253120",
+    "gcWaitTime": "300000",
+    "managedLedgerCacheSizeMB": "64",
+    "dbStorage_writeCacheMaxSizeMb": "64",
+    "dbStorage_readAheadCacheMaxSizeMb": "64",
+    "dbStorage_rocksDB_blockCacheSize": "33554432",
+    "brokerShutdownTimeoutMs": "5000",
+}
+# As Pulsar comes, it deletes data that no subscription needs, and topics that nobody uses.
+_KEEP_ALL = {
+    "defaultRetentionTimeInMinutes": "-1",
+    "defaultRetentionSizeInMB": "-1",
+    "brokerDeleteInactiveTopicsEnabled": "false",
+}
+
+
+def fetch_pulsar(version: str = VERSIONS[0], bar: bool = True) -> Path:
+    """The folder of Pulsar's jars; the first call fetches 245 MB. Raises `ToolMissing` and `CannotStart`."""
+    name = f"pulsar-{version}"
+    if version in _DISTRIBUTIONS:
+        distribution = Artifact(GROUP, "pulsar-server-distribution", version)
+        return fetch_from_archive(name, distribution, "**/lib/*.jar", bar) / f"apache-pulsar-{version}" / "lib"
+    # Only the parent names one set of versions that fit each other; of the logging it names the version alone.
+    wanted = [Artifact(GROUP, "pulsar-broker", version), Artifact("org.apache.logging.log4j", "log4j-core")]
+    return fetch(name, wanted, bar, parent=Artifact(GROUP, "pulsar", version))
+
+
+class Pulsar(Broker):
+    """Pulsar. It has started when its transaction coordinators are loaded and answer."""
+
+    _port: int
+    _web: int
+
+    @property
+    def url(self) -> str:
+        return f"pulsar://{HOST}:{self._port}/public/default"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://{HOST}:{self._web}"
+
+
+class PulsarProcess(Pulsar, ProcessBroker):
+    """Pulsar as a Java process of this machine. `brokers.pulsar` says what can be asked for."""
+
+    nodes = (1,)
+
+    def __init__(
+        self,
+        *,
+        version: str = VERSIONS[0],
+        store: str = STORES[0],
+        delete_unused: bool = False,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        start_timeout: float = 180,
+    ) -> None:
+        self._java = java()
+        self._jars = fetch_pulsar(version)
+        self.version = version
+        self._store = store
+        free, self._web, listen, upstream, self._bookie, self._zookeeper = free_ports(6)
+        self._port = port or free
+        self.routes = (Route(listen, upstream),)
+        self._settings = {**common_settings(store, delete_unused), **(settings or {})}
+        super().__init__(folder, start_timeout)
+        self._open()
+
+    def _prepare(self) -> None:
+        own = {
+            **addresses(HOST, self._port, self._web, self.routes[0]),
+            # Of the bookie.
+            "listeningInterface": loopback_interface(),
+            # By it we know that it is this broker that answers.
+            "statusFilePath": str(self.folder / "status"),
+        }
+        self._configuration.write_text(properties({**own, **self._settings}))
+        if self._store == "zookeeper":
+            self._zookeeper_folder.mkdir(parents=True)  # where it is, Pulsar uses ZooKeeper
+
+    def _command(self, node: int) -> list[str]:
+        data = self.folder / "data"
+        options = {
+            "--config": self._configuration,
+            "--bookkeeper-port": self._bookie,
+            "--bookkeeper-dir": data / "bookkeeper",
+            "--metadata-dir": data / "metadata",
+            "--zookeeper-port": self._zookeeper,
+            "--zookeeper-dir": self._zookeeper_folder,
+        }
+        return java_command(
+            self._java,
+            self._jars,
+            self.folder,
+            _MEMORY,
+            f"{GROUP}.PulsarStandaloneStarter",
+            "--no-functions-worker",
+            "--no-stream-storage",
+            *(str(part) for option in options.items() for part in option),
+        )
+
+    def _answers(self, node: int) -> bool:
+        try:
+            return is_own(self._web, self.folder / "status") and is_ready(self._port, self._web)
+        except OSError:
+            return False
+
+    @property
+    def _configuration(self) -> Path:
+        return self.folder / "standalone.conf"
+
+    @property
+    def _zookeeper_folder(self) -> Path:
+        return self.folder / "data" / "zookeeper"
+
+
+def java_command(java: str, jars: Path, folder: Path, memory: Sequence[str], main: str, *arguments: str) -> list[str]:
+    """The command that runs a program of Pulsar's jars, which logs its warnings to its standard output."""
+    unsafe = [_UNSAFE_OPTION] if java_version() >= _UNSAFE_JAVA else []
+    return [
+        *(java, *memory, *_JAVA_OPTIONS, *unsafe, log4j_option(folder)),
+        *("-cp", f"{jars}/*", main, *arguments),
+    ]
+
+
+def is_own(web: int, status: Path) -> bool:
+    """Whether it is a broker of ours that answers: somebody else's may have taken the port. Raises `OSError`."""
+    told = rest(web, "/admin/v2/brokers/configuration/runtime")
+    return bool(told.get("statusFilePath") == str(status))
+
+
+def is_ready(port: int, web: int) -> bool:
+    """Whether a broker has made all that it makes at its first start, and its coordinator answers. Raises `OSError`."""
+    # From the outside in: for each question about what is not there yet it writes an error to its log.
+    if not {"public", "pulsar"} <= set(rest(web, "/admin/v2/tenants")):
+        return False
+    namespaces = rest(web, "/admin/v2/namespaces/public") + rest(web, "/admin/v2/namespaces/pulsar")
+    if not {"public/default", "pulsar/system"} <= set(namespaces):
+        return False
+    if not rest(web, "/admin/v2/persistent/pulsar/system/transaction_coordinator_assign/partitions")["partitions"]:
+        return False
+    load_coordinator(port)
+    return True
+
+
+def common_settings(store: str, delete_unused: bool) -> dict[str, str]:
+    """The settings that do not depend on where the broker is."""
+    return {
+        **_SETTINGS,
+        **({} if delete_unused else _KEEP_ALL),
+        # Without it, a SIGKILL under load can leave topics that nobody can read any more.
+        "journalSyncData": "true" if store == "zookeeper" else "false",
+    }
+
+
+def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
+    """The settings that say where the broker listens and what it tells clients."""
+    return {
+        "bindAddress": bind,
+        "brokerServicePort": str(port),
+        "webServicePort": str(web),
+        "bindAddresses": f"proxy:pulsar://{bind}:{route.upstream}",
+        "advertisedAddress": HOST,
+        # Whoever comes through the proxy is told the proxy's port, and so stays with it.
+        "advertisedListeners": f"internal:pulsar://{HOST}:{port},proxy:pulsar://{HOST}:{route.listen}",
+        "internalListenerName": "internal",
+    }
+
+
+def check(version: str, store: str, nodes: int = 1) -> None:
+    """Raises `InvalidOption` for what we do not start."""
+    check_known("nodes", nodes, NODES)
+    check_known("version", version, VERSIONS)
+    if nodes > 1 and store != STORES[0]:
+        raise InvalidOption(f"several nodes of Pulsar share a store: it is {STORES[0]}, not {store!r}")
+    check_known("store", store, STORES)
+
+
+def answering(url: str) -> int:
+    """How many nodes of a URL answer a request."""
+    return sum(_answers(int(address.rpartition(":")[2])) for address in url.split("/")[2].split(","))
+
+
+def _answers(port: int) -> bool:
+    try:
+        load_coordinator(port)
+    except OSError:
+        return False
+    return True

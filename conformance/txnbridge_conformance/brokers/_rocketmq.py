@@ -1,0 +1,255 @@
+"""Apache RocketMQ: a name server, and brokers each with its gRPC proxy in one process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from txnbridge_conformance.brokers._broker import CannotStart, ProcessBroker, check_known, wait_until
+from txnbridge_conformance.brokers._jars import Artifact, fetch, java, properties
+from txnbridge_conformance.brokers._ports import HOST, Route, free_ports, is_open
+from txnbridge_conformance.brokers._rocketmq_wire import brokers, create_group, create_topic, is_serving, places
+
+# Every version that we test with; the first is the default.
+VERSIONS = ("5.5.0",)
+# Brokers of a cluster, each with messages of its own; they do not replicate each other.
+NODES = (1, 2)
+
+_GROUP = "org.apache.rocketmq"
+_NAME_SERVER = "name-server"
+_JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Djava.net.preferIPv4Stack=true")
+# 140 MB and 500 to 900 MB of memory in use. A broker has 64 MB of buffers at its start already.
+_NAME_SERVER_OPTIONS = ("-Xms32m", "-Xmx128m")
+_BROKER_OPTIONS = ("-Xms256m", "-Xmx768m", "-XX:MaxDirectMemorySize=768m")
+# It has its own copy of logback. Warnings only: a line for each message would fill the disk, and the transactions'
+# logger warns of each half that it asks about.
+_LOGBACK = "org.apache.rocketmq.logging.ch.qos.logback"
+_LOGGING = f"""<configuration>
+  <statusListener class="{_LOGBACK}.core.status.NopStatusListener"/>
+  <appender name="out" class="{_LOGBACK}.core.ConsoleAppender">
+    <encoder><pattern>%d %p %c{{0}} %m%n</pattern></encoder>
+  </appender>
+  <logger name="RocketmqTransaction" level="ERROR"/>
+  <root level="WARN"><appender-ref ref="out"/></root>
+</configuration>
+"""
+
+# Each reason that is not obvious:
+# - a half is asked about after two seconds and then each second, so that tests of it are short;
+# - that an end was asked for is noted at once instead of every three seconds: a half whose end is not noted when it is
+#   looked at is asked about although it has ended, and an answer publishes it again. With an interval 5.5.0 also keeps
+#   a processor busy for as long as nothing is ended: the thread that notes no longer waits;
+# - halves that nobody answers for are kept as good as for ever;
+# - small files, which are made when the broker starts;
+# - a slow disk makes a broker refuse messages, which is not what is tested;
+# - a missing topic is an error, as it should be where transactions matter.
+_SETTINGS = {
+    "brokerId": "0",
+    "brokerIP1": HOST,
+    "brokerIP2": HOST,
+    "bindAddress": HOST,
+    "autoCreateTopicEnable": "false",
+    "flushDiskType": "ASYNC_FLUSH",
+    "fileReservedTime": "72",
+    "mappedFileSizeCommitLog": "67108864",
+    "mappedFileSizeTimerLog": "16777216",
+    "maxHashSlotNum": "50000",
+    "maxIndexNum": "200000",
+    "osPageCacheBusyTimeOutMills": "10000",
+    "waitTimeMillsInSendQueue": "10000",
+    "transactionOpMsgMaxSize": "1",
+    "transactionOpBatchInterval": "2147483647",
+    "transactionTimeOut": "2000",
+    "transactionCheckInterval": "1000",
+    "transactionCheckMax": "1000",
+}
+# How long the name server may take to hear of a new topic; it takes milliseconds.
+_TOPIC_SECONDS = 30.0
+
+
+def fetch_rocketmq(version: str = VERSIONS[0], bar: bool = True) -> Path:
+    """The folder of RocketMQ's jars; the first call fetches 100 MB. Raises `ToolMissing` and `CannotStart`."""
+    wanted = [Artifact(_GROUP, f"rocketmq-{part}", version) for part in ("namesrv", "proxy")]
+    return fetch(f"rocketmq-{version}", wanted, bar)
+
+
+class RocketMQ(ProcessBroker):
+    """A cluster of RocketMQ. Its nodes are its brokers; the name server is not among them, and goes on without them.
+
+    A node has started when the name server knows it, and both it and its gRPC proxy answer. `brokers.rocketmq` says
+    what can be asked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int = 1,
+        version: str = VERSIONS[0],
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        system_properties: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        start_timeout: float = 120,
+    ) -> None:
+        self._java = java()
+        self._jars = fetch_rocketmq(version)
+        self.version = version
+        self.nodes = tuple(range(1, nodes + 1))
+        self._settings = settings or {}
+        self._system_properties = system_properties or {}
+        self._cluster = f"cluster-{uuid.uuid4().hex}"  # by it we know that it is ours that answers
+        free, proxied, *ports = free_ports(2 + 5 * nodes)
+        rest = iter(ports)
+        self._name_server = port or free
+        self._brokers = {node: next(rest) for node in self.nodes}
+        self._grpc = {node: next(rest) for node in self.nodes}
+        self._replication = {node: next(rest) for node in self.nodes}
+        self._proxy_remoting = {node: next(rest) for node in self.nodes}
+        # First the name server, which a proxy lets tell its own addresses for the brokers'.
+        self.routes = (Route(proxied, self._name_server), *(Route(next(rest), self._brokers[n]) for n in self.nodes))
+        super().__init__(folder, start_timeout)
+        self._open()
+
+    @property
+    def url(self) -> str:
+        return f"rocketmq://{HOST}:{self._name_server}"
+
+    def broker_address(self, node: int = 1) -> str:
+        """Where a node speaks the remoting protocol, as "host:port"."""
+        return f"{HOST}:{self._brokers[node]}"
+
+    def grpc_address(self, node: int = 1) -> str:
+        """Where the gRPC proxy of a node listens, as "host:port"."""
+        return f"{HOST}:{self._grpc[node]}"
+
+    def start(self, node: int | None = None) -> None:
+        self.start_name_server()  # first: a broker that finds none tries again after ten seconds only
+        super().start(node)
+
+    def start_name_server(self) -> None:
+        """Start the name server if it does not run; it hears of the brokers within half a minute."""
+        log = self.folder / f"{_NAME_SERVER}.log"
+        if self._processes.pid(_NAME_SERVER) is None:
+            self._processes.start(_NAME_SERVER, self._name_server_command(), log)
+        self._wait_for("the name server", _NAME_SERVER, log, lambda: _is_named(self._name_server))
+
+    def kill_name_server(self) -> None:
+        """End the name server with SIGKILL; return when it is gone."""
+        self._processes.signal(_NAME_SERVER, signal.SIGKILL)
+        wait_until(lambda: self._processes.pid(_NAME_SERVER) is None, self._start_timeout)
+
+    def create_topic(self, topic: str, queues: int = 4, kind: str = "NORMAL") -> None:
+        """Make a topic on every node, and return when the name server tells of it. Raises `CannotStart`.
+
+        `kind` matters to gRPC clients alone: NORMAL, FIFO, DELAY or TRANSACTION.
+        """
+        for node in self.nodes:
+            create_topic(self._brokers[node], topic, queues, kind)
+        # A gRPC proxy that asks too early remembers for 20 s that there is no such topic.
+        if not wait_until(lambda: places(self._name_server, topic) == len(self.nodes), _TOPIC_SECONDS):
+            raise CannotStart(f"the name server did not hear of topic {topic} within {_TOPIC_SECONDS:g} s")
+
+    def create_group(self, group: str, orderly: bool = False) -> None:
+        """Make a consumer group on every node. gRPC clients can't read in a group that nobody made."""
+        for node in self.nodes:
+            create_group(self._brokers[node], group, orderly)
+
+    def _prepare(self) -> None:
+        (self.folder / "logback.xml").write_text(_LOGGING)
+        name_server = {"listenPort": str(self._name_server), "bindAddress": HOST}
+        self._file(_NAME_SERVER).write_text(properties(name_server))
+        for node in self.nodes:
+            self._file(f"node-{node}").write_text(properties({**self._node_settings(node), **self._settings}))
+            (self.folder / f"node-{node}.json").write_text(json.dumps(self._proxy_settings(node)))
+
+    def _name_server_command(self) -> list[str]:
+        main = f"{_GROUP}.namesrv.NamesrvStartup"
+        return self._main(_NAME_SERVER, _NAME_SERVER_OPTIONS, main, "-c", str(self._file(_NAME_SERVER)))
+
+    def _command(self, node: int) -> list[str]:
+        name = f"node-{node}"
+        return self._main(
+            name,
+            _BROKER_OPTIONS,
+            f"{_GROUP}.proxy.ProxyStartup",
+            *("-pm", "local", "-n", f"{HOST}:{self._name_server}"),
+            *("-bc", str(self._file(name)), "-pc", str(self.folder / f"{name}.json")),
+        )
+
+    def _answers(self, node: int) -> bool:
+        # The proxy is the last to open. Until then nobody is asked anything, which would take its time from the start.
+        if not (is_open(self._grpc[node]) and is_serving(self._brokers[node])):
+            return False
+        try:
+            return _name(node) in brokers(self._name_server).get(self._cluster, {})
+        except OSError:
+            return False
+
+    def _main(self, name: str, options: tuple[str, ...], main: str, *arguments: str) -> list[str]:
+        own = {
+            "user.home": str(self.folder / name),  # where it keeps what no setting says
+            "rocketmq.home.dir": str(self.folder),
+            "rmq.logback.configurationFile": str(self.folder / "logback.xml"),
+            **self._system_properties,
+        }
+        defined = [f"-D{key}={value}" for key, value in own.items()]
+        return [self._java, *_JAVA_OPTIONS, *options, *defined, "-cp", f"{self._jars}/*", main, *arguments]
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.conf"
+
+    def _node_settings(self, node: int) -> dict[str, str]:
+        store = self.folder / f"node-{node}" / "store"
+        return {
+            **_SETTINGS,
+            "brokerClusterName": self._cluster,
+            "brokerName": _name(node),
+            "listenPort": str(self._brokers[node]),
+            "haListenPort": str(self._replication[node]),
+            "namesrvAddr": f"{HOST}:{self._name_server}",
+            "storePathRootDir": str(store),
+            "storePathCommitLog": str(store / "commitlog"),
+        }
+
+    def _proxy_settings(self, node: int) -> dict[str, object]:
+        return {
+            "rocketMQClusterName": self._cluster,
+            "proxyMode": "local",
+            "grpcServerPort": self._grpc[node],
+            "remotingListenPort": self._proxy_remoting[node],
+            "namesrvAddr": f"{HOST}:{self._name_server}",
+            "localServeAddr": HOST,
+            # How long a gRPC client's half can be ended: as it comes, half a minute.
+            "transactionDataExpireMillis": 3_600_000,
+        }
+
+
+def check(nodes: int, version: str) -> None:
+    """Raises `InvalidOption` for what we do not start."""
+    check_known("nodes", nodes, NODES)
+    check_known("version", version, VERSIONS)
+
+
+def answering(url: str) -> int:
+    """How many brokers of the cluster behind a URL answer a request."""
+    try:
+        known = brokers(int(url.rpartition(":")[2]))
+    except OSError:
+        return 0
+    ports = [int(address.rpartition(":")[2]) for cluster in known.values() for address in cluster.values()]
+    return sum(map(is_serving, ports))
+
+
+def _name(node: int) -> str:
+    return f"broker-{node}"
+
+
+def _is_named(port: int) -> bool:
+    try:
+        brokers(port)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,64 @@
+"""How Kafka's requests and answers go together."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+
+
+class KafkaConversation:
+    """Kafka answers the requests of a connection in their order, except those that want no answer."""
+
+    # Requests that a fault may be aimed at by name; others go by their number.
+    kinds: ClassVar[Mapping[str, int]] = {
+        "Produce": 0,
+        "Fetch": 1,
+        "ListOffsets": 2,
+        "Metadata": 3,
+        "OffsetCommit": 8,
+        "OffsetFetch": 9,
+        "FindCoordinator": 10,
+        "JoinGroup": 11,
+        "Heartbeat": 12,
+        "LeaveGroup": 13,
+        "SyncGroup": 14,
+        "DescribeGroups": 15,
+        "ApiVersions": 18,
+        "CreateTopics": 19,
+        "DeleteTopics": 20,
+        "InitProducerId": 22,
+        "AddPartitionsToTxn": 24,
+        "AddOffsetsToTxn": 25,
+        "EndTxn": 26,
+        "WriteTxnMarkers": 27,
+        "TxnOffsetCommit": 28,
+        "DescribeProducers": 61,
+        "DescribeTransactions": 65,
+        "ListTransactions": 66,
+        "ConsumerGroupHeartbeat": 68,
+    }
+    tells_addresses: ClassVar[Collection[int]] = ()
+    request_head = 8
+    answer_head = 4
+
+    def __init__(self) -> None:
+        self._pending: deque[Request] = deque(maxlen=MOST_PENDING)
+
+    def request(self, head: bytes) -> Request:
+        kind, version, correlation_id = struct.unpack(">hhi", head)
+        request = Request(kind, correlation_id, version)
+        self._pending.append(request)
+        return request
+
+    def answer(self, head: bytes) -> Request | None:
+        (correlation_id,) = struct.unpack(">i", head)
+        if not any(request.correlation_id == correlation_id for request in list(self._pending)):
+            return None
+        while (request := self._pending.popleft()).correlation_id != correlation_id:
+            pass  # it wanted no answer
+        request.answered.set()
+        return request

@@ -1,0 +1,158 @@
+"""How Pulsar's commands and their answers go together."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from txnbridge_conformance._protobuf import decode
+from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+
+_CONNECT, _CONNECTED, _SEND, _SEND_RECEIPT, _SEND_ERROR, _PING, _PONG = 2, 3, 6, 7, 8, 18, 19
+
+# The field of a command that holds the id of the request: of those that ask, and of those that answer.
+_ASKED = {
+    4: 5,  # SUBSCRIBE
+    5: 3,  # PRODUCER
+    10: 8,  # ACK
+    12: 2,  # UNSUBSCRIBE
+    15: 2,  # CLOSE_PRODUCER
+    16: 2,  # CLOSE_CONSUMER
+    21: 2,  # PARTITIONED_METADATA
+    23: 2,  # LOOKUP
+    28: 2,  # SEEK
+    29: 2,  # GET_LAST_MESSAGE_ID
+    **dict.fromkeys((25, 32, 34, 39, 50, 52, 54, 56, 58, 60, 62, 64, 67), 1),
+}
+_ANSWERED = {
+    22: 2,  # PARTITIONED_METADATA_RESPONSE
+    24: 4,  # LOOKUP_RESPONSE
+    30: 2,  # GET_LAST_MESSAGE_ID_RESPONSE
+    38: 6,  # ACK_RESPONSE
+    **dict.fromkeys((13, 14, 17, 26, 33, 35, 40, 51, 53, 55, 57, 59, 61, 63, 65), 1),
+}
+# The field with the last sequence id of a batch. The answer to a batch that failed names this one, as its only one.
+_HIGHEST_SEQUENCE_ID = {_SEND: 6, _SEND_RECEIPT: 4}
+
+# How often the same sequence id may wait for its receipts on one connection.
+_MOST_REPEATS = 100
+
+_Key = tuple[int, ...]
+
+
+class PulsarConversation:
+    """Pulsar's answers name their request, or producer and sequence id. A head is a whole command.
+
+    A message is known by its sequence id, a batch by the last one in it. What the broker says by itself, messages above
+    all, counts as a request that was answered.
+    """
+
+    # What a client sends, and what a broker sends by itself. An answer goes by the name of its request.
+    kinds: ClassVar[Mapping[str, int]] = {
+        "CONNECT": 2,
+        "SUBSCRIBE": 4,
+        "PRODUCER": 5,
+        "SEND": 6,
+        "MESSAGE": 9,
+        "ACK": 10,
+        "FLOW": 11,
+        "UNSUBSCRIBE": 12,
+        "CLOSE_PRODUCER": 15,
+        "CLOSE_CONSUMER": 16,
+        "PING": 18,
+        "PONG": 19,
+        "REDELIVER_UNACKNOWLEDGED_MESSAGES": 20,
+        "PARTITIONED_METADATA": 21,
+        "LOOKUP": 23,
+        "CONSUMER_STATS": 25,
+        "REACHED_END_OF_TOPIC": 27,
+        "SEEK": 28,
+        "GET_LAST_MESSAGE_ID": 29,
+        "ACTIVE_CONSUMER_CHANGE": 31,
+        "GET_TOPICS_OF_NAMESPACE": 32,
+        "GET_SCHEMA": 34,
+        "AUTH_CHALLENGE": 36,
+        "AUTH_RESPONSE": 37,
+        "GET_OR_CREATE_SCHEMA": 39,
+        "NEW_TXN": 50,
+        "ADD_PARTITION_TO_TXN": 52,
+        "ADD_SUBSCRIPTION_TO_TXN": 54,
+        "END_TXN": 56,
+        "END_TXN_ON_PARTITION": 58,
+        "END_TXN_ON_SUBSCRIPTION": 60,
+        "TC_CLIENT_CONNECT_REQUEST": 62,
+        "WATCH_TOPIC_LIST": 64,
+        "WATCH_TOPIC_UPDATE": 66,
+        "WATCH_TOPIC_LIST_CLOSE": 67,
+        "TOPIC_MIGRATED": 68,
+    }
+    tells_addresses: ClassVar[Collection[int]] = ()
+    request_head = None
+    answer_head = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: OrderedDict[_Key, deque[Request]] = OrderedDict()
+
+    def request(self, head: bytes) -> Request:
+        kind, numbers = _command(head)
+        key = _question(kind, numbers)
+        request = Request(kind, key[-1] if key else 0)
+        if key:
+            with self._lock:
+                self._pending.setdefault(key, deque(maxlen=_MOST_REPEATS)).append(request)
+                if len(self._pending) > MOST_PENDING:
+                    self._pending.popitem(last=False)
+        return request
+
+    def answer(self, head: bytes) -> Request:
+        kind, numbers = _command(head)
+        request = self._take(_answer(kind, numbers)) or Request(kind, 0)
+        request.answered.set()
+        return request
+
+    def _take(self, key: _Key | None) -> Request | None:
+        with self._lock:
+            waiting = self._pending.get(key) if key else None
+            if not key or not waiting:
+                return None
+            if len(waiting) == 1:
+                del self._pending[key]
+            return waiting.popleft()
+
+
+def _command(head: bytes) -> tuple[int, dict[int, int]]:
+    """The kind of a command, and its numbers by their fields; -1 for what is no command."""
+    fields = dict(decode(head[4:]))
+    kind = fields.get(1)
+    body = fields.get(kind) if isinstance(kind, int) else None
+    if not isinstance(kind, int) or not isinstance(body, bytes):
+        return -1, {}
+    return kind, {field: value for field, value in decode(body) if isinstance(value, int)}
+
+
+def _question(kind: int, numbers: dict[int, int]) -> _Key | None:
+    """What the answer to it will name, None if it wants none."""
+    if kind in (_CONNECT, _PING):
+        return (kind, 0)
+    return _sent(kind, numbers) if kind == _SEND else _asked(_ASKED.get(kind), numbers)
+
+
+def _answer(kind: int, numbers: dict[int, int]) -> _Key | None:
+    """What it answers, None if nothing."""
+    if kind in (_CONNECTED, _PONG):
+        return (kind - 1, 0)
+    return _sent(kind, numbers) if kind in (_SEND_RECEIPT, _SEND_ERROR) else _asked(_ANSWERED.get(kind), numbers)
+
+
+def _sent(kind: int, numbers: dict[int, int]) -> _Key:
+    highest = numbers.get(_HIGHEST_SEQUENCE_ID.get(kind, 0), 0)
+    if highest >= 2**63:
+        highest = 0  # -1: not a batch
+    return (_SEND, numbers.get(1, 0), max(numbers.get(2, 0), highest))
+
+
+def _asked(field: int | None, numbers: dict[int, int]) -> _Key | None:
+    return (0, numbers[field]) if field in numbers else None

@@ -1,0 +1,96 @@
+"""How RocketMQ's requests and answers go together."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+from txnbridge_conformance.faults._frames import MOST_PENDING, Request
+
+_ANSWER, _ONE_WAY = 1, 2  # bits of a header's flag
+# What cannot be read, and a client's answers to the broker's questions, which go by no name.
+_NOTHING = -1
+
+
+class RocketMQConversation:
+    """RocketMQ's answers bear the number of their request, and come in any order. A head is a header in JSON.
+
+    The broker asks and tells too (what became of a half): that counts as an answered request of its own.
+    """
+
+    # What a client sends, and what a broker sends by itself. An answer goes by the name of its request.
+    kinds: ClassVar[Mapping[str, int]] = {
+        "PULL_MESSAGE": 11,
+        "QUERY_MESSAGE": 12,
+        "QUERY_CONSUMER_OFFSET": 14,
+        "UPDATE_CONSUMER_OFFSET": 15,
+        "UPDATE_AND_CREATE_TOPIC": 17,
+        "UPDATE_BROKER_CONFIG": 25,
+        "GET_BROKER_CONFIG": 26,
+        "SEARCH_OFFSET_BY_TIMESTAMP": 29,
+        "GET_MAX_OFFSET": 30,
+        "GET_MIN_OFFSET": 31,
+        "VIEW_MESSAGE_BY_ID": 33,
+        "HEART_BEAT": 34,
+        "UNREGISTER_CLIENT": 35,
+        "END_TRANSACTION": 37,
+        "GET_CONSUMER_LIST_BY_GROUP": 38,
+        "CHECK_TRANSACTION_STATE": 39,
+        "NOTIFY_CONSUMER_IDS_CHANGED": 40,
+        "LOCK_BATCH_MQ": 41,
+        "UNLOCK_BATCH_MQ": 42,
+        "GET_ROUTE_INFO_BY_TOPIC": 105,
+        "GET_BROKER_CLUSTER_INFO": 106,
+        "UPDATE_AND_CREATE_SUBSCRIPTION_GROUP": 200,
+        "GET_PRODUCER_CONNECTION_LIST": 204,
+        "GET_ALL_TOPIC_LIST_FROM_NAME_SERVER": 206,
+        "DELETE_SUBSCRIPTION_GROUP": 207,
+        "DELETE_TOPIC_IN_BROKER": 215,
+        "DELETE_TOPIC_IN_NAME_SERVER": 216,
+        "SEND_MESSAGE_V2": 310,
+        "RESUME_CHECK_HALF_MESSAGE": 323,
+        "GET_TOPIC_CONFIG": 351,
+        "GET_SUBSCRIPTION_GROUP_CONFIG": 352,
+    }
+    tells_addresses: ClassVar[Collection[int]] = (105, 106)
+    request_head = None
+    answer_head = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: OrderedDict[int, Request] = OrderedDict()
+
+    def request(self, head: bytes) -> Request:
+        code, number, flag = _header(head)
+        if flag & _ANSWER:
+            return Request(_NOTHING, number)
+        request = Request(code, number)
+        if not flag & _ONE_WAY:
+            with self._lock:
+                self._pending[number] = request
+                if len(self._pending) > MOST_PENDING:
+                    self._pending.popitem(last=False)
+        return request
+
+    def answer(self, head: bytes) -> Request | None:
+        code, number, flag = _header(head)
+        if flag & _ANSWER:
+            with self._lock:
+                request = self._pending.pop(number, None)
+        else:
+            request = Request(code, number)
+        if request is not None:
+            request.answered.set()
+        return request
+
+
+def _header(head: bytes) -> tuple[int, int, int]:
+    """Code, number and flag of a header; none of them for what is no header."""
+    try:
+        header = json.loads(head[4:])
+        return int(header["code"]), int(header["opaque"]), int(header["flag"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return _NOTHING, _NOTHING, _ONE_WAY

@@ -1,0 +1,135 @@
+"""A client of Pulsar by hand, one command after another."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+from txnbridge_conformance._protobuf import Value, encode
+from txnbridge_conformance.brokers._pulsar_wire import LOOKUP, LOOKUP_RESPONSE, Connection
+
+SUBSCRIBE, PRODUCER, SEND, SEND_RECEIPT, MESSAGE, ACK, FLOW, SUCCESS = 4, 5, 6, 7, 9, 10, 11, 13
+PRODUCER_SUCCESS, PING, PONG, ACK_RESPONSE = 17, 18, 19, 38
+NEW_TXN, ADD_PARTITION_TO_TXN, ADD_SUBSCRIPTION_TO_TXN, END_TXN = 50, 52, 54, 56
+EARLIEST = 1
+SUBSCRIPTION = b"sub"
+
+_numbers = itertools.count(1)
+
+
+def new_topic(name: str) -> bytes:
+    """A topic that no other test of this run uses."""
+    return f"persistent://public/default/{name}-{next(_numbers)}".encode()
+
+
+class Client(Connection):
+    """One connection with at most one producer and one consumer. Everything raises `OSError`."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port, timeout=30)
+        self._requests = itertools.count(1)
+        self._producer_name: Value = b""
+
+    def lookup(self, topic: bytes) -> bytes:
+        """The URL of the broker that has a topic."""
+        found = self.ask(LOOKUP_RESPONSE, LOOKUP, (1, topic), (2, next(self._requests)), (3, 0))
+        assert isinstance(found[1], bytes)
+        return found[1]
+
+    # --- transactions, of the first coordinator -----------------------------------------------------------------------
+
+    def begin(self) -> int:
+        ten_minutes = (2, 600_000)  # a busy machine takes a minute to start a broker
+        txn = self._ask_coordinator(NEW_TXN, ten_minutes, (3, 0))[2]
+        assert isinstance(txn, int)
+        return txn
+
+    def add_topic(self, txn: int, topic: bytes) -> None:
+        self._ask_coordinator(ADD_PARTITION_TO_TXN, (2, txn), (3, 0), (4, topic))
+
+    def add_subscription(self, txn: int, topic: bytes) -> None:
+        subscription = encode([(1, topic), (2, SUBSCRIPTION)])
+        self._ask_coordinator(ADD_SUBSCRIPTION_TO_TXN, (2, txn), (3, 0), (4, subscription))
+
+    def commit(self, txn: int) -> None:
+        self._ask_coordinator(END_TXN, (2, txn), (3, 0), (4, 0))
+
+    def ask_to_commit(self, txn: int) -> None:
+        """Send it and do not wait for the answer."""
+        self.send(END_TXN, (1, next(self._requests)), (2, txn), (3, 0), (4, 0))
+
+    def _ask_coordinator(self, kind: int, *fields: tuple[int, Value]) -> dict[int, Value]:
+        answer = self.ask(kind + 1, kind, (1, next(self._requests)), *fields)
+        assert 4 not in answer, answer[5]
+        return answer
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def produce(self, topic: bytes) -> None:
+        self.lookup(topic)
+        opened = self.ask(PRODUCER_SUCCESS, PRODUCER, (1, topic), (2, 1), (3, next(self._requests)), (12, 1))
+        self._producer_name = opened[2]
+
+    def put(self, sequence_id: int, body: bytes, txn: int | None = None) -> None:
+        """Send a message and do not wait for the receipt."""
+        command: list[tuple[int, Value]] = [(1, 1), (2, sequence_id), (3, 1)]
+        head: list[tuple[int, Value]] = [(1, self._producer_name), (2, sequence_id), (3, 1)]
+        if txn is not None:
+            command += [(4, txn), (5, 0)]
+            head += [(22, txn), (23, 0)]
+        metadata = encode(head)
+        self.send(SEND, *command, payload=struct.pack(">I", len(metadata)) + metadata + body)
+
+    def receipt(self) -> int:
+        """The sequence id of the next receipt."""
+        while (command := self.receive()).kind != SEND_RECEIPT:
+            pass
+        sequence_id = command.fields[2]
+        assert isinstance(sequence_id, int)
+        return sequence_id
+
+    def subscribe(self, topic: bytes) -> None:
+        self.lookup(topic)
+        start = (13, EARLIEST)
+        exclusive, consumer = (3, 0), (4, 1)
+        request = (5, next(self._requests))
+        self.ask(SUCCESS, SUBSCRIBE, (1, topic), (2, SUBSCRIPTION), exclusive, consumer, request, start)
+        self.send(FLOW, (1, 1), (2, 1000))
+
+    def message(self) -> tuple[bytes, bytes]:
+        """The next message and its id, as the broker writes it."""
+        while (command := self.receive()).kind != MESSAGE:
+            pass
+        body = command.payload
+        if body.startswith(b"\x0e\x01"):
+            body = body[6:]  # a checksum
+        (size,) = struct.unpack_from(">I", body)
+        id = command.fields[2]
+        assert isinstance(id, bytes)
+        return body[4 + size :], id
+
+    def ask_to_ack(self, message_id: bytes, txn: int) -> None:
+        """Send it and do not wait for the answer."""
+        self.send(ACK, (1, 1), (2, 0), (3, message_id), (6, txn), (7, 0), (8, next(self._requests)))
+
+
+def commit_one(port: int, topic: bytes, body: bytes) -> None:
+    """One message in a transaction of its own."""
+    with Client(port) as client:
+        client.produce(topic)
+        txn = client.begin()
+        client.add_topic(txn, topic)
+        client.put(0, body, txn)
+        client.receipt()
+        client.commit(txn)
+
+
+def first_message(port: int, topic: bytes) -> bytes:
+    """The first message that a new consumer of a topic gets."""
+    with Client(port) as client:
+        client.subscribe(topic)
+        return client.message()[0]
+
+
+def port_of(url: str) -> int:
+    return int(url.split("/")[2].rpartition(":")[2])

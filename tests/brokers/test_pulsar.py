@@ -1,0 +1,261 @@
+"""Pulsar itself. Most tests share one broker; the older version and every store run with --full."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _pulsar_cluster
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._pulsar import STORES, VERSIONS, PulsarProcess, answering
+from txnbridge_conformance.brokers._pulsar_wire import Connection, load_coordinator, rest
+
+from tests.brokers import programs
+from tests.brokers.kit import LISTENERS, listening, state
+from tests.brokers.pulsar_kit import PING, PONG, Client, commit_one, first_message, new_topic, port_of
+from txnbridge.errors import InvalidOption
+from txnbridge.testing import Child
+
+# The first start of a version fetches it.
+pytestmark = pytest.mark.timeout(600)
+
+
+def settings_of(broker: brokers.Pulsar) -> dict[str, str]:
+    found: dict[str, str] = rest(port_of(broker.admin_url), "/admin/v2/brokers/configuration/runtime")
+    return found
+
+
+def version_of(port: int) -> str:
+    """What a broker says of itself to whoever connects."""
+    with Connection(port) as connection:
+        told = connection.connected[1]
+        assert isinstance(told, bytes)
+        return told.decode()
+
+
+@pytest.fixture
+def process_broker(pulsar_broker: brokers.Pulsar) -> PulsarProcess:
+    if not isinstance(pulsar_broker, PulsarProcess):
+        pytest.skip("looks at processes of this machine; Pulsar runs in a container here")
+    return pulsar_broker
+
+
+def test_a_broker_that_started_commits_at_once(pulsar_broker):
+    port = port_of(pulsar_broker.url)
+    assert pulsar_broker.url == f"pulsar://127.0.0.1:{port}/public/default"
+    topic = new_topic("at-once")
+    commit_one(port, topic, b"first")
+    assert first_message(port, topic) == b"first"
+    assert version_of(port) == f"Pulsar Server{pulsar_broker.version}"
+
+
+def test_what_was_committed_and_what_was_open_is_there_after_kill_and_restart(pulsar_broker):
+    port = port_of(pulsar_broker.url)
+    committed, unfinished = new_topic("committed"), new_topic("open")
+    commit_one(port, committed, b"survivor")
+    with Client(port) as client:
+        client.produce(unfinished)
+        txn = client.begin()
+        client.add_topic(txn, unfinished)
+        client.put(0, b"to be ended", txn)
+        client.receipt()
+        pulsar_broker.kill()
+        with pytest.raises(ConnectionRefusedError):
+            load_coordinator(port)
+    pulsar_broker.restart()
+    assert first_message(port, committed) == b"survivor"
+    with Client(port) as client:
+        client.lookup(unfinished)
+        client.commit(txn)
+    assert first_message(port, unfinished) == b"to be ended"
+
+
+def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(process_broker):
+    with Client(port_of(process_broker.url)) as client:
+        process_broker.pause()
+        try:
+            pid = process_broker.pid(1)
+            assert pid
+            assert wait_until(lambda: "T" in state(pid), 30)
+            client.send(PING)
+            assert "T" in state(pid)
+        finally:
+            process_broker.resume()
+        assert client.receive().kind == PONG
+
+
+@pytest.mark.skipif(not LISTENERS.exists(), reason="looks where Linux says who listens")
+def test_only_zookeeper_can_be_reached_from_another_machine(process_broker):
+    pid = process_broker.pid(1)
+    assert pid
+    found = listening(pid)
+    assert ("127.0.0.1", port_of(process_broker.url)) in found
+    assert [port for address, port in found if address != "127.0.0.1"] == [process_broker._zookeeper]
+
+
+def test_two_run_side_by_side_and_no_java_is_left_when_a_starter_is_killed(pulsar_broker):
+    with Child(programs.hold_pulsar) as starter:
+        pid, folder, port = starter.told(timeout=300)
+        load_coordinator(port)
+        assert answering(pulsar_broker.url) == 1
+        starter.kill()
+    assert wait_until(lambda: not state(pid), 30)
+    assert wait_until(lambda: not folder.exists(), 30)
+    with pytest.raises(ConnectionRefusedError):
+        load_coordinator(port)
+
+
+def test_by_default_nothing_is_deleted_and_what_is_written_is_on_disk(pulsar_broker):
+    settings = settings_of(pulsar_broker)
+    assert settings["defaultRetentionTimeInMinutes"] == settings["defaultRetentionSizeInMB"] == "-1"
+    assert settings["brokerDeleteInactiveTopicsEnabled"] == "false"
+    assert settings["brokerDeduplicationEnabled"] == "true"
+    assert settings["metadataStoreUrl"].startswith("zk:")
+
+
+@pytest.mark.full
+def test_another_store_and_the_retention_that_pulsar_comes_with_can_be_asked_for(start_pulsar):
+    broker = start_pulsar(store="rocksdb", delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
+    settings = settings_of(broker)
+    assert settings["defaultRetentionTimeInMinutes"] == settings["defaultRetentionSizeInMB"] == "0"
+    assert settings["brokerDeleteInactiveTopicsEnabled"] == "true"
+    assert settings["brokerDeduplicationEnabled"] == "false"
+    assert settings["metadataStoreUrl"].startswith("rocksdb:")
+    if isinstance(broker, PulsarProcess) and LISTENERS.exists():
+        pid = broker.pid(1)
+        assert pid and {address for address, _ in listening(pid)} == {"127.0.0.1"}
+    commit_one(port_of(broker.url), new_topic("rocksdb"), b"one")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", VERSIONS)
+def test_brokers_of_a_cluster_take_over_from_each_other_and_come_back(start_pulsar, version):
+    broker = start_pulsar(nodes=2, version=version)
+    ports = [int(broker.address(node).rpartition(":")[2]) for node in broker.nodes]
+    assert answering(broker.url) == 2
+    for node, port in zip(broker.nodes, ports, strict=True):
+        broker.kill(node)
+        assert broker.pid(node) is None
+        with pytest.raises(ConnectionRefusedError):
+            load_coordinator(port)
+        assert wait_until(functools.partial(_loads_all, broker, ports[2 - node]), 60)
+        broker.start(node)
+        assert version_of(port) == f"Pulsar Server{version}"
+        assert _loads_all(broker, port)
+    assert answering(broker.url) == 2
+    broker.restart()
+    assert answering(broker.url) == 2
+    if LISTENERS.exists():
+        everywhere = {address for node in broker.nodes for address, _ in listening(broker.pid(node))}
+        assert everywhere == {"127.0.0.1"}
+
+
+def _loads_all(broker: brokers.PulsarCluster, port: int) -> bool:
+    try:
+        for number in range(broker.coordinators):
+            load_coordinator(port, number)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.full
+def test_no_java_of_a_cluster_is_left_when_its_starter_is_killed():
+    with Child(programs.hold_pulsar_cluster) as starter:
+        pid, folder = starter.told(timeout=300)
+        starter.kill()
+    assert wait_until(lambda: not state(pid), 30)
+    assert wait_until(lambda: not folder.exists(), 30)
+    assert str(folder) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("store", STORES)
+def test_every_version_with_every_store_can_be_stopped_and_starts_again(start_pulsar, version, store):
+    broker = start_pulsar(version=version, store=store)
+    port, topic = port_of(broker.url), new_topic("again")
+    assert version_of(port) == f"Pulsar Server{version}"
+    commit_one(port, topic, b"one")
+    broker.stop()
+    assert answering(broker.url) == 0
+    broker.start()
+    assert first_message(port, topic) == b"one"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)  # a start takes from ten seconds to more than a minute on a busy machine
+@pytest.mark.parametrize("version", VERSIONS)
+def test_with_zookeeper_ten_kills_in_a_row_lose_nothing(start_pulsar, version):
+    broker = start_pulsar(version=version)
+    port = port_of(broker.url)
+    for number in range(10):
+        topic = new_topic("kill")
+        commit_one(port, topic, b"%d" % number)
+        broker.restart()
+        assert first_message(port, topic) == b"%d" % number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"version": "1.0"}, r"version is '1\.0'; known: 4\.2\.4, 4\.0\.8"),
+        ({"store": "etcd"}, "store is 'etcd'; known: zookeeper, rocksdb"),
+        ({"nodes": 3}, "nodes is 3; known: 1, 2"),
+        ({"nodes": 2, "store": "rocksdb"}, "several nodes of Pulsar share a store: it is zookeeper, not 'rocksdb'"),
+        ({"nodes": 2, "container": True}, "a container is one node of Pulsar"),
+    ],
+)
+def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        brokers.pulsar(**options)
+
+
+def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
+    attempts = []
+    started = object()
+
+    def start(**options):
+        attempts.append(options["port"])
+        if len(attempts) == 1:
+            raise brokers.PortTaken("taken")
+        return started
+
+    monkeypatch.setattr(_pulsar_cluster, "PulsarProcess", start)
+    assert brokers.pulsar(container=False) is started
+    assert attempts == [None, None]
+    attempts.clear()
+    with pytest.raises(brokers.PortTaken):
+        brokers.pulsar(container=False, port=6650)
+    assert attempts == [6650]
+
+
+def test_another_broker_on_its_ports_is_not_taken_for_it(process_broker, monkeypatch):
+    assert process_broker._answers(1)
+    monkeypatch.setattr(process_broker, "folder", Path("/another"))
+    assert not process_broker._answers(1)
+
+
+def test_what_does_not_speak_pulsar_is_an_error():
+    answers = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x08\0\0\0\x04" + b"\xff" * 4, b"\0\0", b"\xff" * 100]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for text in answers:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = server.getsockname()[1]
+        for _ in answers:
+            with pytest.raises(OSError, match=r"does not speak Pulsar's protocol|hung up"):
+                Connection(port)
+        thread.join()

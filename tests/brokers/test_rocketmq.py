@@ -1,0 +1,250 @@
+"""RocketMQ itself. Most tests share one broker; two of them, and an orderly stop, run with --full."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers import _rocketmq
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers._ports import free_ports
+from txnbridge_conformance.brokers._rocketmq import answering
+from txnbridge_conformance.brokers._rocketmq_wire import Answer, ask, is_serving, places
+from txnbridge_conformance.brokers._rocketmq_wire import brokers as known_brokers
+from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
+from txnbridge_rocketmq.remoting import Client, End, Message, end, half_of, send_half
+
+from tests.brokers import programs
+from tests.brokers.kit import LISTENERS, listening, state
+from txnbridge.errors import InvalidOption
+from txnbridge.testing import Child
+
+# The first start of a version fetches it.
+pytestmark = pytest.mark.timeout(600)
+
+SEND, PULL, GET_SETTINGS, GET_TOPIC, GET_GROUP = 310, 11, 26, 351, 352
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def put(broker: brokers.RocketMQ, topic: str, body: bytes, node: int = 1) -> Answer:
+    """Store a message in a topic's first queue."""
+    properties = "WAIT\x01true\x02"
+    born = int(time.time() * 1000)
+    values = ["tests", topic, "TBW102", 4, 0, 0, born, 0, properties, 0, "false", "false"]
+    fields = dict(zip("abcdefghijkm", values, strict=True))
+    return ask(port_of(broker.broker_address(node)), SEND, fields, body)
+
+
+def arrives(broker: brokers.RocketMQ, topic: str, body: bytes) -> bool:
+    """Whether a queue's first message holds this, or soon does: it can be read a moment after it was stored."""
+    fields = {"consumerGroup": "tests", "topic": topic, "subscription": "*", "maxMsgNums": 1, "sysFlag": 4}
+    places = dict.fromkeys(("queueId", "queueOffset", "commitOffset", "suspendTimeoutMillis", "subVersion"), 0)
+    port = port_of(broker.broker_address())
+    return wait_until(lambda: body in ask(port, PULL, {**fields, **places}).body, 30)
+
+
+def test_a_broker_that_started_takes_a_topic_and_a_message_at_once(rocketmq_broker):
+    rocketmq_broker.create_topic("at-once", queues=2, kind="TRANSACTION")
+    assert put(rocketmq_broker, "at-once", b"first").code == 0
+    assert arrives(rocketmq_broker, "at-once", b"first")
+    port = port_of(rocketmq_broker.broker_address())
+    described = ask(port, GET_TOPIC, {"topic": "at-once"}).body
+    assert b'"message.type":"TRANSACTION"' in described and b'"writeQueueNums":2' in described
+    rocketmq_broker.create_group("readers", orderly=True)
+    assert b'"consumeMessageOrderly":true' in ask(port, GET_GROUP, {"group": "readers"}).body
+    socket.create_connection(("127.0.0.1", port_of(rocketmq_broker.grpc_address())), 30).close()
+
+
+def test_what_was_stored_is_there_after_kill_and_restart(rocketmq_broker):
+    rocketmq_broker.create_topic("survivor", queues=1)
+    assert put(rocketmq_broker, "survivor", b"here").code == 0
+    rocketmq_broker.kill()
+    assert not is_serving(port_of(rocketmq_broker.broker_address()))
+    assert answering(rocketmq_broker.url) == 0
+    rocketmq_broker.restart()
+    assert answering(rocketmq_broker.url) == 1
+    assert arrives(rocketmq_broker, "survivor", b"here")
+
+
+def test_a_paused_broker_keeps_what_was_sent_and_answers_it_once_resumed(rocketmq_broker):
+    rocketmq_broker.create_topic("paused", queues=1)
+    pid = rocketmq_broker.pid(1)
+    answers: list[Answer] = []
+    rocketmq_broker.pause()
+    try:
+        assert wait_until(lambda: "T" in state(pid), 30)
+        asking = threading.Thread(target=lambda: answers.append(put(rocketmq_broker, "paused", b"late")))
+        asking.start()
+        assert "T" in state(pid) and not answers
+    finally:
+        rocketmq_broker.resume()
+    asking.join()
+    assert arrives(rocketmq_broker, "paused", b"late")
+
+
+@pytest.mark.skipif(not LISTENERS.exists(), reason="looks where Linux says how long a thread was busy")
+def test_a_broker_that_has_ended_a_transaction_rests(rocketmq_broker):
+    def busy() -> float:
+        """Seconds that the thread that notes ends has run."""
+        (found,) = (
+            (thread / "stat").read_text().rpartition(")")[2].split()[11:13]
+            for thread in Path(f"/proc/{rocketmq_broker.pid(1)}/task").iterdir()
+            if "TransactionalOpBatchService".startswith((thread / "comm").read_text().strip())
+        )
+        return sum(map(int, found)) / os.sysconf("SC_CLK_TCK")
+
+    rocketmq_broker.create_topic("rests", queues=1, kind="TRANSACTION")
+    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+        half = client.call("broker-1", send_half(Message("rests", b"x"), "tests", 0), 30)
+        client.call("broker-1", end(half_of("rests", "tests", half), End.COMMIT), 30)
+    before = busy()
+    time.sleep(1)
+    assert busy() - before < 0.2
+
+
+@pytest.mark.skipif(not LISTENERS.exists(), reason="looks where Linux says who listens")
+def test_only_the_ports_that_cannot_be_told_to_can_be_reached_from_another_machine(rocketmq_broker):
+    pids = rocketmq_broker.pid(1), rocketmq_broker._processes.pid("name-server")
+    assert all(pids)
+    found = {place for pid in pids for place in listening(pid)}
+    own = {port_of(address) for address in (rocketmq_broker.url, rocketmq_broker.broker_address())}
+    assert {("127.0.0.1", port) for port in own} <= found
+    others = [rocketmq_broker._grpc, rocketmq_broker._replication, rocketmq_broker._proxy_remoting]
+    assert {port for address, port in found if address != "127.0.0.1"} == {ports[1] for ports in others}
+
+
+def test_a_topic_that_is_missing_is_not_made(rocketmq_broker):
+    assert put(rocketmq_broker, "missing", b"x").code == 17
+    assert places(port_of(rocketmq_broker.url), "missing") == 0
+
+
+@pytest.fixture(scope="module")
+def another() -> Iterator[brokers.RocketMQ]:
+    """One that is set up otherwise."""
+    with rocketmq_or_skip(
+        port=free_ports(1)[0],
+        # A broker tells the name server every half minute, or as seldom as that is said to be.
+        settings={"transactionTimeOut": "7777", "registerNameServerPeriod": "10000"},
+        system_properties={"user.home": "/nowhere"},
+    ) as broker:
+        yield broker
+
+
+def test_the_name_server_can_be_killed_and_hears_of_the_brokers_again(another):
+    another.kill_name_server()
+    assert answering(another.url) == 0
+    assert is_serving(port_of(another.broker_address()))
+    another.start_name_server()
+    assert wait_until(lambda: answering(another.url) == 1, 60)
+    assert list(known_brokers(port_of(another.url)).values()) == [{"broker-1": another.broker_address()}]
+
+
+def test_settings_and_javas_properties_win_over_ours(another):
+    lines = ask(port_of(another.broker_address()), GET_SETTINGS).body.decode().splitlines()
+    assert "transactionTimeOut=7777" in lines
+    assert "transactionOpMsgMaxSize=1" in lines
+    assert "-Duser.home=/nowhere" in another._command(1)
+
+
+def test_a_port_that_somebody_has_is_told(start_rocketmq):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(brokers.PortTaken):
+        start_rocketmq(port=taken.getsockname()[1])
+
+
+def test_no_java_is_left_when_the_starter_is_killed():
+    with Child(programs.hold_rocketmq) as starter:
+        pids, folder, url = starter.told(timeout=300)
+        assert all(map(state, pids)) and len(pids) == 2
+        starter.kill()
+    assert wait_until(lambda: not any(map(state, pids)), 30)
+    assert wait_until(lambda: not folder.exists(), 30)
+    assert answering(url) == 0
+
+
+@pytest.mark.full
+def test_a_broker_that_was_stopped_in_order_starts_again(start_rocketmq):
+    broker = start_rocketmq()
+    broker.create_topic("stopped", queues=1)
+    assert put(broker, "stopped", b"here").code == 0
+    broker.stop()
+    assert answering(broker.url) == 0
+    broker.start()
+    assert arrives(broker, "stopped", b"here")
+
+
+@pytest.mark.full
+def test_of_two_nodes_each_has_topics_of_its_own_and_may_be_gone(start_rocketmq):
+    broker = start_rocketmq(nodes=2)
+    broker.create_topic("both", queues=1)
+    assert places(port_of(broker.url), "both") == 2
+    for node in (1, 2):
+        assert put(broker, "both", b"x", node).code == 0
+    broker.kill(1)
+    assert put(broker, "both", b"x", 2).code == 0
+    assert answering(broker.url) == 1
+    broker.start(1)
+    assert answering(broker.url) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"nodes": 3}, "nodes is 3; known: 1, 2"), ({"version": "4.9"}, r"version is '4\.9'; known: 5\.5\.0")],
+)
+def test_what_cannot_be_started_is_refused_with_what_can(options, message):
+    with pytest.raises(InvalidOption, match=message):
+        brokers.rocketmq(**options)
+
+
+def test_other_ports_are_tried_when_somebody_took_one(monkeypatch):
+    attempts = []
+
+    def start(**options):
+        attempts.append(options["port"])
+        if len(attempts) < 3:
+            raise brokers.PortTaken("taken")
+        return "started"
+
+    monkeypatch.setattr(brokers, "RocketMQ", start)
+    assert str(brokers.rocketmq()) == "started"
+    attempts.clear()
+    with pytest.raises(brokers.PortTaken):
+        brokers.rocketmq(port=9876)
+    assert attempts == [9876]
+
+
+GARBAGE = [
+    b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    b"\0\0\0\x08\0\0\0\x02[]xx",
+    b"\0\0\0\x06\0\0\0\x02{}",
+    b"\0\0\0\x04",
+]
+
+
+def test_what_does_not_speak_rocketmq_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            for text in GARBAGE:
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(text)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = server.getsockname()[1]
+        for _ in GARBAGE:
+            with pytest.raises(OSError, match=r"does not speak RocketMQ's protocol|hung up"):
+                known_brokers(port)
+        thread.join()
+    assert not is_serving(port)
+    assert _rocketmq.answering(f"rocketmq://127.0.0.1:{port}") == 0

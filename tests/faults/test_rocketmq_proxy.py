@@ -1,0 +1,258 @@
+"""The proxy before RocketMQ: what it makes of headers, and how a real one and its clients stay with it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers import Route
+from txnbridge_conformance.faults._rocketmq import RocketMQConversation
+from txnbridge_rocketmq.remoting import (
+    Check,
+    Client,
+    ConnectionLost,
+    End,
+    Membership,
+    Message,
+    TimedOut,
+    end,
+    half_of,
+    reading,
+    send,
+    send_half,
+)
+from txnbridge_rocketmq.remoting.requests import Request, document
+
+from tests.rocketmq.kit import (
+    ANSWER,
+    BROKER,
+    ONE_WAY,
+    FakeBroker,
+    Peer,
+    becomes_true,
+    binary_frame,
+    bodies,
+    frame,
+)
+from txnbridge.errors import InvalidOption
+
+LONG = 30.0
+SHORT = 0.5
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+
+
+def head(code: int, opaque: int, flag: int = 0) -> bytes:
+    data = frame(code, opaque, flag)
+    return data[4 : 8 + int.from_bytes(data[4:8], "big")]
+
+
+def test_answers_belong_to_their_requests_in_any_order():
+    conversation = RocketMQConversation()
+    first, second = conversation.request(head(310, 1)), conversation.request(head(37, 2))
+    assert (first.kind, first.correlation_id) == (310, 1)
+    assert conversation.answer(head(0, 2, ANSWER)) is second
+    assert second.answered.is_set() and not first.answered.is_set()
+    assert conversation.answer(head(17, 1, ANSWER)) is first
+    assert conversation.answer(head(0, 1, ANSWER)) is None
+
+
+def test_what_the_broker_asks_by_itself_goes_by_its_own_name():
+    conversation = RocketMQConversation()
+    conversation.request(head(310, 7))
+    asked = conversation.answer(head(39, 7, ONE_WAY))
+    assert asked is not None and asked.kind == 39 and asked.answered.is_set()
+    # A client's answer to it is nothing that can be picked, and is not waited for.
+    assert conversation.request(head(0, 7, ANSWER)).kind == -1
+
+
+def test_a_request_that_wants_no_answer_is_not_waited_for():
+    conversation = RocketMQConversation()
+    conversation.request(head(37, 3, ONE_WAY))
+    assert conversation.answer(head(0, 3, ANSWER)) is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=60))))
+def test_no_heads_in_any_order_are_an_error(heads):
+    conversation = RocketMQConversation()
+    for is_request, content in heads:
+        data = struct.pack(">i", len(content)) + content
+        if is_request:
+            conversation.request(data)
+        else:
+            conversation.answer(data)
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"code":1e999,"opaque":1,"flag":0}', b'{"code":"x"}', b"{}"])
+def test_a_header_that_is_none_is_nothing(content):
+    assert RocketMQConversation().request(struct.pack(">i", len(content)) + content).kind == -1
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [1, 9, 100, None], ids=str)
+def test_addresses_in_an_answer_become_the_proxys_however_it_is_cut(cut):
+    told: list[bytes] = []
+
+    def reply(peer: Peer, command) -> None:
+        (body,) = told
+        data = frame(0, command.opaque, ANSWER, body=body)
+        for begin in range(0, len(data), cut or len(data)):
+            peer.send(data[begin : begin + (cut or len(data))])
+
+    with FakeBroker(reply) as broker:
+        port = int(broker.address.rpartition(":")[2])
+        routes = [Route(0, port), Route(0, 20_001)]
+        with faults.Proxy(routes, RocketMQConversation, "rocketmq://127.0.0.1:1") as proxy:
+            mine, other = (f"127.0.0.1:{port}" for port in proxy.ports)
+            # Neither a longer number nor another host is ours.
+            foreign = ["127.0.0.1:200011", "127.0.0.10:20001", "h:20001"]
+            told.append(json.dumps({"brokers": [broker.address, "127.0.0.1:20001", *foreign]}).encode())
+            with Client([mine]) as client:
+                request = Request("asking", 105, document)
+                assert client.ask_name_server(request, LONG) == {"brokers": [mine, other, *foreign]}
+                untouched = Request("asking", 206, document)
+                assert client.ask_name_server(untouched, LONG) == json.loads(told[0])
+
+
+def test_an_answer_with_addresses_that_breaks_off_arrives_as_far_as_it_came():
+    def reply(peer: Peer, command) -> None:
+        peer.send(frame(0, command.opaque, ANSWER, body=b"x" * 100)[:-50])
+        peer.hang_up()
+
+    with FakeBroker(reply) as broker:
+        routes = [Route(0, int(broker.address.rpartition(":")[2]))]
+        with faults.Proxy(routes, RocketMQConversation) as proxy, Client([f"127.0.0.1:{proxy.ports[0]}"]) as client:
+            with pytest.raises(ConnectionLost):
+                client.route("orders", LONG)
+
+
+def test_headers_that_are_not_json_pass_untouched():
+    def reply(peer: Peer, command) -> None:
+        peer.send(binary_frame(0, command.opaque, ANSWER, {}, b'{"brokerAddrTable":{}}'))
+
+    with FakeBroker(reply) as broker:
+        routes = [Route(0, int(broker.address.rpartition(":")[2]))]
+        with faults.Proxy(routes, RocketMQConversation) as proxy, Client([f"127.0.0.1:{proxy.ports[0]}"]) as client:
+            assert client.brokers(LONG) == {}
+
+
+# --- a real one -------------------------------------------------------------------------------------------------------
+
+real = pytest.mark.timeout(600)  # the first start fetches RocketMQ
+
+
+@pytest.fixture
+def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
+    with faults.proxy(rocketmq_broker) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
+    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+        yield client
+
+
+@pytest.fixture
+def client(proxy: faults.Proxy) -> Iterator[Client]:
+    with Client([proxy.url.removeprefix("rocketmq://")]) as client:
+        yield client
+
+
+@pytest.fixture
+def topic(rocketmq_broker: brokers.RocketMQ, request: pytest.FixtureRequest) -> str:
+    """A new topic with one queue, named as the test."""
+    name = str(request.node.name)
+    rocketmq_broker.create_topic(name, queues=1)
+    return name
+
+
+@real
+def test_who_comes_through_the_proxy_stays_with_it(rocketmq_broker, proxy, client, direct, topic):
+    assert proxy.url == f"rocketmq://127.0.0.1:{proxy.ports[0]}"
+    assert client.brokers(LONG) == {BROKER: f"127.0.0.1:{proxy.ports[1]}"}
+    assert direct.brokers(LONG) == {BROKER: rocketmq_broker.broker_address()}
+    found = client.route(topic, LONG)
+    assert found is not None and found.masters == client.brokers(LONG)
+    client.call(BROKER, send(Message(topic, b"x"), "shop", 0), LONG)
+    assert bodies(direct, topic) == [b"x"]
+
+
+@real
+def test_a_late_commit_arrives_after_its_client_is_gone(proxy, client, direct, topic):
+    half = half_of(topic, "shop", client.call(BROKER, send_half(Message(topic, b"half"), "shop", 0), LONG))
+    hold = proxy.hold(requests="END_TRANSACTION")
+    with pytest.raises(TimedOut) as caught:
+        client.call(BROKER, end(half, End.COMMIT), SHORT)
+    assert caught.value.may_have_had_effect
+    assert hold.wait().kind == 37
+    proxy.cut()
+    assert bodies(direct, topic) == []
+    hold.release()
+    hold.answered()
+    assert bodies(direct, topic) == [b"half"]
+
+
+@real
+def test_a_held_answer_is_about_something_that_happened(proxy, client, direct, topic):
+    hold = proxy.hold(answers="SEND_MESSAGE_V2")
+    call = client.submit(BROKER, send(Message(topic, b"x"), "shop", 0), LONG)
+    hold.answered()
+    assert not call.done()
+    assert bodies(direct, topic) == [b"x"]
+    hold.release()
+    assert call.result().queue_offset == 0
+
+
+@real
+def test_of_many_in_flight_the_one_that_is_picked_is_held(proxy, client, direct, topic):
+    half = half_of(topic, "shop", client.call(BROKER, send_half(Message(topic, b"half"), "shop", 0), LONG))
+    before = client.submit(BROKER, send(Message(topic, b"before"), "shop", 0), LONG)
+    assert before.result().queue_offset == 0
+    hold = proxy.hold(requests="END_TRANSACTION")
+    late = client.submit(BROKER, end(half, End.COMMIT), LONG)
+    hold.wait()
+    direct.call(BROKER, send(Message(topic, b"after"), "shop", 0), LONG)
+    hold.release()
+    late.result()
+    assert bodies(direct, topic) == [b"before", b"after", b"half"]
+
+
+@real
+def test_a_question_of_the_brokers_can_be_held(rocketmq_broker, proxy, direct, topic):
+    checks: list[Check] = []
+    hold = proxy.hold(answers="CHECK_TRANSACTION_STATE")
+    with Client([proxy.url.removeprefix("rocketmq://")], on_checks=checks.extend) as client:
+        client.join(Membership(frozenset({"proxied"})), LONG)
+        client.call(BROKER, send_half(Message(topic, b"half"), "proxied", 0), LONG)
+        hold.wait()
+        assert checks == []
+        hold.release()
+        assert becomes_true(lambda: checks != [])
+        direct.call(BROKER, end(checks[-1].half, End.ABORT, from_check=True), LONG)
+
+
+@real
+def test_a_cut_connection_is_replaced_by_the_next_and_its_calls_may_have_had_effect(proxy, client, topic):
+    hold = proxy.hold(answers="GET_MAX_OFFSET")
+    call = client.submit(BROKER, reading.max_offset(topic, 0), LONG)
+    hold.wait()
+    proxy.cut()
+    with pytest.raises(ConnectionLost) as caught:
+        call.result()
+    assert caught.value.may_have_had_effect
+    assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0
+
+
+@real
+def test_what_is_no_kind_is_refused(proxy):
+    with pytest.raises(InvalidOption, match="END_TRANSACTION"):
+        proxy.hold(requests="EndTxn")
