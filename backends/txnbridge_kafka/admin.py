@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from txnbridge.errors import (
@@ -26,6 +26,8 @@ from txnbridge.spi import (
     LedgerEntry,
     OpenTransaction,
     Outcome,
+    Partition,
+    Position,
     TopicInfo,
 )
 from txnbridge_kafka import doctor
@@ -34,8 +36,7 @@ from txnbridge_kafka.endings import end_prepared
 from txnbridge_kafka.forgotten import mend
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
 from txnbridge_kafka.prepared import token_of
-from txnbridge_kafka.requests import DONE, Described, Requests
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.requests import DONE, Described
 from txnbridge_kafka.topics import Topics
 
 # What has begun and not ended, as coordinators call it.
@@ -61,12 +62,12 @@ class _Prepared:
 class KafkaAdmin(Admin):
     """Works on the whole cluster: other programs' transactions are seen and ended too."""
 
-    def __init__(self, settings: Settings, requests: Requests, context: Context) -> None:
-        self._settings = settings
-        self._requests = requests
+    def __init__(self, cluster: Cluster, context: Context) -> None:
+        self._cluster = cluster
+        self._settings = cluster.settings
+        self._requests = cluster.requests
+        self._topics = cluster.topics
         self._context = context
-        self._topics = Topics(settings)
-        self._cluster = Cluster(settings, requests, self._topics, context.events)
 
     # --- topics ----------------------------------------------------------------------------------------------------
 
@@ -108,14 +109,25 @@ class KafkaAdmin(Admin):
         ]
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        for found in self._unended(deadline):
-            if any(topic == name for topic, _ in found.partitions):
-                raise InvalidState(f"topic {name!r} is in use by the transaction of {found.id}; end that first")
+        while users := [f for f in self._unended(deadline) if any(topic == name for topic, _ in f.partitions)]:
+            for found in users:
+                # One that is ending is over within milliseconds, and its writer may have been told so already.
+                if found.state == OPEN or deadline.left() <= _LOOK_SECONDS:
+                    raise InvalidState(f"topic {name!r} is in use by the transaction of {found.id}; end that first")
+            time.sleep(_LOOK_SECONDS)
         self._topics.delete(name, deadline)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
         self._topics.grow(name, partitions, deadline)
         self._wait_until_known(name, partitions, deadline)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        offsets = self._cluster.offsets
+        counts = offsets.counts(topics, deadline)
+        partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
+        # The ends first: whatever retention removes meanwhile, no partition ends before it begins.
+        ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
+        return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
@@ -170,7 +182,7 @@ class KafkaAdmin(Admin):
         return self._abort(found, deadline)
 
     def _records(self, deadline: Deadline) -> _Records:
-        return _Records(self._topics, self._settings.prefix, self._context, deadline)
+        return _Records(self._topics, self._settings.log_topic(""), self._context, deadline)
 
     def _look_up(
         self, transaction: str, records: _Records, deadline: Deadline
@@ -229,9 +241,9 @@ class KafkaAdmin(Admin):
 class _Records:
     """The prepare records of all applications of a cluster, looked up as needed."""
 
-    def __init__(self, topics: Topics, prefix: str, context: Context, deadline: Deadline) -> None:
+    def __init__(self, topics: Topics, logs: str, context: Context, deadline: Deadline) -> None:
         self._topics = topics
-        self._prefix = f"{prefix}log-"
+        self._logs_begin = logs
         self._context = context
         self._deadline = deadline
         self._applications: list[str] | None = None
@@ -271,7 +283,7 @@ class _Records:
     def _logs(self) -> list[str]:
         if self._applications is None:
             names = self._topics.all(self._deadline)
-            self._applications = [name[len(self._prefix) :] for name in names if name.startswith(self._prefix)]
+            self._applications = [name[len(self._logs_begin) :] for name in names if name.startswith(self._logs_begin)]
         return self._applications
 
 

@@ -15,10 +15,12 @@ from txnbridge.spi import (
     Context,
     Deadline,
     Limits,
+    Support,
     Url,
     absent,
     emulated,
 )
+from txnbridge_kafka.limits import DEFAULT_LONGEST_MS, message_bytes
 from txnbridge_kafka.settings import OPTIONS, read
 
 _ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
@@ -49,14 +51,26 @@ CAPABILITIES = Capabilities(
 )
 
 
+def without_log(denied: str) -> Mapping[Capability, Support]:
+    """What is left for an owner that may not use its decision log; `denied` says what it would need."""
+    return {
+        Capability.FENCING: emulated(
+            "the broker fences each writer; without the decision log an owner that may use it can take the id back"
+        ),
+        Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
+        Capability.STATUS_LOOKUP: emulated(
+            "the coordinator tells until a writer is opened again; after that nobody can without the decision log"
+        ),
+    }
+
+
 class KafkaBackend(Backend):
     """Apache Kafka from 2.5 on."""
 
     name = "kafka"
     schemes = ("kafka",)
     capabilities = CAPABILITIES
-    # The defaults of its clients (message.max.bytes) and its broker (transaction.max.timeout.ms).
-    limits = Limits(message_bytes=1_000_000, prepared_seconds=900.0)
+    limits = Limits(message_bytes=message_bytes({}), prepared_seconds=DEFAULT_LONGEST_MS / 1000)
     options = OPTIONS
     steps = (
         *("step:log", "step:open", "step:fence"),  # ids

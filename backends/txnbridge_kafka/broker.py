@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from txnbridge.errors import InvalidOption, TxnBridgeError
+from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -16,6 +15,7 @@ from txnbridge.spi import (
     DecisionLog,
     Identity,
     Ledger,
+    Limits,
     Outcome,
     Publisher,
     Reader,
@@ -23,15 +23,19 @@ from txnbridge.spi import (
     Status,
     Subscription,
     Token,
+    TokenState,
     Writer,
 )
 from txnbridge_kafka.admin import KafkaAdmin
+from txnbridge_kafka.backend import without_log
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import end_prepared, plain_status, prepared_status
-from txnbridge_kafka.limits import longest_transaction_ms
+from txnbridge_kafka.history import STATE_TOPIC
+from txnbridge_kafka.limits import longest_transaction_ms, message_bytes
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.opening import open_id
 from txnbridge_kafka.owner import Owner
+from txnbridge_kafka.preflight import look_at_topics
 from txnbridge_kafka.prepared import Pool
 from txnbridge_kafka.publisher import KafkaPublisher
 from txnbridge_kafka.reader import KafkaReader
@@ -53,16 +57,23 @@ class KafkaBroker(Broker):
     def __init__(self, settings: Settings, context: Context, backend: KafkaBackend, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
+        self._log = settings.log_topic(context.application)
         self._cluster = Cluster(settings, Requests(settings), Topics(settings), context.events)
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline)
-            self._longest_ms = longest_transaction_ms(self._cluster.topics, deadline)
+            overview = self._cluster.topics.overview(deadline)
+            self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
+            self._useless = look_at_topics(self._cluster, self._log, overview, deadline)
         except BaseException:
             self._cluster.requests.close()
             raise
         self.capabilities = backend.capabilities
-        self.limits = replace(backend.limits, prepared_seconds=self._longest_ms / 1000)
+        self.limits = Limits(
+            message_bytes=message_bytes(settings.client),
+            prepared_seconds=self._longest_ms / 1000,
+            prepared_transactions=settings.prepared_ids,
+        )
         self._owner: Owner | None = None
         self._pool: Pool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
@@ -75,6 +86,12 @@ class KafkaBroker(Broker):
                 f" transaction live {longest:g} s (transaction.max.timeout.ms)"
             )
 
+    def _check_topics(self, *needed: str) -> None:
+        for name in needed:
+            if name in self._useless:
+                advice = self._useless[name]
+                raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
+
     def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
         if self._owner is None:
             self._owner = Owner(identity, ledger, self._settings.prepared_ids)
@@ -83,6 +100,7 @@ class KafkaBroker(Broker):
     # --- writing --------------------------------------------------------------------------------------------------
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        self._check_topics(STATE_TOPIC, *([self._log] if identity.owned else []))
         owner = self._owner_of(identity, ledger)
         writers = [
             KafkaWriter(self._cluster, owner, f"{identity.name}.{number}", int(self._settings.timeout * 1000))
@@ -90,6 +108,8 @@ class KafkaBroker(Broker):
         ]
         if identity.owned:
             open_id(self._cluster, owner, writers, deadline)
+            if owner.denied:
+                self.capabilities = self.capabilities.but(without_log(owner.denied))
         # Without an id of its own nobody has to be fenced, and each is opened when it is first used.
         return list(writers)
 
@@ -105,7 +125,7 @@ class KafkaBroker(Broker):
         return int((self._settings.timeout + self._settings.hold) * 1000)
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        publisher = KafkaPublisher(self._settings, self._cluster.topics, deadline, self._context.events)
+        publisher = KafkaPublisher(self._settings, self._cluster.topics)
         self._publishers.add(publisher)
         return publisher
 
@@ -123,15 +143,18 @@ class KafkaBroker(Broker):
         return end_prepared(self._cluster, token, False, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        if token.prepared:
-            return prepared_status(self._cluster, token, ledger, deadline)
-        return plain_status(self._cluster.requests, ledger, token.how, deadline)
+        try:
+            if token.prepared:
+                return prepared_status(self._cluster, token, ledger, deadline)
+            return plain_status(self._cluster.requests, ledger, token.how, deadline)
+        except AccessDenied as error:
+            return Status(TokenState.UNKNOWN, reason=f"only the decision log can tell: {error}")
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:
-        return KafkaAdmin(self._settings, self._cluster.requests, self._context)
+        return KafkaAdmin(self._cluster, self._context)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
         return KafkaLog(self._settings, name, deadline, self._context.events, self._cluster.topics)

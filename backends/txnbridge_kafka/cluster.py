@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from txnbridge.spi import Emitter
+from txnbridge_kafka.offsets import Offsets
 from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
@@ -18,3 +20,8 @@ class Cluster:
     requests: Requests
     topics: Topics
     events: Emitter
+
+    @cached_property
+    def offsets(self) -> Offsets:
+        """Where partitions begin and end; its client connects when it is first needed."""
+        return Offsets(self.settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile, groupby
 from typing import Any
@@ -45,6 +45,8 @@ class Cursor:
         self.lost = ""  # why it cannot go on without being told where
         # Something was dropped that the client takes for handed out, so the client's own position says nothing.
         self.astray = False
+        # So far the client has come to an end without a message: what was aborted does not move its own position.
+        self.reached = 0
         self._first: int | None = None
         self._handed = -1
         self._times: dict[int, int] = {}
@@ -126,11 +128,10 @@ def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
     return Headers([(name, value or b"") for name, value in pairs])
 
 
-def split(batch: Sequence[Any]) -> Iterator[tuple[Partition, Sequence[Any]]]:
-    """A batch that is not empty as runs of messages of one partition."""
-    # These loops run in C: they cost a fifth of what handing out does.
-    topics, numbers = list(map(Raw.topic, batch)), list(map(Raw.partition, batch))
-    if topics.count(topics[0]) == numbers.count(numbers[0]) == len(batch):
+def split(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
+    """A batch that is not empty, from these topics, as runs of messages of one partition."""
+    # These loops run in C: they cost a tenth of what handing out does, a name twice as much as a number.
+    if len(set(map(Raw.partition, batch))) == 1 and (len(topics) == 1 or len(set(map(Raw.topic, batch))) == 1):
         yield _name(batch[0]), batch  # as it is nearly always
     else:
         for partition, run in groupby(batch, _name):

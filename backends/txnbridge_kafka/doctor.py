@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+
+from confluent_kafka.admin._metadata import TopicMetadata
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.forgotten import places, survey
+from txnbridge_kafka.history import STATE_TOPIC
+from txnbridge_kafka.limits import EPOCH_BUMPS, longest_ms
 from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.topics import OFFSETS_TOPIC
 
-_COORDINATION = ("__transaction_state", "__consumer_offsets")
+COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
 # With fewer, one broker that is lost or restarted takes committed data with it, or stops all writing.
 _COPIES, _IN_SYNC = 3, 2
 # Brokers end what is too old every ten seconds; what is older than that is not being ended.
 _LATE_MS = 30_000
-_EPOCH_BUMPS = 2
 
 
 def check_settings(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     """What the brokers allow, and what the cluster has agreed on."""
     version = cluster.requests.transaction_version(deadline)
-    if version >= _EPOCH_BUMPS:
+    if version >= EPOCH_BUMPS:
         yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
     else:
         yield Advice(
@@ -36,11 +40,11 @@ def check_settings(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
 def _times(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     settings = cluster.settings
     wanted = settings.timeout + (settings.hold or 0)
-    for number, found in cluster.topics.broker_configs(deadline).items():
+    for number, found in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
         if not found:
             text = f"this user may not see the settings of broker {number}, so nothing is said of them"
             yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
-        longest = int(found.get("transaction.max.timeout.ms", 900_000)) / 1000
+        longest = longest_ms(found) / 1000
         if longest < wanted:
             yield Advice(
                 "problem",
@@ -54,31 +58,42 @@ def check_topics(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     """How safe the topics are on which every promise stands."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
-    names = [name for name in (*_COORDINATION, *logs) if name in everything]
-    settings = cluster.topics.configs(names, deadline)
-    if _COORDINATION[0] not in names:
+    topics = {name: everything[name] for name in (*COORDINATION, *logs) if name in everything}
+    if STATE_TOPIC not in topics:
         text = "is not to be seen: nobody has used a transaction here yet, or this user may not know"
-        yield Advice("warning", _COORDINATION[0], text, "grant this user Describe on Kafka's own topics")
-    for name in names:
-        copies = min((len(each.replicas) for each in everything[name].partitions.values()), default=0)
+        yield Advice("warning", STATE_TOPIC, text, "grant this user Describe on Kafka's own topics")
+    yield from judge(topics, cluster.topics.configs(list(topics), deadline))
+
+
+def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
+    """How safe topics are, by their replicas and their settings; of settings that are not known nothing is said."""
+    for name, topic in topics.items():
+        copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
         findings = list(_weak(copies, settings[name]))
         if not findings:
             yield Advice("ok", name, f"{copies} copies, and what is stored is on {_IN_SYNC} of them")
-        for text, remedy in findings:
-            yield Advice("warning", name, text, remedy)
+        for level, text, remedy in findings:
+            yield Advice(level, name, text, remedy)
 
 
-def _weak(copies: int, settings: dict[str, str]) -> Iterator[tuple[str, str]]:
-    if copies < _COPIES:
+def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    told = settings.get("min.insync.replicas")
+    in_sync = _IN_SYNC if told is None else int(told)
+    has = f"has {'1 copy' if copies == 1 else f'{copies} copies'}"
+    if told is not None and copies < in_sync:
         yield (
-            f"has {'1 copy' if copies == 1 else f'{copies} copies'}: with the loss of a broker it may be lost",
-            f"give it {_COPIES} replicas (kafka-reassign-partitions.sh)",
+            "problem",
+            f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it",
+            "give it more replicas (kafka-reassign-partitions.sh)",
         )
-    in_sync = int(settings.get("min.insync.replicas", _IN_SYNC))
+    if copies < _COPIES:
+        text = f"{has}: with the loss of a broker it may be lost"
+        yield "warning", text, f"give it {_COPIES} replicas (kafka-reassign-partitions.sh)"
     if copies > 1 and in_sync < _IN_SYNC:
-        yield "what is stored may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
+        yield "warning", "what is stored may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
     if settings.get("unclean.leader.election.enable") == "true":
-        yield "a broker that lacks records may become leader", "set unclean.leader.election.enable=false"
+        text = "a broker that lacks records may become leader"
+        yield "warning", text, "set unclean.leader.election.enable=false"
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:

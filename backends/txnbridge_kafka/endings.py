@@ -11,7 +11,7 @@ from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
 from txnbridge_kafka.requests import Described, Requests
 
-_GONE = "its writer's id was opened again since, and no record of how it ended is left"
+_GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
 
 
 def plain_status(requests: Requests, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
@@ -43,7 +43,7 @@ def plain_status(requests: Requests, ledger: Ledger, how: Mapping[str, Any], dea
 def _is_still_ours(ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> bool:
     """Whether nobody opened the id since: then a raised epoch is that of a time-out, not of another opening."""
     if "opening" not in how:
-        return True  # an id that nobody else knows, and whose own writer records what it opens again
+        return True  # an id that nobody else knows; its own writer records what it opens again, or leaves an epoch out
     newest = ledger.newest_opening(deadline)
     return newest is not None and newest[0] == how["opening"]
 

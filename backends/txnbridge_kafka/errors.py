@@ -8,13 +8,15 @@ from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
     DeadlineExceeded,
+    Fenced,
     InvalidOption,
     NotFound,
     StorageFailed,
     TxnBridgeError,
 )
+from txnbridge.spi import Deadline
 
-_DENIED = {
+DENIED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -22,6 +24,7 @@ _DENIED = {
     KafkaError.SASL_AUTHENTICATION_FAILED,
     KafkaError._AUTHENTICATION,
 }
+_REPLACED = {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID}
 _MISSING = {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError._UNKNOWN_TOPIC,
@@ -39,7 +42,6 @@ _REFUSED = {
     KafkaError.INVALID_CONFIG,
     KafkaError.INVALID_PARTITIONS,
     KafkaError.INVALID_REPLICATION_FACTOR,
-    KafkaError.INVALID_TRANSACTION_TIMEOUT,
     KafkaError.POLICY_VIOLATION,
     KafkaError.TOPIC_EXCEPTION,
     KafkaError.INVALID_REQUEST,
@@ -66,14 +68,24 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
     if found is None:
         return BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
     code, text = found.code(), f"{what}: {found.str()} ({found.name()})"
-    if code in _DENIED:
+    if code in DENIED:
         return AccessDenied(text)
+    # Of an error that broke the client it only keeps the text.
+    if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
+        return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
     if code in _MISSING:
         return NotFound(text)
     if code in _TIMED_OUT:
         return DeadlineExceeded(text)
     if code in _STORAGE:
         return StorageFailed(text)
+    if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+        return InvalidOption(f"{text}: ask for less, or let an administrator raise transaction.max.timeout.ms")
     if code in _REFUSED:
         return InvalidOption(text)
     return BrokerUnavailable(text)
+
+
+def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
+    """An error that passes by itself, and has not by the deadline. To be raised `from` the client's own."""
+    return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")

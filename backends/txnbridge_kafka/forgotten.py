@@ -1,23 +1,30 @@
 """Transactions that have ended for their coordinator and are still open in a partition, proven before they are touched.
 
-A broker that is killed right after a commit may forget to write its markers. Readers stop there, and no time-out helps.
+A broker that is killed right after a commit may forget to write its markers. Readers stop there, no time-out helps, and
+the next abort of the same producer would take the committed messages with it. So a writer looks before its first
+message to a partition, and an administrator at any time.
 
-The proof is what the coordinator says before and after the leaders are asked: ended, and the same transaction. Without
-the second look a transaction that its writer has begun since would be taken for the forgotten one. How that one ended
-is read from the coordinator's log, because what the coordinator tells may be about a later one, elsewhere.
+An administrator's proof is what the coordinator says before and after the leaders are asked: ended, and the same
+transaction. Without the second look a transaction that its writer has begun since would be taken for the forgotten one.
+A writer's proof is its own opening of the id: it has raised the epoch, so what is open under an older one is nobody's.
+How it ended is read from the coordinator's log, because what the coordinator tells may be about a later one, elsewhere.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from txnbridge.errors import InvalidState, NotFound
+from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.history import Ending, endings
-from txnbridge_kafka.requests import ActiveProducer, Described, Requests
+from txnbridge_kafka.owner import COMMITTED, Owner, evidence_key, recorded_outcome
+from txnbridge_kafka.requests import ActiveProducer, Described
+
+_log = logging.getLogger("txnbridge")
 
 # "Empty" is an id that was opened again since.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
@@ -77,39 +84,106 @@ def mend(cluster: Cluster, id: str, deadline: Deadline) -> list[str]:
     if told.state not in _ENDED:
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
     held = _open_ones(cluster.requests.producers(_everywhere(cluster, deadline), deadline)).get(told.pid, {})
-    decided = _decided(id, held, endings(cluster, id, deadline) if held else (), told)
+    ends = last_ends(held, endings(cluster, id, deadline) if held else ())
+    if held.keys() - ends:
+        raise InvalidState(
+            f"how the transaction of {id} in {places(held.keys() - ends)} ended is not in its coordinator's log any"
+            " more: its owner may know from the decision log, and mends it before its next message there"
+        )
     if cluster.requests.describe([id], deadline).get(id) != told:
         raise InvalidState(f"{id} is in use: stop its writer first")
-    return [
-        _write(cluster.requests, told.pid, epoch, commit, where, deadline)
-        for (epoch, commit), where in sorted(decided.items())
-    ]
+    return _write(cluster, told, {where: (end.epoch, end.commit) for where, end in ends.items()}, deadline)
 
 
-def _decided(
-    id: str, held: Held, known: Sequence[Ending], told: Described
-) -> dict[tuple[int, bool], dict[Partition, ActiveProducer]]:
-    """What is held, by the epoch and the decision of its last end there: any later one would have ended it too."""
-    decided: dict[tuple[int, bool], dict[Partition, ActiveProducer]] = defaultdict(dict)
-    for partition, active in held.items():
-        # An end may raise the epoch by one, and its markers carry the new one.
-        about = [
-            each
-            for each in known
-            if each.pid == told.pid and partition in each.partitions and each.epoch - active.epoch in (0, 1)
-        ]
-        if not about:
-            raise InvalidState(
-                f"how the transaction of {id} in {places([partition])} ended is not in its coordinator's log any more:"
-                " its owner may know from the decision log, and mends it before its next message there"
+def mend_own(
+    cluster: Cluster,
+    owner: Owner,
+    opened: Described,
+    past: Described,
+    partitions: Sequence[Partition],
+    deadline: Deadline,
+) -> None:
+    """Write the markers that are missing there of earlier openings of an id that this process has opened.
+
+    `past` is what the coordinator said before that: complete, so no marker was on its way any more.
+    Raises `StorageFailed` if nobody knows how a forgotten transaction ended.
+    """
+    try:
+        asked = cluster.requests.producers(partitions, deadline)
+    except AccessDenied as error:
+        _log.warning("forgotten markers cannot be looked for without the right to read: %s", error)
+        return
+    of_id = _open_ones(asked).get(opened.pid, {})
+    held = {where: active for where, active in of_id.items() if active.epoch < opened.epoch}
+    if not held:
+        return
+    ends = _own_ends(cluster, owner, past, held, deadline)
+    with cluster.events.step("step:repair", id=opened.id, partitions=len(held)):
+        written = _write(cluster, opened, ends, deadline)
+    _log.warning("%s: the broker had forgotten markers, which are written now: %s", opened.id, ", ".join(written))
+
+
+def _own_ends(
+    cluster: Cluster, owner: Owner, past: Described, held: Held, deadline: Deadline
+) -> dict[Partition, tuple[int, bool]]:
+    """The epoch and the decision of each: as the coordinator's log has them.
+
+    Without the right to that, or if it says nothing of their time any more, as the coordinator said before the opening,
+    or as that was recorded: about another transaction of the same epoch, if other programs write under this id.
+    """
+    known: Sequence[Ending] = ()
+    try:
+        known = endings(cluster, past.id, deadline)
+    except AccessDenied as error:
+        _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
+    ends = {where: (end.epoch, end.commit) for where, end in last_ends(held, known).items()}
+    for where, active in held.items():
+        if where in ends:
+            continue
+        commit = None if _of_its_time(active, known) else _as_recorded(owner, past, active.epoch, deadline)
+        if commit is None:
+            raise StorageFailed(
+                f"{places([where])} holds an open transaction of an earlier owner of {past.id} of which nobody knows"
+                " how it ended; see `txnbridge doctor`"
             )
-        decided[about[-1].epoch, about[-1].commit][partition] = active
-    return decided
+        ends[where] = active.epoch, commit
+    return ends
 
 
-def _write(requests: Requests, pid: int, epoch: int, commit: bool, where: Held, deadline: Deadline) -> str:
-    requests.write_markers(pid, epoch, commit, list(where), deadline)
-    return f"{'commit' if commit else 'abort'} in {places(where)}"
+def _as_recorded(owner: Owner, past: Described, epoch: int, deadline: Deadline) -> bool | None:
+    if epoch == past.epoch and past.state != "Empty":
+        return past.state in COMMITTED
+    if owner.opening is None:
+        return None
+    state = recorded_outcome(owner.ledger, evidence_key(past.id, past.pid, f"epoch {epoch}"), deadline)
+    return None if state is None else state == "committed"
+
+
+def last_ends(held: Held, known: Sequence[Ending]) -> dict[Partition, Ending]:
+    """Of each partition that is held open, where it is known, the last end there: a later one would have ended it."""
+    ends: dict[Partition, Ending] = {}
+    for where, active in held.items():
+        for end in _of_its_time(active, known):
+            if where in end.partitions:
+                ends[where] = end
+    return ends
+
+
+def _of_its_time(active: ActiveProducer, known: Sequence[Ending]) -> list[Ending]:
+    # An end may raise the epoch by one, and its markers carry the new one.
+    return [end for end in known if end.pid == active.pid and end.epoch - active.epoch in (0, 1)]
+
+
+def _write(
+    cluster: Cluster, of: Described, ends: Mapping[Partition, tuple[int, bool]], deadline: Deadline
+) -> list[str]:
+    """Write markers, and say which."""
+    grouped: dict[tuple[int, bool], list[Partition]] = defaultdict(list)
+    for where, end in ends.items():
+        grouped[end].append(where)
+    for (epoch, commit), those in sorted(grouped.items()):
+        cluster.requests.write_markers(of.pid, epoch, commit, those, deadline)
+    return [f"{'commit' if commit else 'abort'} in {places(those)}" for (_, commit), those in sorted(grouped.items())]
 
 
 def places(partitions: Collection[Partition]) -> str:

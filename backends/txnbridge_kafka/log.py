@@ -21,7 +21,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
-from txnbridge_kafka.clients import AdminClient, Consumer, Producer
+from txnbridge_kafka.clients import PATIENCE, AdminClient, Consumer, Producer, ignore, result_of, seconds, settle
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, Topics
@@ -39,9 +39,6 @@ _SLICE = 0.01
 _LATE = 2.0
 # A broker that has just started answers before it knows its topics.
 _PAUSE = 0.05
-# The client now and then waits for an answer that does not come, on a connection that is sound: asking anew helps.
-_PATIENCE = 3.0
-_LEAST_SECONDS = 0.01  # the client takes no time limit of zero
 # With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
 _NOT_STORED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -73,7 +70,7 @@ class KafkaLog(DecisionLog):
         """`topics` is what others have connected already, and saves connecting once more."""
         self._settings = settings
         self._topics = topics or Topics(settings)
-        self._topic = f"{settings.prefix}log-{name}"
+        self._topic = settings.log_topic(name)
         self._lock = threading.Lock()
         self._producer: Producer | None = None
         self._readers: list[Consumer] = []  # those that nobody reads with
@@ -119,7 +116,7 @@ class KafkaLog(DecisionLog):
         return (following - 1,) if first < following else None
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        reader = self._take_reader()
+        reader = self._take_reader(deadline)
         try:
             return self._ask(
                 lambda left: reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False),
@@ -133,7 +130,7 @@ class KafkaLog(DecisionLog):
         """Ask the client, again as long as the broker is away."""
         while True:
             try:
-                return question(min(_seconds(deadline), _PATIENCE))
+                return question(min(seconds(deadline), PATIENCE))
             except KafkaException as error:
                 self._wait_for_broker(error, what, deadline)
 
@@ -180,7 +177,7 @@ class KafkaLog(DecisionLog):
         try:
             producer.produce(self._topic, record, partition=0, on_delivery=delivered)
             while not reports and not deadline.expired:
-                producer.poll(min(_SLICE, _seconds(deadline)))
+                producer.poll(min(_SLICE, seconds(deadline)))
         except KafkaException as error:
             reports.append((error.args[0], 0))  # behind the record's own report, if that came
         if not reports or reports[0][0] is not None:
@@ -223,7 +220,7 @@ class KafkaLog(DecisionLog):
             at, stop = at or (begin,), stop or (following - 1,)
         if at > stop:
             return
-        reader = self._take_reader()
+        reader = self._take_reader(deadline)
         reader.assign([self._at(at[0])])
         try:
             yield from self._records(reader, at[0], stop[0], deadline)
@@ -258,7 +255,7 @@ class KafkaLog(DecisionLog):
         """
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
-            one = reader.poll(_seconds(deadline) if late is None else min(_seconds(deadline), _seconds(late)))
+            one = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
             if one is not None:
                 return [one, *reader.consume(_READ_AT_ONCE, 0)]
         return []
@@ -273,11 +270,11 @@ class KafkaLog(DecisionLog):
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
             )
 
-    def _take_reader(self) -> Consumer:
+    def _take_reader(self, deadline: Deadline) -> Consumer:
         with self._lock:
             if self._readers:
                 return self._readers.pop()
-        return Consumer(
+        reader = Consumer(
             {
                 **self._client_settings(),
                 "group.id": LOG_GROUP,
@@ -294,6 +291,8 @@ class KafkaLog(DecisionLog):
                 "fetch.queue.backoff.ms": 5,
             }
         )
+        settle(reader, self._topic, deadline)
+        return reader
 
     def _give_back(self, reader: Consumer) -> None:
         with self._lock:
@@ -304,13 +303,16 @@ class KafkaLog(DecisionLog):
     def trim(self, before: Position, deadline: Deadline) -> None:
         _, following = self._bounds(deadline)
         admin = AdminClient(self._client_settings())
+        settle(admin, self._topic, deadline)
         wanted = self._at(min(before[0], following))
+
+        what = "dropping old records"
 
         def drop(left: float) -> None:
             (answer,) = admin.delete_records([wanted], request_timeout=left).values()
-            answer.result(left + 1)  # the client ends by itself by the deadline
+            result_of(answer, what, Deadline(left))
 
-        self._ask(drop, "dropping old records", deadline)
+        self._ask(drop, what, deadline)
 
     def close(self) -> None:
         with self._lock:
@@ -328,7 +330,7 @@ class KafkaLog(DecisionLog):
             **self._settings.client,
             "log_level": self._settings.log_level,
             "logger": _log,
-            "error_cb": _ignore,
+            "error_cb": ignore,
         }
 
     def _in_our_words(self, error: KafkaException, what: str) -> TxnBridgeError:
@@ -345,11 +347,3 @@ class KafkaLog(DecisionLog):
         if isinstance(ours, AccessDenied):
             return AccessDenied(f"{ours}; an administrator grants:{self._topics.grants(self._topic)}")
         return ours
-
-
-def _seconds(deadline: Deadline) -> float:
-    return max(deadline.left(), _LEAST_SECONDS)
-
-
-def _ignore(error: KafkaError) -> None:
-    """The log has it too, and the call that suffers from it says so."""

@@ -18,10 +18,9 @@ from confluent_kafka import (
     KafkaException,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
 
-from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.clients import AdminClient, look_at, result_of, seconds, settle
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 
@@ -37,10 +36,11 @@ _NOT_NOW = {
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.OFFSET_NOT_AVAILABLE,  # of a new leader, until it knows how far the others have come
+    KafkaError.FENCED_LEADER_EPOCH,  # the client or the broker has not heard of a new leader yet
+    KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.REQUEST_TIMED_OUT,
 }
-# The client takes no time limit of zero.
-_LEAST_SECONDS = 0.01
 
 
 class Offsets:
@@ -52,6 +52,7 @@ class Offsets:
     def __init__(self, settings: Settings) -> None:
         told: dict[str, Any] = {**settings.client, "log_level": settings.log_level, "logger": _log}
         self._client = AdminClient(told)
+        self._settled = False
 
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
         """The first offset that retention has left."""
@@ -87,7 +88,7 @@ class Offsets:
         self._client.poll(0)
         what = f"reading the positions of group {group!r}"
         answers = self._client.list_consumer_group_offsets(
-            [ConsumerGroupTopicPartitions(group, asked)], require_stable=decided, request_timeout=_seconds(deadline)
+            [ConsumerGroupTopicPartitions(group, asked)], require_stable=decided, request_timeout=seconds(deadline)
         )
         found: dict[Partition, int | None] = {}
         for each in _answer(answers[group], what, deadline).topic_partitions:
@@ -103,7 +104,7 @@ class Offsets:
         for topic in topics:
             what = f"looking for topic {topic!r}"
             try:
-                told = self._client.list_topics(topic, _seconds(deadline)).topics[topic]
+                told = look_at(self._client, deadline, topic).topics[topic]
                 if told.error is not None:
                     raise KafkaException(told.error)
             except KafkaException as error:
@@ -113,6 +114,9 @@ class Offsets:
 
     def _listed(self, partitions: Iterable[Partition], spec: Any, deadline: Deadline) -> dict[Partition, int]:
         asked = dict.fromkeys(partitions, spec)
+        if asked and not self._settled:
+            settle(self._client, next(iter(asked))[0], deadline)
+            self._settled = True
         found: dict[Partition, int] = {}
         while asked:
             found.update(self._list(asked, deadline))
@@ -131,7 +135,7 @@ class Offsets:
         answers: Mapping[TopicPartition, Future[Any]] = self._client.list_offsets(
             {TopicPartition(*partition): spec for partition, spec in asked.items()},
             isolation_level=IsolationLevel.READ_COMMITTED,
-            request_timeout=_seconds(deadline),
+            request_timeout=seconds(deadline),
         )
         found: dict[Partition, int] = {}
         for each, answer in answers.items():
@@ -149,15 +153,9 @@ class Offsets:
         return found
 
 
-def _seconds(deadline: Deadline) -> float:
-    return max(deadline.left(), _LEAST_SECONDS)
-
-
 def _answer(answer: Future[Any], what: str, deadline: Deadline) -> Any:
     try:
-        return answer.result(deadline.left())
-    except FutureTimeoutError:
-        raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
+        return result_of(answer, what, deadline)
     except KafkaException as error:
         raise translate(error, what) from error
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import OPEN, PREPARE, Owner
@@ -13,19 +16,54 @@ from txnbridge_kafka.prepared import pool_ids
 from txnbridge_kafka.requests import Described
 from txnbridge_kafka.writer import KafkaWriter, end_if_open
 
+_log = logging.getLogger("txnbridge")
+
 # Opening waits for the broker, not for this process; but each has a client with threads of its own.
 _AT_ONCE = 16
+# How many more writers than it has itself an owner looks for whom no log tells how many there were.
+_LOOKED_FOR = 64
 
 
 def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
-    """Say in the log that the id is ours, end what is left of older owners, and open every writer."""
-    before = owner.open(len(writers), deadline)
-    _end_unprepared(cluster, owner, int(before.get("prepared_ids", 0)), deadline)
+    """Say in the log that the id is ours, end what is left of older owners, and open every writer.
+
+    Without the right to the log the broker alone fences; the owner says what that leaves open.
+    """
+    before: Mapping[str, Any] = {}
+    try:
+        before = owner.open(len(writers), deadline)
+    except AccessDenied as error:
+        owner.go_on_without_log(error)
+    _tell_of_the_living(cluster, owner, writers, before, deadline)
+    if owner.denied:
+        # What an older owner prepares or has prepared cannot be told apart, so it is left alone.
+        more = range(len(writers), len(writers) + _LOOKED_FOR)
+        leftovers = list(cluster.requests.describe([f"{owner.name}.{number}" for number in more], deadline))
+    else:
+        _end_unprepared(cluster, owner, int(before.get("prepared_ids", 0)), deadline)
+        leftovers = [f"{owner.name}.{number}" for number in range(len(writers), int(before.get("writers", 0)))]
     _all_at_once(lambda writer: _open(cluster, owner, writer, deadline), writers)
     # Of an owner with more writers than we have: nobody opens those, so they are fenced without a client.
-    ours = {writer.id for writer in writers}
-    older = [f"{owner.name}.{number}" for number in range(int(before.get("writers", 0)))]
-    _all_at_once(lambda id: _fence(cluster, owner, id, deadline), [id for id in older if id not in ours])
+    _all_at_once(lambda id: _fence(cluster, owner, id, deadline), leftovers)
+
+
+def _tell_of_the_living(
+    cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], before: Mapping[str, Any], deadline: Deadline
+) -> None:
+    """Warn of an older owner that is in a transaction. Of one that is not, nobody knows whether it is alive."""
+    now = time.time() * 1000
+    for found in cluster.requests.describe([writer.id for writer in writers], deadline).values():
+        if found.state == OPEN and found.start is not None:
+            opened = f", which opened it {_age(now, before['at'])}" if "at" in before else ""
+            _log.warning(
+                "%s: an older owner (%s%s) has begun a transaction on %s %s: it is alive, or died in it. It is shut out"
+                " now, and the transaction is aborted",
+                *(owner.name, before.get("host") or "its host is not known", opened, found.id, _age(now, found.start)),
+            )
+
+
+def _age(now: float, then: int) -> str:
+    return f"{max(0.0, now - then) / 1000:.0f} s ago"
 
 
 def _open(cluster: Cluster, owner: Owner, writer: KafkaWriter, deadline: Deadline) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from txnbridge.errors import EvidenceLost, Fenced
+from txnbridge.errors import AccessDenied, EvidenceLost, Fenced
 from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
 from txnbridge_kafka.requests import Described
 
@@ -16,6 +18,8 @@ ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
 OPEN = "Ongoing"
 # Nothing will change by itself any more.
 SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
+
+_log = logging.getLogger("txnbridge")
 
 # Kinds of ledger records. "prepare" has a meaning for the ledger itself.
 PREPARE, OUTCOME = "prepare", "outcome"
@@ -29,6 +33,7 @@ class Owner:
         self.ledger = ledger
         self.prepared_ids = prepared_ids
         self.opening: str | None = None
+        self.denied = ""  # what an administrator has to grant, where the id was opened without the log
         self._lock = threading.Lock()
 
     @property
@@ -48,13 +53,31 @@ class Owner:
                 "writers": max(writers, int(before.get("writers", 0))),
                 "prepared_ids": max(self.prepared_ids, int(before.get("prepared_ids", 0))),
                 "host": self.identity.host,
+                "at": int(time.time() * 1000),
             }
             self.opening = self.ledger.opened(about, deadline)
             return before
 
+    def go_on_without_log(self, error: AccessDenied) -> None:
+        """Own the id as far as the broker itself can tell, and say what that does not promise.
+
+        For good, also if the right is granted meanwhile: to say only later that the id was opened would shut out
+        whoever has opened it since.
+        """
+        self.denied = str(error)
+        _log.warning(
+            "%s was opened without its decision log, which this user may not use. The broker fences older owners all"
+            " the same, but one that may use the log can take the id back, and what that is preparing is not ended. A"
+            " transaction whose time is over at the broker looks like a newer owner: it stops this one. Nothing can be"
+            " prepared, and how a transaction ended is unknown once its writer was opened again. What gives all of it"
+            " back: %s",
+            self.name,
+            error,
+        )
+
     def open_once(self, deadline: Deadline) -> None:
         """An id that the bridge made up for itself is opened when something has to be recorded about it."""
-        if self.opening is None:
+        if self.opening is None and not self.denied:
             self.open(0, deadline)
 
     def check(self, deadline: Deadline) -> None:

@@ -66,7 +66,7 @@ class PreparedWriter(KafkaWriter):
     def prepare(self, deadline: Deadline) -> None:
         assert self._producer is not None and self._opened is not None
         opened = self._opened
-        nothing = not self._messages and not self._acks
+        nothing = not self.messages and not self._acks
         self._store(self._producer, deadline)
         if nothing:
             # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
@@ -130,17 +130,25 @@ class Pool:
     def take(self, deadline: Deadline) -> PreparedWriter:
         """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
         self._owner.open_once(deadline)
-        while True:
-            with self._lock:
-                writer = self._ready.popleft() if self._ready else None
-            writer = writer or self._open_one(deadline)
-            if writer is not None:
-                break
+        writer, oldest = self._take_or_open(deadline), None
+        while writer is None:
+            # While there is time: the caller has to learn what he may end.
+            oldest = self._oldest(deadline) or oldest
             if deadline.left() <= _LOOK_SECONDS:
-                raise DeadlineExceeded(self._all_taken(deadline))
+                raise DeadlineExceeded(self._all_taken(oldest))
             time.sleep(_LOOK_SECONDS)
+            try:
+                writer = self._take_or_open(deadline)
+            except DeadlineExceeded as error:
+                raise DeadlineExceeded(self._all_taken(oldest)) from error
         self._open_ahead()
         return writer
+
+    def _take_or_open(self, deadline: Deadline) -> PreparedWriter | None:
+        """A writer on a fresh id; None if every id holds an unresolved transaction."""
+        with self._lock:
+            writer = self._ready.popleft() if self._ready else None
+        return writer or self._open_one(deadline)
 
     def release(self, writer: PreparedWriter) -> None:
         with self._lock:
@@ -218,14 +226,22 @@ class Pool:
             return id, found
         return None
 
-    def _all_taken(self, deadline: Deadline) -> str:
-        text = f"all {len(self._ids)} ids for prepared transactions of {self._owner.name} hold unresolved ones"
+    def _oldest(self, deadline: Deadline) -> Token | None:
+        """The oldest that is unresolved, as far as that can be told now."""
         try:
-            oldest = next(iter(self._owner.ledger.entries(PREPARE, deadline)), None)
-        except TxnBridgeError:
-            oldest = None
+            described = self._cluster.requests.describe(self._ids, deadline).items()
+            unresolved = {(id, found.pid, found.start) for id, found in described if found.state == OPEN}
+            for entry in self._owner.ledger.entries(PREPARE, deadline):
+                if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:
+                    return token_of(entry, self._cluster, deadline)
+        except TxnBridgeError as error:
+            _log.debug("which prepared transaction is the oldest cannot be told: %s", error)
+        return None
+
+    def _all_taken(self, oldest: Token | None) -> str:
+        text = f"all {len(self._ids)} ids for prepared transactions of {self._owner.name} hold unresolved ones"
         if oldest is not None:
-            text += f"; the oldest known is {token_of(oldest, self._cluster, deadline)}"
+            text += f"; the oldest is {oldest}"
         return f"{text}: commit or abort some, or connect with a larger prepared_ids"
 
 

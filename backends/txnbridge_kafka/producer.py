@@ -9,10 +9,10 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from txnbridge.errors import DeadlineExceeded, InvalidOption
+from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
-from txnbridge_kafka.clients import Producer
-from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.clients import LEAST_SECONDS, look_at, make_producer, seconds, settle
+from txnbridge_kafka.errors import kafka_error, too_late, translate
 from txnbridge_kafka.settings import Settings
 
 _log = logging.getLogger("txnbridge.kafka.client")
@@ -20,12 +20,10 @@ _log.addHandler(logging.NullHandler())  # a program that configures no logging i
 
 # The least that librdkafka and a broker take.
 LEAST_TIMEOUT_MS = 1000
-# Bounds what waits in this process for a slow broker; a sender then waits for room.
-_BUFFER_KBYTES = 64 * 1024
-# A call with less time than this could not even be answered by a broker on this machine.
-_LEAST_SECONDS = 0.01
 # No request of a transaction can be on a connection that was never made.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
+# Errors that only say that the transaction has failed before, and not why.
+_CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 
 
 # What the client makes of syslog's levels.
@@ -65,52 +63,37 @@ class TransactionalProducer:
     def __init__(self, settings: Settings, id: str, timeout_ms: int) -> None:
         self.id = id
         self.timeout_ms = timeout_ms
+        self._log_topic = settings.log_topic(settings.application)
         self.failures: list[KafkaError] = []
         self.watch = Watch(settings.log_level)
-        failed = self.failures.append
-
-        def delivered(error: KafkaError | None, message: object) -> None:
-            # A closure over the list and not a method: through a method the producer would be part of a cycle, live on
-            # after `drop` until the next garbage collection, and keep its connections.
-            if error is not None:
-                failed(error)
-
-        try:
-            self._client = Producer(
-                {
-                    "queue.buffering.max.kbytes": _BUFFER_KBYTES,
-                    **settings.client,
-                    **settings.producer,
-                    "transactional.id": id,
-                    "transaction.timeout.ms": timeout_ms,
-                    "message.timeout.ms": timeout_ms,
-                    "partitioner": "murmur2_random",
-                    "on_delivery": delivered,
-                    "delivery.report.only.error": True,
-                    # With less the client would not say that a connection dropped.
-                    "log_level": 6,
-                    "log.connection.close": True,
-                    "logger": self.watch,
-                    "error_cb": _ignore,  # the log has it too
-                }
-            )
-        except KafkaException as error:
-            raise InvalidOption(f"the client refuses these settings: {error.args[0].str()}") from error
+        own = {
+            "transactional.id": id,
+            "transaction.timeout.ms": timeout_ms,
+            "message.timeout.ms": timeout_ms,
+            # With less the client would not say that a connection dropped.
+            "log_level": 6,
+            "log.connection.close": True,
+            "logger": self.watch,
+        }
+        self._client = make_producer(settings, self.failures.append, own)
         self.produce: Callable[..., None] = self._client.produce
         self.poll: Callable[[float], int] = self._client.poll
 
     def look_at(self, topic: str, deadline: Deadline) -> None:
         """Let the client know a topic's partitions, of which it would otherwise learn within a minute."""
         try:
-            self._client.list_topics(topic, max(deadline.left(), _LEAST_SECONDS))
+            look_at(self._client, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
 
     def open(self, deadline: Deadline) -> None:
         """Take the id: whoever held it is fenced, and what it left open is aborted."""
+        settle(self._client, self._log_topic, deadline)
         error = self._until_done(self._client.init_transactions, deadline)
         if error is not None:
-            raise translate(error, f"opening the transactional id {self.id}") from KafkaException(error)
+            what = f"opening the transactional id {self.id}"
+            found = too_late(error, what, deadline) if error.retriable() else translate(error, what)
+            raise found from KafkaException(error)
 
     def begin(self) -> KafkaError | None:
         try:
@@ -122,21 +105,38 @@ class TransactionalProducer:
     def flush(self, deadline: Deadline) -> KafkaError | None:
         """Send what waits. Raises `DeadlineExceeded` if the broker has not taken all of it in time."""
         try:
-            left = self._client.flush(max(deadline.left(), _LEAST_SECONDS))
+            left = self._client.flush(seconds(deadline))
         except (KafkaException, SystemError) as error:
             return _require(error)
         if left:
             raise DeadlineExceeded(f"{left} messages were not stored within {deadline.seconds:g} s")
-        return self.failures[0] if self.failures else None
+        return self._first_failure()
+
+    def wait(self, seconds: float) -> KafkaError | None:
+        """Let the broker take what it can for a moment; the first thing that has gone wrong."""
+        try:
+            self.poll(seconds)
+        except (KafkaException, SystemError) as error:
+            return _require(error)
+        return self._first_failure()
+
+    def _first_failure(self) -> KafkaError | None:
+        return self.cause(self.failures[0]) if self.failures else None
 
     def send_offsets(self, offsets: list[Any], group: object, deadline: Deadline) -> KafkaError | None:
-        return self._until_done(lambda left: self._client.send_offsets_to_transaction(offsets, group, left), deadline)
+        error = self._until_done(lambda left: self._client.send_offsets_to_transaction(offsets, group, left), deadline)
+        return error and self.cause(error)
 
     def commit(self, deadline: Deadline) -> KafkaError | None:
         return self._until_done(self._client.commit_transaction, deadline)
 
     def abort(self, deadline: Deadline) -> KafkaError | None:
         return self._until_done(self._client.abort_transaction, deadline)
+
+    def cause(self, error: KafkaError) -> KafkaError:
+        """Why the transaction failed, for an error that only says that it did; any other error as it is."""
+        # One that has failed may not begin, and says why. Nothing is sent.
+        return (self.begin() or error) if error.code() in _CONSEQUENCES else error
 
     def doubt(self) -> str:
         """Why this producer should not be used for another transaction; empty if nothing speaks against it.
@@ -159,7 +159,7 @@ class TransactionalProducer:
         """Call again as long as the client says that this helps, and there is time; the last error."""
         while True:
             try:
-                call(max(deadline.left(), _LEAST_SECONDS))
+                call(seconds(deadline))
             except (KafkaException, SystemError) as raised:
                 error = _require(raised)
                 if not error.retriable() or deadline.expired:
@@ -171,7 +171,7 @@ class TransactionalProducer:
     def _serve(self) -> None:
         # An abort that waits for deliveries needs their reports served. A fatal error comes again with the call itself.
         with suppress(KafkaException, SystemError):
-            self.poll(_LEAST_SECONDS)
+            self.poll(LEAST_SECONDS)
 
 
 def _require(error: BaseException) -> KafkaError:
@@ -179,7 +179,3 @@ def _require(error: BaseException) -> KafkaError:
     if found is None:
         raise error
     return found
-
-
-def _ignore(error: KafkaError) -> None:
-    pass

@@ -21,16 +21,16 @@ from txnbridge.errors import (
     InvalidState,
     NotSupported,
     PositionLost,
+    TxnBridgeError,
 )
-from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
-from txnbridge_kafka.clients import Consumer
+from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
+from txnbridge_kafka.clients import Consumer, settle
 from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.offsets import Offsets, is_passing
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.work import Work
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
@@ -41,8 +41,12 @@ SHORT_CALL = 10.0
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
 _LOOK_SECONDS = 3.0
-# What one poll hands out at most: much more takes twice the time a message, because it leaves the processor's cache.
-_MOST_MESSAGES = 1000
+# The client's messages are made ours in pieces of so many: many more at once take longer a message, because they leave
+# the processor's cache.
+_PIECE = 1000
+# One poll goes on with what the client has at hand until it has so many bytes of values, a quarter of the client's own
+# buffer: nobody asks for 10,000 messages in order to hold as many megabytes.
+_ENOUGH_BYTES = 16 * 2**20
 
 _DENIED_OR_GONE = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
@@ -97,10 +101,12 @@ class KafkaReader(Reader):
         self._cursors: dict[Partition, Cursor] = {}
         self._paused: set[Partition] = set()
         self._kept: deque[BaseException] = deque()  # raised in a callback or found among messages, for the next poll
+        self._broken: TxnBridgeError | None = None  # why the client will never read again
         self._work: Work[Any] | None = None
         self._committing: Committing | None = None
         self._closed = False
         self._look_at = 0.0
+        self._left = 0  # how many times partitions have left
         self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
         self._counts = {topic: topics.partitions(topic, deadline) for topic in subscription.topics}
@@ -120,6 +126,9 @@ class KafkaReader(Reader):
             raise
 
     def _begin_alone(self, deadline: Deadline) -> None:
+        for topic in self._counts:
+            # A client that is connected does not look for an assigned topic that it does not know for up to a second.
+            settle(self._client, topic, deadline)
         partitions = [(topic, number) for topic, count in self._counts.items() for number in range(count)]
         cursors = {partition: self._add(partition) for partition in partitions}
         if isinstance(self._subscription.start, int):
@@ -147,10 +156,12 @@ class KafkaReader(Reader):
             lost = next((c.lost for c in self._cursors.values() if c.lost and not c.paused), "")
             wait = 0.0 if lost else min(deadline.left(), _IDLE_SECONDS if self._work is None else _BUSY_SECONDS)
             batch, self._ahead = self._ahead, []
-            room = min(max_messages, _MOST_MESSAGES) - len(batch)
+            room = min(max_messages, _PIECE) - len(batch)
             if room > 0:
                 batch += self._read(room, 0.0 if batch else wait)
             messages = self._hand_out(batch)
+            if messages and len(batch) == _PIECE < max_messages:
+                messages = self._add_what_is_there(messages, max_messages, sum(map(len, batch)))
             if messages:
                 self._renew_context()
                 return messages
@@ -160,9 +171,26 @@ class KafkaReader(Reader):
                 self._raise_kept()
                 return []
 
+    def _add_what_is_there(self, messages: list[Message], max_messages: int, size: int) -> list[Message]:
+        """The same messages and what the client has at hand behind them."""
+        left = self._left
+        while len(messages) < max_messages and size < _ENOUGH_BYTES and not self._kept:
+            batch = self._read(min(_PIECE, max_messages - len(messages)), 0)
+            if not batch:
+                break
+            size += sum(map(len, batch))
+            messages += self._hand_out(batch)
+        if self._left == left:
+            return messages
+        # A partition left meanwhile: what was read of it comes again where it is now.
+        here = {(*partition, cursor.source) for partition, cursor in self._cursors.items()}
+        return [message for message in messages if (message.topic, message.partition, message.source) in here]
+
     def _raise_kept(self) -> None:
         if self._kept:
             raise self._kept.popleft()
+        if self._broken is not None:
+            raise self._broken
 
     def _read(self, limit: int, wait: float) -> list[Any]:
         """What the client has, else what comes first within that time."""
@@ -185,7 +213,7 @@ class KafkaReader(Reader):
                     self._note(error, message)
             batch = [message for message in batch if message.error() is None]
         messages: list[Message] = []
-        for partition, run in split(batch) if batch else ():
+        for partition, run in split(batch, self._subscription.topics) if batch else ():
             cursor = self._cursors.get(partition)
             if cursor is None:
                 continue  # it has left meanwhile
@@ -204,12 +232,18 @@ class KafkaReader(Reader):
     def _note(self, error: KafkaError, message: Any) -> None:
         """An error that came instead of a message."""
         partition = message.topic(), message.partition()
-        if error.code() in _OUT_OF_RANGE:
-            cursor = self._cursors.get(partition)
+        cursor = self._cursors.get(partition)
+        if error.code() == KafkaError._PARTITION_EOF:
+            if cursor is not None and cursor.settled:
+                cursor.reached = message.offset()
+        elif error.code() in _OUT_OF_RANGE:
             # It may be older than a seek.
             if cursor is not None and cursor.settled and message.offset() >= (cursor.next or 0):
                 cursor.unsettle(Wish(refused=cursor.next))
-        elif error.code() in _DENIED_OR_GONE or error.fatal():
+        elif error.code() == KafkaError._FATAL:
+            self._broken = translate(error, f"reading in group {self._context.group!r}")
+            self._broken.__cause__ = KafkaException(error)
+        elif error.code() in _DENIED_OR_GONE:
             cause = KafkaException(error)
             self._keep(translate(cause, f"reading {partition[0]}"), cause)
         else:
@@ -347,6 +381,7 @@ class KafkaReader(Reader):
         for cursor in touched:
             cursor.placed = True
             cursor.astray = False
+            cursor.reached = 0
         for cursor in cursors:
             cursor.settled = True
         self._pause([cursor for cursor in touched if cursor.paused])
@@ -407,6 +442,7 @@ class KafkaReader(Reader):
         before: Callable[[Sequence[Partition]], None] | None = None,
         after: Callable[[Sequence[Partition]], None] | None = None,
     ) -> None:
+        self._left += 1
         try:
             names = [(each.topic, each.partition) for each in partitions]
             told = [name for name in names if name in self._cursors and self._cursors[name].told]
@@ -515,7 +551,8 @@ class KafkaReader(Reader):
         if cursor.settled and not cursor.astray and stands >= (cursor.next or 0):
             # Nothing is outstanding, so it stands where the client is: that passes over markers and what was aborted.
             ahead = [each.offset() for each in self._ahead if (each.topic(), each.partition()) == cursor.partition]
-            stands = max(stands, ahead[0] if ahead else self._client.position([cursor.at_next()])[0].offset)
+            client = ahead[0] if ahead else self._client.position([cursor.at_next()])[0].offset
+            stands = max(stands, cursor.reached, client)
         return max(0, end - stands)
 
     def ack_context(self) -> AckContext:
@@ -559,6 +596,8 @@ def _connect(settings: Settings, subscription: Subscription, on_commit: Callable
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
+                # Whoever reads without a group reads up to an end, mostly, and behind it may be no message for long.
+                "enable.partition.eof": subscription.group is None,
                 "on_commit": on_commit,
                 "allow.auto.create.topics": False,
                 "log_level": settings.log_level,

@@ -32,6 +32,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.limits import EPOCH_BUMPS
 from txnbridge_kafka.security import OAuthTokens
 from txnbridge_kafka.settings import Settings
 
@@ -93,8 +94,6 @@ _UNKNOWN_TOPIC = 3
 _DENIED = {29, 30, 31, 53}
 _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 
-# The version that a coordinator must have finalised before EndTxn 5 is promised to work.
-_EPOCH_BUMPS = 2
 # A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
 _PATIENCE = 5.0
 # A log-in on a busy machine takes tenths of a second.
@@ -407,7 +406,9 @@ class Requests:
                 advice = self._advice if isinstance(error, errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error
             time.sleep(min(pause, deadline.left()))
-        raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s: {reason}") from cause
+        raise DeadlineExceeded(
+            f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
+        ) from cause
 
     def _patience(self, deadline: Deadline) -> float:
         """How long one attempt may take; where there are other servers, so that time is left for another one."""
@@ -558,7 +559,7 @@ class _Line:
         """Whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
         if node not in self._levels:
             self._levels[node] = await self.transaction_version(node)
-        return self._levels[node] >= _EPOCH_BUMPS
+        return self._levels[node] >= EPOCH_BUMPS  # only then EndTxn 5 is promised to work
 
 
 def _features() -> Any:

@@ -39,6 +39,10 @@ class Settings:
 
     advice: str = ""  # what to check when no connection comes about
 
+    def log_topic(self, name: str) -> str:
+        """The topic of a decision log."""
+        return f"{self.prefix}log-{name}"
+
     def __reduce__(self) -> Any:
         raise TypeError("settings hold secrets; they are not pickled")
 
@@ -218,6 +222,9 @@ def _defaults(timeout: float) -> dict[str, str]:
         "client.id": "txnbridge",
         "socket.timeout.ms": patience,
         "socket.connection.setup.timeout.ms": patience,
+        # Half of it passes between a new client's learning of the brokers and its connecting to one of them: with the
+        # client's own 100 ms that is most of the time that opening an id takes. It doubles with each attempt.
+        "reconnect.backoff.ms": "20",
         # The client's own ten seconds between two attempts are too long for a deadline of thirty.
         "reconnect.backoff.max.ms": "1000",
         # Before the broker closes an idle connection (ten minutes), which could meet a request that is on its way.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin._config import ConfigResource
-from confluent_kafka.admin._metadata import TopicMetadata
+from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, NotFound
+from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.clients import AdminClient
+from txnbridge_kafka.clients import AdminClient, ignore, look_at, result_of, seconds
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 
@@ -40,11 +40,11 @@ _COPIES = 3
 # Topics of Kafka's own, which makes them itself.
 _KAFKAS_OWN = "__"
 
-# Less could not be answered by a broker on this machine; the client takes 0 for "at once".
-_LEAST_SECONDS = 0.01
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
 _LOOK_SECONDS = 0.02
+# One that lives answers within milliseconds.
+_BROKER_SECONDS = 2.0
 _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
@@ -66,20 +66,29 @@ class Topics:
 
         If it has less than `at_least`, it is asked again for a moment: partitions may have been added just now.
         """
+        count = self.count(topic, deadline)
+        # From the first answer on: it may itself take longer than that.
         sure_at = time.monotonic() + _SURE_SECONDS
-        while True:
-            count = self.count(topic, deadline)
-            if count >= at_least or time.monotonic() >= sure_at or deadline.expired:
-                break
-            if not count and self._may_create(topic) and sure_at < deadline.at:
-                self.create(topic, self._settings.create_topics, deadline)
-                sure_at = deadline.at
+        if not count and self._may_create(topic):
+            self.create(topic, self._settings.create_topics, deadline)
+            sure_at = deadline.at
+        while count < at_least and time.monotonic() < sure_at and not deadline.expired:
             time.sleep(_LOOK_SECONDS)
+            count = self.count(topic, deadline)
         if not count:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with:"
                 f" txnbridge topics create {topic} --partitions N --url kafka://{self._settings.bootstrap}"
             )
+        return count
+
+    def require(self, topic: str, partition: int | None, deadline: Deadline) -> int:
+        """As `partitions`, for a message to this one, or to any. Raises `NotFound` also for a missing partition."""
+        if partition is not None and partition < 0:
+            raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
+        count = self.partitions(topic, deadline, at_least=(partition or 0) + 1)
+        if partition is not None and partition >= count:
+            raise NotFound(f"{topic} has {count} partitions, so there is no partition {partition}")
         return count
 
     def _may_create(self, topic: str) -> bool:
@@ -88,7 +97,7 @@ class Topics:
     def count(self, topic: str, deadline: Deadline) -> int:
         """How many partitions a broker says that a topic has; 0 if it knows none of that name."""
         what = f"looking at topic {topic!r}"
-        found = self._asked(lambda left: self._admin().list_topics(topic, timeout=left), deadline, what).topics[topic]
+        found = self._asked(lambda: look_at(self._admin(), deadline, topic), deadline, what).topics[topic]
         if found.error is None or found.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
             return len(found.partitions)
         if found.error.code() in _MISSING:
@@ -98,13 +107,18 @@ class Topics:
 
     def all(self, deadline: Deadline) -> dict[str, TopicMetadata]:
         """Every topic, with its partitions and their replicas."""
-        found = self._asked(lambda left: self._admin().list_topics(timeout=left), deadline, "listing topics")
-        return dict(found.topics)
+        return dict(self.overview(deadline).topics)
 
     def brokers(self, deadline: Deadline) -> list[int]:
         """The numbers of the living brokers."""
-        found = self._asked(lambda left: self._admin().list_topics(timeout=left), deadline, "listing brokers")
-        return sorted(found.brokers)
+        return sorted(self.overview(deadline).brokers)
+
+    def overview(self, deadline: Deadline) -> ClusterMetadata:
+        """The living brokers and every topic, by one question."""
+        found: ClusterMetadata = self._asked(
+            lambda: look_at(self._admin(), deadline), deadline, "listing brokers and topics"
+        )
+        return found
 
     def create(
         self,
@@ -189,11 +203,19 @@ class Topics:
         """The settings in effect of topics; of one that this user may not look into, none."""
         return self._settings_of([ConfigResource(ResourceType.TOPIC, topic) for topic in topics], deadline)
 
-    def broker_configs(self, deadline: Deadline) -> dict[str, dict[str, str]]:
-        """The settings in effect of every broker; of one that this user may not look into, none."""
+    def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
+        """The settings in effect of brokers; of one that this user may not look into, none.
+
+        Without those that do not answer soon, unless none does: a cluster counts one that died for some seconds more.
+        """
+        asked = list(brokers)
         found: dict[str, dict[str, str]] = {}
-        for number in self.brokers(deadline):  # the client takes one broker at a time
-            found.update(self._settings_of([ConfigResource(ResourceType.BROKER, str(number))], deadline))
+        while asked and not found:
+            deadline.check("asking brokers for their settings")
+            for number in asked:  # the client takes one at a time
+                with suppress(BrokerUnavailable):
+                    soon = Deadline(min(_BROKER_SECONDS, deadline.left()))
+                    found.update(self._settings_of([ConfigResource(ResourceType.BROKER, str(number))], soon))
         return found
 
     def _settings_of(self, resources: list[ConfigResource], deadline: Deadline) -> dict[str, dict[str, str]]:
@@ -201,12 +223,12 @@ class Topics:
             return {}
         what = "asking for settings"
         asked = self._asked(
-            lambda left: self._admin().describe_configs(resources, request_timeout=left), deadline, what
+            lambda: self._admin().describe_configs(resources, request_timeout=seconds(deadline)), deadline, what
         )
         found = {}
         for resource, answer in asked.items():
             try:
-                entries = _wait(answer, deadline)
+                entries = result_of(answer, what, deadline)
             except KafkaException as error:
                 if _code(error) not in (*_DENIED, *_MISSING):
                     raise translate(error, what) from error
@@ -218,15 +240,15 @@ class Topics:
         with self._lock:
             if self._client is None:
                 # Nobody polls it, so its lines would pile up; its errors say the same.
-                told = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": _ignore}
+                told = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
                 self._client = AdminClient(told)
             return self._client
 
-    def _asked(self, ask: Callable[[float], Any], deadline: Deadline, what: str) -> Any:
+    def _asked(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
         """One call of the client; an error that passes by itself is asked again until the deadline."""
         while True:
             try:
-                return ask(max(deadline.left(), _LEAST_SECONDS))
+                return ask()
             except KafkaException as error:
                 refused = translate(error, what)
                 if not _passes(error):
@@ -244,10 +266,10 @@ class Topics:
     def _each(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
         """A call that answers for each item, until all are done. Raises the client's own error."""
         while True:
-            left = max(deadline.left(), _LEAST_SECONDS)
+            left = seconds(deadline)
             try:
                 for answer in call(items, operation_timeout=left, request_timeout=left).values():
-                    _wait(answer, deadline)
+                    result_of(answer, what, deadline)
                 return
             except KafkaException as error:
                 if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
@@ -255,18 +277,9 @@ class Topics:
             time.sleep(_LOOK_SECONDS)
 
 
-def _ignore(error: KafkaError) -> None:
-    """What the client reports besides; the call that it is about says it too."""
-
-
 def _in_sync(copies: int) -> dict[str, str]:
     """So many that one broker may be away, and of three copies two have a record before it counts."""
     return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
-
-
-def _wait(answer: Future[Any], deadline: Deadline) -> Any:
-    # The client ends by itself by the deadline; it looks at its clock a few times a second.
-    return answer.result(deadline.left() + 1)
 
 
 def _code(error: KafkaException) -> int:

@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 
 HERE = Path(__file__).parent
 
 
-# The walk of the suite that every run takes; here each takes minutes, because each step starts clients anew.
+# The one walk of the suite that needs no --full; here each takes minutes, because each step starts clients anew.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
 
-# Readers are tested with one way to share partitions in every run; processors, and all readers with --full, with each.
+# Readers are tested with one way to share partitions, processors, and all readers with --full, with each.
 OTHER_PROTOCOLS = re.compile(r"\b(eager|consumer)\b")
 
 
@@ -27,12 +28,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # Tests wait for dead members of groups to be noticed and for readers to learn of new partitions.
-SOON = "session.timeout.ms=2000&heartbeat.interval.ms=300&topic.metadata.refresh.interval.ms=1000"
+SOON = "session.timeout.ms=6000&heartbeat.interval.ms=300&topic.metadata.refresh.interval.ms=1000"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def topics_go_with_their_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A broker of thousands of topics takes ten times as long to come back, and on a busy machine is away now and then
+    until it has worked them all through.
+    """
+    of_module = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    if not any("kafka_broker" in item.fixturenames for item in of_module):
+        yield
+        return
+    broker: brokers.Broker = request.getfixturevalue("kafka_broker")
+    yield
+    admin = AdminClient({"bootstrap.servers": broker.url.removeprefix("kafka://")})
+    topics = [topic for topic in admin.list_topics(timeout=30).topics if not topic.startswith("__")]
+    if topics:
+        for deleted in admin.delete_topics(topics, request_timeout=60).values():
+            deleted.result()
 
 
 @pytest.fixture(scope="session")
-def txnbridge_url(kafka_broker: brokers.Broker) -> str:
-    return f"{kafka_broker.url}?{SOON}"
+def kafka_under_test(kafka_broker: brokers.Broker) -> brokers.Broker:
+    """The broker of `txnbridge_url` and `kill_broker`; a folder of tests may override it."""
+    return kafka_broker
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(kafka_under_test: brokers.Broker) -> str:
+    return f"{kafka_under_test.url}?{SOON}"
 
 
 @pytest.fixture
@@ -41,10 +68,10 @@ def side_by_side() -> int:
 
 
 @pytest.fixture
-def kill_broker(kafka_broker: brokers.Broker) -> Callable[[], object]:
+def kill_broker(kafka_under_test: brokers.Broker) -> Callable[[], object]:
     def kill_and_start() -> None:
-        kafka_broker.kill()
-        kafka_broker.start()
+        kafka_under_test.kill()
+        kafka_under_test.start()
 
     return kill_and_start
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
+from unittest.mock import create_autospec
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
@@ -17,30 +19,34 @@ from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionTy
 from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
-from txnbridge_conformance.brokers.plugin import StartKafka
+from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_kafka import forgotten, history
 from txnbridge_kafka.admin import KafkaAdmin, owner_of
+from txnbridge_kafka.clients import result_of
+from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.requests import Described, Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
 
 import txnbridge
 from tests.brokers.kit import state
+from tests.in_time import takes
 from txnbridge import Bridge, Outcome
 from txnbridge._events import Emitter
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     InvalidOption,
     InvalidState,
     NotFound,
     StorageFailed,
 )
-from txnbridge.spi import Advice, Context, Deadline, Decision, OpenTransaction
+from txnbridge.spi import Advice, Context, Deadline, Decision, Ledger, OpenTransaction
 
 LONG = 30.0
-LATE = 2.0
+LATE = 5.0
 _numbers = count(1)
 _silent = logging.getLogger("tests.kafka.librdkafka")
 _silent.addHandler(logging.NullHandler())
@@ -103,6 +109,13 @@ def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> Settin
     return replace(settings, **changes)
 
 
+def no_ledger(application: str, id: str) -> Ledger:
+    """For what other tests have left open on the same broker."""
+    ledger = create_autospec(Ledger, instance=True)
+    ledger.entries.return_value = []
+    return cast(Ledger, ledger)
+
+
 @pytest.fixture
 def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
     """An administrator without a bridge, and so without decision logs."""
@@ -111,8 +124,8 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
     def make(broker: brokers.Broker | faults.Proxy = kafka_broker, **changes: Any) -> KafkaAdmin:
         settings = settings_of(broker, **changes)
         opened.append(Requests(settings))
-        context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0)
-        return KafkaAdmin(settings, opened[-1], context)
+        context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0, ledger=no_ledger)
+        return KafkaAdmin(Cluster(settings, opened[-1], Topics(settings), context.events), context)
 
     yield make
     for requests in opened:
@@ -175,6 +188,15 @@ def visible(broker: brokers.Broker, topic: str) -> list[bytes | None]:
 
 def listed(bridge: Bridge, id: str) -> list[OpenTransaction]:
     return [one for one in bridge.admin.transactions() if one.transactional_id == id]
+
+
+def test_administering_makes_no_connections_beside_the_bridges_own(bridge, monkeypatch):
+    def refuse(settings: object) -> None:
+        raise AssertionError("another client")
+
+    monkeypatch.setattr("txnbridge_kafka.topics.AdminClient", refuse)
+    for _ in range(2):
+        assert bridge.admin.topics(internal=True)
 
 
 # --- topics ----------------------------------------------------------------------------------------------------------
@@ -257,6 +279,30 @@ def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge,
     assert wait_until(lambda: not listed(bridge, id), LONG)
     bridge.admin.delete_topic(topic)
     assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
+
+
+def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge, topic, make_admin, monkeypatch):
+    """A commit is told before the coordinator has finished it."""
+    admin = make_admin()
+    ending = Described("writer.0", "PrepareCommit", 1, 0, 1, 1000, ((topic, 0),))
+    answers = [[ending], [ending], []]
+    monkeypatch.setattr(admin, "_unended", lambda deadline: answers.pop(0))
+    admin.delete_topic(topic, Deadline(LONG))
+    assert answers == []
+    assert wait_until(lambda: topic not in [found.name for found in bridge.admin.topics()], LONG)
+
+    monkeypatch.setattr(admin, "_unended", lambda deadline: [ending])
+    with pytest.raises(InvalidState, match="writer"):
+        admin.delete_topic(topic, Deadline(0.1))
+
+
+def test_a_broker_that_died_and_is_still_counted_does_not_hold_up_what_the_others_say(kafka_broker):
+    topics = Topics(settings_of(kafka_broker))
+    begun = time.monotonic()
+    assert list(topics.broker_configs([99, 1], Deadline(LONG))) == ["1"]
+    assert time.monotonic() - begun < LONG / 2
+    with pytest.raises(DeadlineExceeded):
+        topics.broker_configs([99], Deadline(0.5))
 
 
 # --- topics of our own -----------------------------------------------------------------------------------------------
@@ -402,6 +448,10 @@ def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(kafka_b
 
 
 # --- transactions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_is_late_itself_is_an_error_of_ours():
+    takes(0.2, DeadlineExceeded, lambda deadline: result_of(Future(), "asking", deadline))
 
 
 def test_the_owner_of_a_writers_id():
@@ -558,15 +608,18 @@ def test_a_log_that_cannot_be_read_hides_nothing_and_its_prepared_ones_are_not_a
 # --- forgotten markers -----------------------------------------------------------------------------------------------
 
 
+CARELESS = {"transaction.partition.verification.enable": "false"}
+# It forgets an id that was not used for three seconds.
+FORGETFUL = {
+    "transactional.id.expiration.ms": "3000",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
+}
+
+
 @pytest.fixture(scope="module")
 def careless() -> Iterator[brokers.Broker]:
     """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
-    settings = {
-        "transaction.partition.verification.enable": "false",
-        "transactional.id.expiration.ms": "3000",
-        "transaction.remove.expired.transaction.cleanup.interval.ms": "500",
-    }
-    with brokers.kafka(container=False, settings=settings) as broker:
+    with kafka_or_skip(container=False, settings=CARELESS) as broker:
         yield broker
 
 
@@ -596,10 +649,9 @@ class Held:
 
 
 @pytest.fixture
-def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Held]:
-    monkeypatch.setattr("txnbridge_kafka.requests._EPOCH_BUMPS", 99)
-    admin = make_admin(careless)
-    return lambda commit: Held(careless, admin, commit)
+def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
+    monkeypatch.setattr("txnbridge_kafka.requests.EPOCH_BUMPS", 99)
+    return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
 def problems(admin: KafkaAdmin, subject: str) -> list[Advice]:
@@ -624,6 +676,7 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
     assert "nothing of" in one.admin.repair(one.id, Deadline(LONG))
 
 
+@pytest.mark.full
 def test_a_partition_that_has_heard_of_a_later_coordinator_takes_the_markers_too(careless, hold):
     first = hold(True)
     assert first.admin.repair(first.id, Deadline(LONG))
@@ -760,6 +813,7 @@ def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_brok
     check_endings(kafka_broker, make_admin(), unique, 1)
 
 
+@pytest.mark.full
 def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, unique):
     broker = start_kafka(version="3.9.2")
     check_endings(broker, make_admin(broker), unique, 0)
@@ -770,8 +824,9 @@ def test_a_record_of_another_form_is_not_guessed_at():
         history._ending(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
-def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold):
-    one = hold(True)
+@pytest.mark.full
+def test_an_open_transaction_of_a_producer_that_nobody_knows_is_a_problem(hold, start_kafka):
+    one = hold(True, start_kafka(container=False, settings={**CARELESS, **FORGETFUL}))
     pid = one.ended.pid
     assert wait_until(lambda: not one.admin._requests.describe([one.id], Deadline(LONG)), LONG)
     (advice,) = problems(one.admin, f"producer {pid}")

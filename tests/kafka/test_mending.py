@@ -9,12 +9,27 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import send
+from txnbridge_kafka import forgotten
+from txnbridge_kafka.history import Ending
+from txnbridge_kafka.requests import ActiveProducer
 from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
 from tests.kafka.java_kit import ask_java
-from tests.kafka.test_admin import LONG, Held, MakeAdmin, commit_one, make_admin, producer_of, write  # noqa: F401
+from tests.kafka.test_admin import (
+    LONG,
+    Held,
+    MakeAdmin,
+    begin_again,
+    commit_one,
+    make_admin,  # noqa: F401
+    producer_of,
+    write,
+)
+from txnbridge.errors import AccessDenied, StorageFailed
+from txnbridge.spi import Deadline
 
 Hold = Callable[[bool], Held]
 
@@ -22,7 +37,7 @@ Hold = Callable[[bool], Held]
 @pytest.fixture(scope="module")
 def unverified() -> Iterator[brokers.Broker]:
     """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
-    with brokers.kafka(container=False, settings={"transaction.partition.verification.enable": "false"}) as broker:
+    with kafka_or_skip(container=False, settings={"transaction.partition.verification.enable": "false"}) as broker:
         yield broker
 
 
@@ -33,7 +48,7 @@ def hold(unverified: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.
     def make(commit: bool) -> Held:
         with monkeypatch.context() as older:
             # The older request leaves the epoch as it is, so that the producer can write on.
-            older.setattr("txnbridge_kafka.requests._EPOCH_BUMPS", 99)
+            older.setattr("txnbridge_kafka.requests.EPOCH_BUMPS", 99)
             return Held(unverified, admin, commit)
 
     return make
@@ -72,6 +87,77 @@ def test_what_was_aborted_stays_so(hold: Hold) -> None:
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"again"], LONG)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, commit: bool, again: bool) -> None:
+    held = hold(commit)
+    requests = held.admin._requests
+    if again:
+        requests.fence(held.id, 60_000, Deadline(LONG))
+    begin_again(held, requests.describe)
+    told = requests.describe([held.id], Deadline(LONG))[held.id]
+    assert requests.end(held.id, told.pid, told.epoch, not commit, Deadline(LONG)).code == 0
+    assert wait_until(lambda: held.state() == ("CompleteAbort" if commit else "CompleteCommit"), LONG)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    kept = [b"before", b"held"] if commit else []
+    assert wait_until(lambda: held.visible() == [*kept, b"again"], LONG)
+
+
+def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose markers were forgotten too, and which had stored nothing there: else the partition would know its epoch."""
+    held = hold(True)
+    told = held.admin._requests.describe([held.id], Deadline(LONG))[held.id]
+    for _ in range(2):
+        held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+    there = frozenset({(held.topic, 0)})
+    ends = [Ending(told.pid, told.epoch, True, there), Ending(told.pid, told.epoch + 2, False, there)]
+    monkeypatch.setattr(forgotten, "endings", lambda *_: ends)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
+
+
+def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_next() -> None:
+    partitions = [("topic", number) for number in range(3)]
+    held = {where: ActiveProducer(7, 5, 0, 0, 0) for where in partitions}
+    ends = [
+        Ending(7, 5, True, frozenset(partitions)),
+        Ending(7, 5, False, frozenset(partitions[1:])),
+        Ending(7, 6, True, frozenset(partitions[2:])),  # its end has raised the epoch
+        Ending(7, 7, False, frozenset(partitions)),
+        Ending(8, 5, False, frozenset(partitions)),
+    ]
+    assert forgotten.last_ends(held, ends) == dict(zip(partitions, ends[:3], strict=True))
+    assert forgotten.last_ends(held, ends[3:]) == {}
+
+
+def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(True)
+
+    def deny(*_: object) -> list[Ending]:
+        raise AccessDenied("this user may not read it")
+
+    monkeypatch.setattr(forgotten, "endings", deny)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
+
+
+def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(True)
+    held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+    monkeypatch.setattr(forgotten, "endings", lambda *_: [])
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        with pytest.raises(StorageFailed, match="nobody knows how it ended"):
+            send(bridge, held.topic, b"never")
+    assert held.visible() == [b"before"]
 
 
 def test_another_topic_is_not_touched_and_the_first_is_mended_when_it_is_used(hold: Hold) -> None:

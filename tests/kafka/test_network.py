@@ -6,14 +6,16 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import seen, send, values
+from txnbridge_kafka.clients import PATIENCE, look_at
 
 import txnbridge
 from txnbridge import Bridge, Outcome, Transaction
-from txnbridge.errors import OutcomeUnknown
-from txnbridge.spi import TokenState
+from txnbridge.errors import DeadlineExceeded, OutcomeUnknown
+from txnbridge.spi import Deadline, TokenState
 
 # The deadline of a transaction: as long as a test waits for an answer that does not come. The other is for the rest,
 # and is what the broker lets a transaction live.
@@ -62,3 +64,47 @@ def test_when_the_request_is_lost_and_nobody_comes_back_it_is_aborted_when_its_t
     assert wait_until(lambda: bridge.status(caught.value.token).state is TokenState.ABORTED, 60)
     send(bridge, topic, b"next")
     assert values(seen(bridge, topic)) == [b"next"]
+
+
+def test_a_missing_topic_is_made_also_by_a_broker_that_answers_slowly(proxy, bridge, topic):
+    missing = f"{topic}-missing"
+    with txnbridge.connect(proxy.url, writers=1, timeout=LONG, create_topics=1) as through:
+        with through.transaction() as txn:
+            txn.send(topic, b"1")
+            proxy.delay(0.4)  # a question and its answer take longer than a topic is looked for
+            txn.send(missing, b"2")
+            proxy.delay(0)
+    assert values(seen(bridge, missing)) == [b"2"]
+
+
+def test_it_is_told_which_prepared_transaction_keeps_the_next_one_waiting_also_by_a_slow_broker(proxy, owner, topic):
+    with txnbridge.connect(proxy.url, timeout=LONG, transactional_id=owner, kafka={"prepared_ids": 1}) as through:
+        with through.transaction(prepare=True) as txn:
+            txn.send(topic, b"1")
+        proxy.delay(0.15)  # a question and its answer take longer than is left after the last look
+        with pytest.raises(DeadlineExceeded, match=f"the oldest is {txn.token}"):
+            through.transaction(prepare=True, timeout=SHORT)
+        proxy.delay(0)
+        assert through.commit(str(txn.token)) is Outcome.COMMITTED
+
+
+class Forgetful:
+    """A client whose first two questions are never answered, as librdkafka forgets one to a broker that leaves the
+    cluster meanwhile. (It could not be made to on purpose.)
+    """
+
+    def __init__(self) -> None:
+        self.limits: list[float] = []
+
+    def list_topics(self, topic: str | None, timeout: float) -> None:
+        self.limits.append(timeout)
+        if len(self.limits) <= 2:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+
+
+def test_a_question_that_is_never_answered_is_asked_anew_until_the_deadline():
+    client = Forgetful()
+    look_at(client, Deadline(60))
+    assert client.limits == [PATIENCE] * 3
+    with pytest.raises(KafkaException):
+        look_at(Forgetful(), Deadline(0))

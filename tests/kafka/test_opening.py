@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, seen, send, values
@@ -89,6 +91,32 @@ def test_who_was_taken_over_is_told_by_whom(
     assert str(caught.value.newer).endswith(f"pid {pid}")
 
 
+def told_of_owners(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records if record.name == "txnbridge"]
+    return [text for text in texts if "an older owner" in text]
+
+
+def test_who_opens_an_id_whose_owner_is_in_a_transaction_is_told(
+    connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = connect(transactional_id=owner, writers=2)
+    with pytest.raises(Fenced), older.transaction() as txn:
+        txn.send(topic, b"never")
+        flush(txn)
+        connect(transactional_id=owner, writers=2)
+    (told,) = told_of_owners(caplog)
+    assert writer_of(txn).id in told and f"pid {os.getpid()}" in told
+
+
+def test_of_an_owner_that_is_in_no_transaction_nothing_is_said(
+    connect: Connect, topic: str, owner: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be alive or long gone: a broker knows only who is in a transaction."""
+    send(connect(transactional_id=owner), topic, b"0")
+    connect(transactional_id=owner)
+    assert told_of_owners(caplog) == []
+
+
 def test_a_zombie_does_not_take_the_id_back(connect: Connect, topic: str, owner: str) -> None:
     """Whatever it tries, however often: the newer owner goes on as if it were not there."""
     older = connect(transactional_id=owner, writers=2)
@@ -143,8 +171,11 @@ def test_when_all_ids_are_unresolved_the_next_waits_and_is_told_of_the_oldest(
     with pytest.raises(DeadlineExceeded, match="hold unresolved ones") as caught:
         bridge.transaction(prepare=True, timeout=1.5)
     assert tokens[0] in str(caught.value)
-    bridge.commit(tokens[1])
-    tokens[1] = prepare(bridge, topic, b"2")
+    bridge.commit(tokens.pop(0))
+    tokens.append(prepare(bridge, topic, b"2"))
+    with pytest.raises(DeadlineExceeded) as caught:
+        bridge.transaction(prepare=True, timeout=1.5)
+    assert tokens[0] in str(caught.value)
     for token in tokens:
         bridge.commit(token)
     assert sorted(m.value for m in seen(bridge, topic)) == [b"0", b"1", b"2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from confluent_kafka.admin import AdminClient
@@ -15,8 +16,18 @@ from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, RunChild
 
 import txnbridge
-from tests.kafka.kit import describe, flush
-from txnbridge import Bridge, Outcome, OutcomeUnknown, Token, TokenState, TransactionAborted, TxnBridgeError
+from tests.kafka.kit import describe, flush, writer_of
+from txnbridge import (
+    Bridge,
+    DeadlineExceeded,
+    EvidenceLost,
+    Outcome,
+    OutcomeUnknown,
+    Token,
+    TokenState,
+    TransactionAborted,
+    TxnBridgeError,
+)
 
 _silent = logging.getLogger("tests.kafka.outcomes")
 _silent.addHandler(logging.NullHandler())
@@ -104,6 +115,68 @@ def test_what_was_never_stored_is_aborted_although_the_coordinator_speaks_of_the
     assert values(seen(bridge, topic)) == [b"0", b"2"]
 
 
+# When the coordinator dies, of a transaction of which everything is stored.
+MOMENTS = ["before it is asked", "when it has decided", "when it has done all of it"]
+AT_EACH_MOMENT = pytest.mark.parametrize(
+    "moment", [moment if moment == MOMENTS[1] else pytest.param(moment, marks=pytest.mark.full) for moment in MOMENTS]
+)
+
+
+def hold_the_end(proxy: faults.Proxy, moment: str) -> faults.Hold:
+    return proxy.hold(requests="EndTxn") if moment == MOMENTS[0] else proxy.hold(answers="EndTxn")
+
+
+def at_the_moment(bridge: Bridge, hold: faults.Hold, moment: str, id: str) -> None:
+    hold.wait()
+    if moment == MOMENTS[2]:
+        eventually(lambda: describe(bridge, id)[id].state == "CompleteCommit", "the markers are written")
+
+
+@AT_EACH_MOMENT
+def test_a_commit_whose_coordinator_dies_is_committed_once_that_is_back(
+    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str, kill_broker: Callable[[], object], moment: str
+) -> None:
+    with txnbridge.connect(proxy.url, transactional_id=owner, writers=1) as through, ThreadPoolExecutor(1) as other:
+        send(through, topic, b"0")
+        hold = hold_the_end(proxy, moment)
+        committing = other.submit(send, through, topic, b"1")
+        at_the_moment(bridge, hold, moment, f"{owner}.0")
+        kill_broker()
+        hold.drop()
+        proxy.cut()
+        committing.result(60)
+        # Its next transaction there also finishes what the broker forgot in dying.
+        send(through, topic, b"2")
+    assert values(seen(bridge, topic)) == [b"0", b"1", b"2"]
+
+
+@AT_EACH_MOMENT
+def test_a_commit_whose_coordinator_dies_and_stays_away_is_unknown_until_it_is_asked(
+    kafka_broker: brokers.Broker, proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, moment: str
+) -> None:
+    send(through, topic, b"0")
+    hold = hold_the_end(proxy, moment)
+    with ThreadPoolExecutor(1) as other:
+        txn = through.transaction()
+        txn.send(topic, b"1")
+        committing = other.submit(txn.commit)
+        at_the_moment(bridge, hold, moment, str(writer_of(txn).id))
+        kafka_broker.kill()
+        try:
+            hold.drop()
+            proxy.cut()
+            with pytest.raises(OutcomeUnknown) as caught:
+                committing.result(60)
+        finally:
+            kafka_broker.start()
+    token = str(caught.value.token)
+    eventually(lambda: bridge.status(token).state is not TokenState.UNKNOWN, "it is known")
+    happened = moment != MOMENTS[0]
+    assert bridge.status(token).state is (TokenState.COMMITTED if happened else TokenState.ABORTED)
+    send(through, topic, b"2")
+    assert values(seen(bridge, topic)) == [b"0", *([b"1"] if happened else []), b"2"]
+
+
 def test_with_a_broker_that_stands_still_every_call_ends_by_its_deadline(
     kafka_broker: brokers.Broker, connect: Connect, bridge: Bridge, topic: str
 ) -> None:
@@ -134,13 +207,28 @@ def test_a_transaction_that_its_program_forgot_for_too_long_is_aborted_and_says_
 ) -> None:
     slow = connect(writers=1, timeout=1.5)
     send(slow, topic, b"0")
-    with pytest.raises(TxnBridgeError):
+    with pytest.raises(DeadlineExceeded, match="the transaction"):
         with slow.transaction() as txn:
             txn.send(topic, b"never")
             flush(txn)
             time.sleep(3)  # longer than the broker lets it live
     assert txn.outcome is Outcome.ABORTED
     send(slow, topic, b"2")
+    assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+def test_a_transaction_that_an_administrator_ended_is_aborted_and_its_writer_goes_on(
+    connect: Connect, bridge: Bridge, topic: str, owner: str
+) -> None:
+    own = connect(transactional_id=owner, writers=1)
+    send(own, topic, b"0")
+    with pytest.raises(TransactionAborted, match="an administrator ended the transaction; run it again"):
+        with own.transaction() as txn:
+            txn.send(topic, b"never")
+            flush(txn)
+            assert bridge.admin.abort(f"{owner}.0") is Outcome.ABORTED
+    assert txn.outcome is Outcome.ABORTED
+    send(own, topic, b"2")
     assert values(seen(bridge, topic)) == [b"0", b"2"]
 
 
@@ -220,6 +308,24 @@ def test_an_id_that_the_broker_forgot_aborts_one_transaction_at_most_and_works_a
                 failed += 1
         assert failed <= 1
         assert values(seen(bridge, "topic")) == [b"0", b"1"]
+
+
+def test_what_became_of_a_token_whose_id_the_broker_forgot_is_unknown_and_not_guessed(
+    forgetful: brokers.Broker, owner: str
+) -> None:
+    with txnbridge.connect(forgetful.url, transactional_id=owner, writers=1, create_topics=1) as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send("topic", b"1")
+        token = str(txn.token)
+        assert bridge.commit(token) is Outcome.COMMITTED
+        eventually(lambda: not describe(bridge, Token.parse(token).how["id"]), "the id is forgotten")
+        status = bridge.status(token)
+        assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
+        assert "has expired" in status.reason
+        for end in (bridge.commit, bridge.abort):
+            with pytest.raises(EvidenceLost):
+                end(token)
+        assert values(bridge.read("topic", limit=10)) == [b"1"]
 
 
 @pytest.mark.full

@@ -16,7 +16,8 @@ from txnbridge_embedded.murmur import partition_of
 from txnbridge_kafka.publisher import KafkaPublisher
 from txnbridge_kafka.topics import Topics
 
-from tests.kafka.test_log import GRACE, client_settings, paused, settings_for, takes  # noqa: F401
+from tests.in_time import GRACE, takes
+from tests.kafka.test_log import client_settings, paused, settings_for  # noqa: F401
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -25,7 +26,7 @@ from txnbridge.errors import (
     NotFound,
     NotSupported,
 )
-from txnbridge.spi import Deadline, Emitter
+from txnbridge.spi import Deadline
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def open_publisher(kafka_broker):
 
     def open_one(url=kafka_broker.url, create_topics=0, **producer):
         settings = replace(settings_for(url), create_topics=create_topics, producer=producer)
-        publishers.append(KafkaPublisher(settings, Topics(settings), Deadline(30), Emitter("tests", [])))
+        publishers.append(KafkaPublisher(settings, Topics(settings)))
         return publishers[-1]
 
     yield open_one
@@ -291,7 +292,7 @@ def test_its_own_retries_make_no_duplicates(kafka_broker, open_publisher, topic)
 def test_messages_outlive_kill_9_of_the_broker(start_kafka):
     broker = start_kafka()
     settings = replace(settings_for(broker.url), create_topics=1)
-    publisher = KafkaPublisher(settings, Topics(settings), Deadline(30), Emitter("tests", []))
+    publisher = KafkaPublisher(settings, Topics(settings))
     expected = [b"%d" % number for number in range(3000)]
     for number, value in enumerate(expected):
         send(publisher, "killed", value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -10,25 +11,38 @@ from typing import Any
 
 import pytest
 from confluent_kafka import admin as kafka
-from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import HOST, free_ports
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
+from txnbridge_conformance.looking import eventually, seen, values
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.history import endings
 from txnbridge_kafka.log import KafkaLog
+from txnbridge_kafka.owner import Owner
 from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.topics import Topics
 
 import txnbridge
+from tests.kafka.kit import describe, flush
 from tests.kafka.test_settings import PLAIN, read
-from txnbridge import Outcome
-from txnbridge.errors import AccessDenied
-from txnbridge.spi import Deadline, Emitter, Url
+from txnbridge import Bridge, Outcome, TokenState
+from txnbridge.errors import (
+    AccessDenied,
+    EvidenceLost,
+    Fenced,
+    NotSupported,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Capability, Deadline, Emitter, Level, Url
+from txnbridge.testing import next_commit
 
 pytestmark = pytest.mark.timeout(600)  # the first start of a version fetches it
 
 LONG = 30.0
-USERS = 40
+SHORT = 3.0
+USERS = 80
 LISTENERS = {"PLAINTEXT": "PLAINTEXT", "CONTROLLER": "PLAINTEXT", "SASL": "SASL_PLAINTEXT"}
 PAGE = Path(__file__).parents[2] / "docs" / "kafka.md"
 
@@ -168,7 +182,12 @@ class World:
     numbers: Iterator[int]
 
     def __post_init__(self) -> None:
-        self.admin = kafka.AdminClient({"bootstrap.servers": f"{HOST}:{self.ports['PLAINTEXT']}"})
+        self.admin = kafka.AdminClient({"bootstrap.servers": f"{HOST}:{self.ports['PLAINTEXT']}", "log_level": 0})
+
+    def connect(self, user: User, **options: Any) -> Bridge:
+        """A bridge of an administrator, in a user's application."""
+        url = f"kafka://{HOST}:{self.ports['PLAINTEXT']}"
+        return txnbridge.connect(url, application=user.name, timeout=LONG, **options)
 
     def user(self, rights: Sequence[Right]) -> User:
         """A new one, with a topic that has a message, and exactly these rights."""
@@ -210,16 +229,12 @@ def world() -> Iterator[World]:
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
     }
-    try:
-        broker = brokers.kafka(container=False, port=ports["PLAINTEXT"], settings=settings)
-    except brokers.ToolMissing as error:
-        pytest.skip(f"needs a Kafka broker: {error}")
-    with broker:
+    with kafka_or_skip(container=False, port=ports["PLAINTEXT"], settings=settings):
         yield World(ports, count())
 
 
 NEEDS: dict[str, tuple[Callable[[User], None], tuple[Right, ...]]] = {
-    "owner": (User.write_as_owner, (OWNED, SEND, LOG, LOOK)),
+    "owner": (User.write_as_owner, (OWNED, SEND)),
     "anonymous": (User.write, (ANONYMOUS, SEND)),
     "publisher": (User.publish, (SEND,)),
     "new-topic": (User.make, (ANONYMOUS, MAKE)),
@@ -247,8 +262,271 @@ def test_with_the_rights_that_it_needs_and_no_others_it_works(world, what):
 def test_without_any_one_of_them_it_is_denied(world, what, missing):
     do, needed = NEEDS[what]
     user = world.user([right for right in needed if right is not missing])
-    with pytest.raises(AccessDenied):
+    with pytest.raises((AccessDenied, NotSupported)) as caught:
         do(user)
+    if isinstance(caught.value, NotSupported):  # of an owner that goes on without its log
+        assert missing is LOG and GRANT in str(caught.value)
+
+
+# --- an owner without its decision log -------------------------------------------------------------------------------
+
+GRANT = "kafka-acls.sh"
+# Whether the log is there, and what of it is granted.
+LOGLESS = {
+    "not-there": (False, ""),
+    "not-seen": (True, ""),
+    "not-written": (True, "READ"),
+    "not-read": (True, "WRITE"),
+}
+
+
+@dataclass
+class Logless:
+    """Bridges of one user that may not use its log as it should, and an administrator's."""
+
+    user: User
+    world: World
+    opened: list[Bridge]
+
+    @property
+    def topic(self) -> str:
+        return f"{self.user.name}-in"
+
+    def open(self, **options: Any) -> Bridge:
+        self.opened.append(self.user.connect(**{"transactional_id": self.user.name, **options}))
+        return self.opened[-1]
+
+    def administrator(self, **options: Any) -> Bridge:
+        self.opened.append(self.world.connect(self.user, **options))
+        return self.opened[-1]
+
+    def sent(self) -> list[object]:
+        """What is committed, behind the one that was there."""
+        with self.administrator().consumer(self.topic) as consumer:
+            found: list[object] = []
+            while not found or any(consumer.lag().values()):
+                found += values(consumer.poll(100, 1.0))
+        return found[1:]
+
+
+@pytest.fixture
+def logless(world: World) -> Iterator[Callable[[str], Logless]]:
+    opened: list[Bridge] = []
+
+    def make(case: str = "not-seen") -> Logless:
+        there, granted = LOGLESS[case]
+        some = Right("topic", "_txnbridge-log-{user}", granted, "")
+        user = world.user([OWNED, ANONYMOUS, SEND, LOOK, *([some] if granted else [])])
+        if there:
+            world.connect(user, transactional_id="somebody").close()
+        return Logless(user, world, opened)
+
+    yield make
+    for bridge in reversed(opened):
+        bridge.close()
+
+
+def send(bridge: Bridge, topic: str, *sent: bytes) -> None:
+    with bridge.transaction() as txn:
+        txn.send_many(topic, sent)
+
+
+@pytest.mark.parametrize("case", LOGLESS)
+def test_without_its_log_an_owner_goes_on_and_says_once_what_is_weaker(logless, case, caplog):
+    world = logless(case)
+    with caplog.at_level(logging.WARNING, "txnbridge"):
+        bridge = world.open()
+        send(bridge, world.topic, b"1")
+        with bridge.transaction() as txn:
+            txn.send(world.topic, b"never")
+            txn.abort()
+        send(bridge, world.topic, b"2")
+    assert world.sent() == [b"1", b"2"]
+    (told,) = [record.getMessage() for record in caplog.records if "decision log" in record.getMessage()]
+    assert f"{world.user.name} was opened without its decision log" in told
+    assert f"_txnbridge-log-{world.user.name}" in told and GRANT in told
+
+
+@pytest.mark.parametrize("case", LOGLESS)
+def test_what_needs_the_log_is_absent_by_name(logless, case):
+    bridge = logless(case).open()
+    assert bridge.capabilities[Capability.PREPARE].level is Level.ABSENT
+    with pytest.raises(NotSupported, match="prepare") as caught:
+        bridge.transaction(prepare=True)
+    assert GRANT in str(caught.value)
+    for weaker in (Capability.FENCING, Capability.STATUS_LOOKUP):
+        assert "without the decision log" in bridge.capabilities[weaker].note
+
+
+def test_of_two_owners_without_the_log_the_older_is_fenced_and_does_not_take_the_id_back(logless):
+    world = logless()
+    older = world.open(writers=2)
+    send(older, world.topic, b"0")
+    newer = world.open(writers=2)
+    for number in range(3):
+        with pytest.raises(Fenced):
+            send(older, world.topic, b"zombie")
+        send(newer, world.topic, b"%d" % (number + 1))
+    assert world.sent() == [b"0", b"1", b"2", b"3"]
+
+
+def test_an_older_owner_that_has_the_log_takes_the_id_back_and_one_of_both_is_left(logless):
+    world = logless()
+    older = world.administrator(transactional_id=world.user.name, writers=1)
+    newer = world.open(writers=1)
+    send(newer, world.topic, b"1")
+    with pytest.raises(TransactionAborted):
+        send(older, world.topic, b"never")
+    send(older, world.topic, b"2")  # the log names nobody newer
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            send(newer, world.topic, b"zombie")
+    send(older, world.topic, b"3")
+    assert world.sent() == [b"1", b"2", b"3"]
+
+
+def test_an_owner_without_the_log_fences_one_that_has_it_and_that_has_more_writers(logless):
+    world = logless()
+    older = world.administrator(transactional_id=world.user.name, writers=3)
+    left = [older.transaction() for _ in range(3)]
+    for txn in left:
+        txn.send_many(world.topic, [b"left open" * 2_000] * 100)
+        flush(txn)
+    newer = world.open(writers=1)
+    found = describe(newer, *(f"{world.user.name}.{number}" for number in range(3)))
+    assert [each.state for each in found.values()] == ["Empty"] * 3
+    for txn in left:
+        with pytest.raises(EvidenceLost):
+            txn.commit()
+    send(newer, world.topic, b"1")
+    assert world.sent() == [b"1"]
+
+
+def test_a_commit_that_was_refused_because_the_id_has_a_newer_owner_is_not_guessed_about(logless):
+    """An earlier copy of the request may have been carried out: the log would tell."""
+    world = logless()
+    older = world.open(writers=1)
+    txn = older.transaction(timeout=SHORT)
+    txn.send(world.topic, b"never")
+    flush(txn)
+    world.open(writers=1)
+    with pytest.raises(OutcomeUnknown, match="the decision log") as caught:
+        txn.commit()
+    assert caught.value.token and GRANT in str(caught.value)
+    with pytest.raises(Fenced):
+        send(older, world.topic, b"zombie")
+    assert world.sent() == []
+
+
+def test_a_prepared_transaction_is_spared_by_an_owner_without_the_log_which_may_end_it(logless):
+    world = logless()
+    with world.administrator(transactional_id=world.user.name).transaction(prepare=True) as txn:
+        txn.send(world.topic, b"prepared")
+    bridge = world.open()
+    assert bridge.status(str(txn.token)).state is TokenState.PREPARED
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+    assert world.sent() == [b"prepared"]
+
+
+def test_an_owner_without_the_log_whose_writer_must_be_replaced_goes_on(logless):
+    world = logless()
+    bridge = world.open(writers=1)
+    send(bridge, world.topic, b"0")
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        send(bridge, world.topic, b"1")
+    assert bridge.status(str(caught.value.token)).state is TokenState.COMMITTED
+    send(bridge, world.topic, b"2")  # by a writer that was opened anew
+    assert world.sent() == [b"0", b"1", b"2"]
+
+
+@pytest.fixture
+def denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No owner may use its log."""
+
+    def deny(*_: object) -> None:
+        raise AccessDenied("this user may not use the log")
+
+    monkeypatch.setattr(Owner, "open", deny)
+
+
+@pytest.mark.usefixtures("denied")
+@pytest.mark.parametrize("kind", ["AddPartitionsToTxn", "Produce"])
+def test_an_owner_without_the_log_knows_its_own_openings(proxy, connect, topic, owner, kind):
+    """An abort leaves messages unacknowledged, for which the client would open the id anew by itself."""
+    with txnbridge.connect(proxy.url, transactional_id=owner, writers=1, timeout=2 * SHORT) as bridge:
+        send(bridge, topic, b"0")
+        hold = proxy.hold(requests=kind, count=None)
+        with bridge.transaction() as txn:
+            txn.send(topic, b"never")
+            txn.abort()
+        hold.release()
+        send(bridge, topic, b"1")
+    assert values(seen(connect(), topic)) == [b"0", b"1"]
+
+
+@pytest.mark.usefixtures("denied")
+def test_without_the_log_a_transaction_whose_time_is_over_stops_its_owner(txnbridge_url, connect, topic, owner):
+    with txnbridge.connect(txnbridge_url, transactional_id=owner, writers=1, timeout=1.5) as slow:
+        with pytest.raises(TxnBridgeError), slow.transaction() as txn:
+            txn.send(topic, b"never")
+            flush(txn)
+            eventually(lambda: describe(slow, f"{owner}.0")[f"{owner}.0"].state == "CompleteAbort", "its time is over")
+        with pytest.raises(Fenced, match="its transaction was over"):
+            slow.transaction()
+    assert values(seen(connect(), topic)) == []
+
+
+@pytest.mark.parametrize("logged", [False, True], ids=["without-log", "with-log"])
+def test_what_only_the_log_could_tell_is_unknown_and_says_so_and_never_taken_for_aborted(logless, logged):
+    """A time-out raises an epoch by one: an opening that nobody recorded must not look like it."""
+    world = logless()
+    older = (world.administrator if logged else world.open)(transactional_id=world.user.name, writers=1)
+    with next_commit(older, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        send(older, world.topic, b"1")
+    token = str(caught.value.token)
+    newer = world.open(writers=1)
+    with newer.transaction() as txn:
+        txn.send(world.topic, b"never")
+        flush(txn)
+        txn.abort()
+    status = newer.status(token)
+    assert (status.state, status.permanent) == (TokenState.UNKNOWN, False)
+    assert "the decision log" in status.reason and GRANT in status.reason
+    for asked in (older, world.administrator(), world.administrator(transactional_id=world.user.name)):
+        status = asked.status(token)
+        assert (status.state, status.permanent) == (TokenState.UNKNOWN, logged or asked is not older)
+    assert world.sent() == [b"1"]
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["owned", "anonymous"])
+def test_a_writer_that_was_opened_again_without_the_log_leaves_nothing_to_be_taken_for_aborted(logless, owned):
+    world = logless()
+    bridge = world.open(writers=1, **({} if owned else {"transactional_id": None}))
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        send(bridge, world.topic, b"1")
+    with bridge.transaction() as txn:
+        txn.send(world.topic, b"never")
+        flush(txn)
+        txn.abort()
+    for options in ({}, {"transactional_id": world.user.name}):
+        status = world.administrator(**options).status(str(caught.value.token))
+        assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
+
+
+def test_what_became_of_a_prepared_one_that_only_the_log_knows_is_denied_by_name(logless):
+    world = logless()
+    owner = world.administrator(transactional_id=world.user.name, kafka={"prepared_ids": 1})
+    for end in (owner.commit, owner.abort):  # the second has the id that the first one had
+        with owner.transaction(prepare=True) as txn:
+            txn.send(world.topic, b"prepared")
+        token = str(txn.token)
+        end(token)
+        if end == owner.commit:
+            first = token
+    bridge = world.open()
+    for end in (bridge.commit, bridge.abort):
+        with pytest.raises(AccessDenied, match=GRANT):
+            end(first)
 
 
 @pytest.mark.parametrize("right", ALL, ids=lambda right: f"{right.kind}-{right.name}-{right.operations}")

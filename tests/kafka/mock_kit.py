@@ -1,0 +1,123 @@
+"""Kafka's client against brokers that fail on demand: librdkafka's own mock cluster, in this process.
+
+It answers what the client sends, and any request with the error that was pushed for it. It knows nothing of what a
+coordinator does about errors, nor the requests that only kafka-python sends: `Coordinator` stands in for those and
+says what a test has decided. So this shows what our code makes of an answer, and nothing about Kafka.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import confluent_kafka
+from txnbridge_kafka.requests import ActiveProducer, Described, Ended, Requests
+
+from txnbridge.errors import AccessDenied, DeadlineExceeded
+from txnbridge.spi import Deadline, Partition
+
+# The numbers by which Kafka's protocol knows requests.
+KEYS = {
+    "Produce": 0,
+    "InitProducerId": 22,
+    "AddPartitionsToTxn": 24,
+    "AddOffsetsToTxn": 25,
+    "EndTxn": 26,
+    "TxnOffsetCommit": 28,
+}
+# In place of an error: the connection is closed.
+HANG_UP = -195
+_PRODUCER = 0  # of the two kinds of clients; the cluster belongs to one that does nothing else
+
+
+def _library() -> ctypes.CDLL:
+    """The librdkafka that confluent-kafka brings, under a name with a hash in it."""
+    folder = Path(confluent_kafka.__file__).parent.parent / "confluent_kafka.libs"
+    (found,) = folder.glob("librdkafka*.so*")
+    library = ctypes.CDLL(str(found))
+    for name in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
+        getattr(library, name).restype = ctypes.c_void_p
+    library.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+    return library
+
+
+class MockCluster:
+    """One broker with these topics of one partition."""
+
+    def __init__(self, *topics: str) -> None:
+        self._library = _library()
+        conf = ctypes.c_void_p(self._library.rd_kafka_conf_new())
+        self._library.rd_kafka_conf_set(conf, b"log_level", b"0", None, ctypes.c_size_t(0))
+        self._client = ctypes.c_void_p(self._library.rd_kafka_new(_PRODUCER, conf, None, ctypes.c_size_t(0)))
+        self._cluster = ctypes.c_void_p(self._library.rd_kafka_mock_cluster_new(self._client, 1))
+        self.url = f"kafka://{self._library.rd_kafka_mock_cluster_bootstraps(self._cluster).decode()}"
+        for topic in topics:
+            self._library.rd_kafka_mock_topic_create(self._cluster, topic.encode(), 1, 1)
+
+    def fail(self, request: str, *codes: int) -> None:
+        """Answer the next ones of a kind with these errors, one each, or hang up."""
+        array = (ctypes.c_int * len(codes))(*codes)
+        self._library.rd_kafka_mock_push_request_errors_array(
+            self._cluster, ctypes.c_int16(KEYS[request]), ctypes.c_size_t(len(codes)), array
+        )
+
+    def heal(self) -> None:
+        for key in KEYS.values():
+            self._library.rd_kafka_mock_clear_request_errors(self._cluster, ctypes.c_int16(key))
+
+    def close(self) -> None:
+        self._library.rd_kafka_mock_cluster_destroy(self._cluster)
+        self._library.rd_kafka_destroy(self._client)
+
+
+class Coordinator(Requests):
+    """Says of every transactional id what the test wants to be true, and ends what is open."""
+
+    def __init__(self) -> None:
+        self.told = Described("", "Empty", 1000, 0, None, 30_000, ())
+        self.silent = self.denied = False
+        self.settles = False  # whether what is being committed is complete when it is asked about again
+        self.ended: list[bool] = []  # the decisions that were asked for
+
+    def opened(self) -> None:
+        """An opening raises the epoch."""
+        self.told = replace(self.told, state="Empty", epoch=self.told.epoch + 1)
+
+    def becomes(self, state: str, epochs: int = 0, producers: int = 0) -> None:
+        """What is true from now on: a state, in an epoch so much later, of a producer id so much later."""
+        told = self.told
+        self.told = replace(told, state=state, epoch=told.epoch + epochs, pid=told.pid + producers)
+
+    def cluster_id(self, deadline: Deadline) -> str:
+        return "mock"
+
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
+        self._answer(deadline)
+        told = self.told
+        if self.settles and told.state == "PrepareCommit":
+            self.becomes("CompleteCommit")
+        return {id: replace(told, id=id) for id in ids}
+
+    def end(
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
+    ) -> Ended:
+        self._answer(deadline)
+        self.ended.append(commit)
+        self.becomes("CompleteCommit" if commit else "CompleteAbort")
+        return Ended(0, pid, epoch)
+
+    def producers(
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+    ) -> dict[Partition, list[ActiveProducer]]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def _answer(self, deadline: Deadline) -> None:
+        if self.silent:
+            raise DeadlineExceeded("the stand-in was told to say nothing")
+        if self.denied:
+            raise AccessDenied("the stand-in was told to refuse")

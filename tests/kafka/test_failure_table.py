@@ -1,0 +1,568 @@
+"""What a program sees when a broker refuses a request: each error that Kafka's design knows, at each request.
+
+The brokers are librdkafka's mock, and what the coordinator remembers is what the test says: these tests show which of
+our errors each answer becomes, that nothing hangs, and that the writer works again. What really happened to the
+messages is for the tests with live brokers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+
+import confluent_kafka
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+from txnbridge_kafka import broker as broker_module
+from txnbridge_kafka.reader import AckContext
+
+import txnbridge
+from tests.core.decisions_kit import MemoryLog
+from tests.kafka.kit import writer_of
+from tests.kafka.mock_kit import HANG_UP, KEYS, Coordinator, MockCluster
+from txnbridge import Bridge, Event, Outcome, TokenState, Transaction
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    OutcomeUnknown,
+    StorageFailed,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+from txnbridge.testing import listening
+
+TOPIC, INPUT, GROUP, ID = "orders", "input", "billing", "shop"
+# No row may take longer than this; what is retried is told how long it may.
+TIMEOUT = 10.0
+SHORT = 1.5
+# What a call may take beyond its deadline: an abort is told even when the time is over.
+LATE = 5.0
+
+COMMITTED = None
+AGAIN = "run it again"
+WRITE_ON_ID = rf"{ID}-\d+.0 needs Write on this transactional id"
+
+
+class World:
+    """A transactional id at the mock cluster, what its coordinator says, and the bridges that own it in turn."""
+
+    def __init__(self, cluster: MockCluster, patch: pytest.MonkeyPatch) -> None:
+        self.cluster = cluster
+        self.coordinator = coordinator = Coordinator()
+        self.bridges: list[Bridge] = []
+        self._id = f"{ID}-{next(numbers)}"
+        log = MemoryLog()
+        patch.setattr(broker_module, "Requests", lambda settings: coordinator)
+        # The mock has no settings to tell.
+        patch.setattr(broker_module, "longest_transaction_ms", lambda *asked: 900_000)
+        patch.setattr(broker_module, "look_at_topics", lambda *asked: {})
+        patch.setattr(broker_module.KafkaBroker, "decision_log", lambda *asked: log)
+
+    def connect(self, timeout: float = TIMEOUT, **client: object) -> Bridge:
+        """Every one opens the same id, and so takes it from the one before."""
+        url = self.cluster.url
+        bridge = txnbridge.connect(url, transactional_id=self._id, writers=1, timeout=timeout, kafka=client)
+        self.bridges.append(bridge)
+        return bridge
+
+    def listen(self, event: Event) -> None:
+        if event.name == "step:open" and event.phase == "after" and event.data["id"].startswith(f"{self._id}."):
+            self.coordinator.opened()
+
+
+numbers = count()
+
+
+@contextmanager
+def new_world(cluster: MockCluster) -> Iterator[World]:
+    with pytest.MonkeyPatch.context() as patch:
+        world = World(cluster, patch)
+        with listening(world.listen):
+            yield world
+            cluster.heal()
+            for bridge in world.bridges:
+                bridge.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MockCluster]:
+    cluster = MockCluster(TOPIC, INPUT, "__consumer_offsets")
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def world(cluster: MockCluster) -> Iterator[World]:
+    with new_world(cluster) as world:
+        yield world
+
+
+@pytest.fixture
+def bridge(world: World) -> Bridge:
+    bridge = world.connect()
+    send(bridge)
+    return bridge
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: MockCluster) -> Iterator[World]:
+    """One for all rows that leave their writer as good as new, because opening one takes most of a row's time."""
+    with new_world(cluster) as world:
+        send(world.connect())
+        yield world
+
+
+def send(bridge: Bridge) -> None:
+    with bridge.transaction() as txn:
+        txn.send(TOPIC, b"1")
+
+
+def acknowledge(world: World, txn: Transaction) -> None:
+    """As a consumer's message would be, by somebody who is no member of the group: the mock asks nobody."""
+    consumer = confluent_kafka.Consumer(
+        {"bootstrap.servers": world.cluster.url.removeprefix("kafka://"), "group.id": GROUP}, logger=Silent()
+    )
+    context = AckContext(GROUP)
+    context.metadata = consumer.consumer_group_metadata()
+    consumer.close()
+    txn._writer.ack(context, {(INPUT, 0): [(0,)]})
+
+
+class Silent:
+    def log(self, *line: object) -> None:
+        pass
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < seconds + LATE
+
+
+@contextmanager
+def told(raised: type[TxnBridgeError] | None, says: str = ".") -> Iterator[None]:
+    """In time: exactly this error with such a message, or none."""
+    with within(0), nullcontext() if raised is None else pytest.raises(raised, match=says) as caught:
+        yield
+    assert caught is None or type(caught.value) is raised
+
+
+def one_transaction(world: World, bridge: Bridge, acks: bool = False, seconds: float | None = None) -> Transaction:
+    """The one that fails, left as its block left it."""
+    txn = bridge.transaction(timeout=seconds)
+    with txn:
+        txn.send(TOPIC, b"2")
+        if acks:
+            acknowledge(world, txn)
+        world.coordinator.becomes("Ongoing")
+    return txn
+
+
+# --- a request is refused once ---------------------------------------------------------------------------------------
+
+K = KafkaError
+RETRIED = [K.COORDINATOR_LOAD_IN_PROGRESS, K.COORDINATOR_NOT_AVAILABLE, K.NOT_COORDINATOR, HANG_UP]
+SHUT_OUT = "ended the transaction.*run it again"
+
+# Request, error, what is raised (nothing: it was tried again and is committed), what the message says.
+REFUSALS: list[tuple[str, int, type[TxnBridgeError] | None, str]] = [
+    *[(request, code, COMMITTED, "") for request in ("AddPartitionsToTxn", "Produce") for code in RETRIED],
+    *[
+        (request, code, COMMITTED, "")
+        for request in ("AddOffsetsToTxn", "TxnOffsetCommit", "EndTxn")
+        for code in RETRIED
+    ],
+    ("AddPartitionsToTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
+    ("AddPartitionsToTxn", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
+    ("AddPartitionsToTxn", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+    ("AddPartitionsToTxn", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
+    ("AddPartitionsToTxn", K.INVALID_PRODUCER_ID_MAPPING, DeliveryFailed, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
+    ("AddPartitionsToTxn", K.UNKNOWN_PRODUCER_ID, DeliveryFailed, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
+    ("AddPartitionsToTxn", K.TRANSACTION_ABORTABLE, DeliveryFailed, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    ("AddPartitionsToTxn", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write on every topic that it sends to"),
+    ("AddPartitionsToTxn", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
+    ("Produce", K.NOT_ENOUGH_REPLICAS, COMMITTED, ""),
+    ("Produce", K.NOT_ENOUGH_REPLICAS_AFTER_APPEND, COMMITTED, ""),
+    ("Produce", K.REQUEST_TIMED_OUT, COMMITTED, ""),
+    ("Produce", K.KAFKA_STORAGE_ERROR, COMMITTED, ""),
+    ("Produce", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
+    ("Produce", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+    ("Produce", K.OUT_OF_ORDER_SEQUENCE_NUMBER, TransactionAborted, f"could not go on.*{AGAIN}"),
+    ("Produce", K.INVALID_TXN_STATE, DeliveryFailed, f"INVALID_TXN_STATE.*{AGAIN}"),
+    ("Produce", K.INVALID_PRODUCER_ID_MAPPING, DeliveryFailed, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
+    ("Produce", K.UNKNOWN_PRODUCER_ID, DeliveryFailed, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
+    ("Produce", K.CONCURRENT_TRANSACTIONS, DeliveryFailed, f"CONCURRENT_TRANSACTIONS.*{AGAIN}"),
+    ("Produce", K.TRANSACTION_ABORTABLE, DeliveryFailed, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    ("Produce", K.MSG_SIZE_TOO_LARGE, DeliveryFailed, r"larger than its topic takes \(max\.message\.bytes\)"),
+    ("Produce", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "needs Write on every topic that it sends to"),
+    ("Produce", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
+    ("AddOffsetsToTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
+    ("AddOffsetsToTxn", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
+    ("AddOffsetsToTxn", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+    ("AddOffsetsToTxn", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
+    ("AddOffsetsToTxn", K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
+    ("AddOffsetsToTxn", K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
+    ("AddOffsetsToTxn", K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    ("AddOffsetsToTxn", K.GROUP_AUTHORIZATION_FAILED, AccessDenied, f"group {GROUP}.* needs Read on the group"),
+    ("AddOffsetsToTxn", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
+    ("TxnOffsetCommit", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
+    ("TxnOffsetCommit", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
+    ("TxnOffsetCommit", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+    ("TxnOffsetCommit", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
+    ("TxnOffsetCommit", K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, SHUT_OUT),
+    ("TxnOffsetCommit", K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
+    ("TxnOffsetCommit", K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    ("TxnOffsetCommit", K.KAFKA_STORAGE_ERROR, StorageFailed, "KAFKA_STORAGE_ERROR"),
+    ("TxnOffsetCommit", K.GROUP_AUTHORIZATION_FAILED, AccessDenied, f"group {GROUP}.* needs Read on the group"),
+    ("TxnOffsetCommit", K.TOPIC_AUTHORIZATION_FAILED, AccessDenied, "Read on those it acknowledges"),
+    *[
+        ("TxnOffsetCommit", code, Conflict, f"group {GROUP}.*other members")
+        for code in (K.ILLEGAL_GENERATION, K.UNKNOWN_MEMBER_ID, K.FENCED_INSTANCE_ID, K.STALE_MEMBER_EPOCH)
+    ],
+    ("EndTxn", K.CONCURRENT_TRANSACTIONS, COMMITTED, ""),
+    ("EndTxn", K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
+    ("EndTxn", K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
+    ("EndTxn", K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
+    ("EndTxn", K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
+    ("EndTxn", K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
+    ("EndTxn", K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
+    ("EndTxn", K.REQUEST_TIMED_OUT, TransactionAborted, f"REQUEST_TIMED_OUT.*{AGAIN}"),
+    ("EndTxn", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
+]
+
+
+def title(value: str | int | type | None) -> str:
+    if isinstance(value, bool):
+        return "with acks" if value else "messages"
+    if isinstance(value, int):
+        return "hangs up" if value == HANG_UP else KafkaError(value).name()
+    if isinstance(value, str):
+        return value if value in KEYS else ""  # what a message says is no title
+    return "committed" if value is None else value.__name__
+
+
+def with_and_without_acks() -> Iterator[tuple[str, int, type[TxnBridgeError] | None, str, bool]]:
+    for request, code, raised, says in REFUSALS:
+        if "Offset" not in request and raised is not COMMITTED:
+            yield request, code, raised, says, False
+        if request != "EndTxn" or raised is COMMITTED:
+            yield request, code, raised, says, True
+
+
+@pytest.mark.parametrize(("request_kind", "code", "raised", "says", "acks"), [*with_and_without_acks()], ids=title)
+def test_what_a_program_sees_when_a_request_is_refused(
+    shared: World, request_kind: str, code: int, raised: type[Exception] | None, says: str, acks: bool
+) -> None:
+    (bridge,) = shared.bridges
+    shared.cluster.fail(request_kind, code)
+    with within(0):
+        if raised is None:
+            assert one_transaction(shared, bridge, acks).outcome is Outcome.COMMITTED
+        else:
+            with pytest.raises(TxnBridgeError, match=says) as caught:
+                one_transaction(shared, bridge, acks)
+            # A message that failed may be told of by the acknowledgement behind it.
+            assert type(caught.value) in (raised, TransactionAborted if acks and raised is DeliveryFailed else raised)
+            assert isinstance(caught.value.__cause__, KafkaException)
+        send(bridge)
+
+
+def test_what_the_broker_has_stored_already_counts_as_stored(world: World, bridge: Bridge) -> None:
+    world.cluster.fail("Produce", K.DUPLICATE_SEQUENCE_NUMBER)
+    assert one_transaction(world, bridge).outcome is Outcome.COMMITTED
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
+@pytest.mark.parametrize(
+    ("code", "raised"),
+    [(K.INVALID_PRODUCER_EPOCH, TransactionAborted), (K.TOPIC_AUTHORIZATION_FAILED, AccessDenied)],
+    ids=title,
+)
+def test_a_program_that_goes_on_sending_is_told_why_that_is_in_vain(
+    world: World, code: int, raised: type[TxnBridgeError], many: bool
+) -> None:
+    """Not only that the client is in the wrong state, or full."""
+    bridge = world.connect(**{"queue.buffering.max.messages": 10})
+    send(bridge)
+    world.cluster.fail("Produce", code)
+    with told(raised, AGAIN if raised is TransactionAborted else "needs Write"):
+        with bridge.transaction() as txn:
+            world.coordinator.becomes("Ongoing")
+            if many:
+                txn.send_many(TOPIC, (b"x" for _ in range(1_000_000)))
+            while True:
+                txn.send(TOPIC, b"x")
+    assert txn.outcome is Outcome.ABORTED
+    send(bridge)
+
+
+# --- for ever --------------------------------------------------------------------------------------------------------
+
+FOR_EVER = 100_000
+
+
+@pytest.mark.parametrize("request_kind", ["AddPartitionsToTxn", "Produce", "AddOffsetsToTxn", "TxnOffsetCommit"])
+def test_what_is_never_taken_is_aborted_at_the_deadline(world: World, bridge: Bridge, request_kind: str) -> None:
+    code = K.NOT_ENOUGH_REPLICAS if request_kind == "Produce" else K.NOT_COORDINATOR
+    world.cluster.fail(request_kind, *[code] * FOR_EVER)
+    txn = bridge.transaction(timeout=SHORT)
+    # The client gives up committing offsets by its own deadline, which is the same.
+    expected = (DeadlineExceeded, TransactionAborted) if request_kind == "TxnOffsetCommit" else DeadlineExceeded
+    with within(SHORT), pytest.raises(expected):
+        with txn:
+            txn.send(TOPIC, b"2")
+            acknowledge(world, txn)
+            world.coordinator.becomes("Ongoing")
+    assert txn.outcome is Outcome.ABORTED
+    world.cluster.heal()
+    send(bridge)
+
+
+def test_a_commit_that_is_never_answered_is_unknown_at_the_deadline(world: World, bridge: Bridge) -> None:
+    world.cluster.fail("EndTxn", *[K.NOT_COORDINATOR] * FOR_EVER)
+    with within(SHORT), pytest.raises(OutcomeUnknown) as caught:
+        one_transaction(world, bridge, seconds=SHORT)
+    assert bridge.status(str(caught.value.token)).state is TokenState.UNKNOWN
+    world.cluster.heal()
+    send(bridge)
+    assert bridge.status(str(caught.value.token)).state is TokenState.ABORTED
+
+
+# --- a commit is refused, and what the coordinator says then ----------------------------------------------------------
+
+# What has become of the transaction there, as (state, epochs later, producer ids later), and what a program is told.
+TRUTHS: dict[str, tuple[tuple[str, int, int], type[TxnBridgeError] | None]] = {
+    "open": (("Ongoing", 0, 0), TransactionAborted),
+    "committed": (("CompleteCommit", 0, 0), COMMITTED),
+    "being committed": (("PrepareCommit", 0, 0), COMMITTED),
+    "aborted": (("CompleteAbort", 0, 0), TransactionAborted),
+    "timed out": (("CompleteAbort", 1, 0), TransactionAborted),
+    "opened again": (("Empty", 1, 0), EvidenceLost),
+    "committed by whoever opened it again": (("CompleteCommit", 1, 0), EvidenceLost),
+    "expired and used again": (("CompleteCommit", 0, 1), EvidenceLost),
+}
+AMBIGUOUS = [
+    K.INVALID_PRODUCER_EPOCH,
+    K.INVALID_TXN_STATE,
+    K.TRANSACTION_ABORTABLE,
+    *[
+        pytest.param(code, marks=pytest.mark.full)  # each takes the way of one of those
+        for code in (
+            K.PRODUCER_FENCED,
+            K.INVALID_PRODUCER_ID_MAPPING,
+            K.UNKNOWN_PRODUCER_ID,
+            K.REQUEST_TIMED_OUT,
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize("truth", TRUTHS)
+@pytest.mark.parametrize("code", AMBIGUOUS, ids=title)
+def test_a_refused_commit_is_what_its_coordinator_says_it_is(world: World, code: int, truth: str) -> None:
+    bridge = world.connect()
+    (state, epochs, producers), raised = TRUTHS[truth]
+    txn = bridge.transaction()
+    world.coordinator.settles = state == "PrepareCommit"
+    world.cluster.fail("EndTxn", code)
+    with told(raised):
+        with txn:
+            txn.send(TOPIC, b"2")
+            world.coordinator.becomes(state, epochs, producers)
+    if raised is None:
+        assert txn.outcome is Outcome.COMMITTED
+    elif raised is EvidenceLost:
+        assert txn.outcome is Outcome.UNKNOWN
+        assert bridge.status(str(txn.token)).permanent
+    else:
+        assert txn.outcome is Outcome.ABORTED
+    assert True not in world.coordinator.ended
+    send(bridge)
+
+
+def test_a_commit_refused_when_its_time_was_over_says_so(world: World) -> None:
+    bridge = world.connect()
+    world.cluster.fail("EndTxn", K.INVALID_PRODUCER_EPOCH)
+    txn = bridge.transaction(timeout=SHORT)
+    txn.send(TOPIC, b"2")
+    writer_of(txn).flush(Deadline(TIMEOUT))
+    world.coordinator.becomes("CompleteAbort", epochs=1)
+    time.sleep(SHORT)
+    with pytest.raises(TransactionTimedOut, match=f"its time was over.*{AGAIN}"):
+        writer_of(txn).commit(Deadline(TIMEOUT))
+    txn.abort()
+
+
+@pytest.mark.parametrize("how", ["silent", "denied"])
+@pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title)
+def test_a_refused_commit_of_which_nobody_tells_is_unknown(world: World, code: int, how: str) -> None:
+    bridge = world.connect()
+    world.cluster.fail("EndTxn", code)
+    txn = bridge.transaction(timeout=SHORT)
+    with within(SHORT), pytest.raises(OutcomeUnknown, match="Ask later") as caught:
+        with txn:
+            txn.send(TOPIC, b"2")
+            writer_of(txn).flush(Deadline(TIMEOUT))
+            world.coordinator.becomes("CompleteCommit")
+            setattr(world.coordinator, how, True)
+    assert txn.outcome is Outcome.UNKNOWN
+    setattr(world.coordinator, how, False)
+    assert bridge.status(str(caught.value.token)).state is TokenState.COMMITTED
+    send(bridge)
+    assert bridge.status(str(caught.value.token)).state is TokenState.COMMITTED
+
+
+@pytest.mark.parametrize("how", ["silent", "denied"])
+def test_an_abort_of_which_nobody_tells_is_unknown(world: World, bridge: Bridge, how: str) -> None:
+    txn = bridge.transaction(timeout=SHORT)
+    txn.send(TOPIC, b"2")
+    writer_of(txn).flush(Deadline(TIMEOUT))
+    world.coordinator.becomes("Ongoing")
+    world.cluster.fail("EndTxn", K.INVALID_TXN_STATE)
+    setattr(world.coordinator, how, True)
+    with within(SHORT), pytest.raises(OutcomeUnknown):
+        txn.abort()
+    setattr(world.coordinator, how, False)
+    send(bridge)
+    assert world.coordinator.ended == [False]
+
+
+@pytest.mark.parametrize(
+    "code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE, K.TRANSACTION_ABORTABLE], ids=title
+)
+def test_an_abort_that_is_refused_is_asked_for_by_another_way(world: World, bridge: Bridge, code: int) -> None:
+    txn = bridge.transaction()
+    txn.send(TOPIC, b"2")
+    writer_of(txn).flush(Deadline(TIMEOUT))
+    world.coordinator.becomes("Ongoing")
+    world.cluster.fail("EndTxn", code)
+    txn.abort()
+    assert txn.outcome is Outcome.ABORTED
+    assert world.coordinator.ended == [False]
+    send(bridge)
+
+
+# --- a newer owner ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_kind", ["AddPartitionsToTxn", "Produce", "AddOffsetsToTxn", "TxnOffsetCommit", "EndTxn"]
+)
+@pytest.mark.parametrize("code", [K.INVALID_PRODUCER_EPOCH, K.PRODUCER_FENCED, K.INVALID_TXN_STATE], ids=title)
+def test_who_was_shut_out_by_a_newer_owner_is_told_by_whom_and_stays_so(
+    world: World, request_kind: str, code: int
+) -> None:
+    older = world.connect()
+    txn = older.transaction()
+    newer = world.connect()
+    world.cluster.fail(request_kind, code)
+    with within(0), pytest.raises((Fenced, EvidenceLost)) as caught:
+        with txn:
+            txn.send(TOPIC, b"2")
+            acknowledge(world, txn)
+    if request_kind == "EndTxn":
+        # All was stored, and the newer owner has noted nothing of it: an earlier copy may have been carried out.
+        assert type(caught.value) is EvidenceLost
+    else:
+        assert txn.outcome is Outcome.ABORTED
+        assert isinstance(caught.value, Fenced) and "pid" in str(caught.value.newer)
+        assert "this owner must stop" in str(caught.value)
+    with pytest.raises(Fenced, match="this owner must stop"):
+        send(older)
+    send(newer)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+OPENINGS: list[tuple[int, type[TxnBridgeError] | None, str]] = [
+    *[(code, COMMITTED, "") for code in (*RETRIED, K.CONCURRENT_TRANSACTIONS, K.NOT_ENOUGH_REPLICAS)],
+    (K.INVALID_TRANSACTION_TIMEOUT, InvalidOption, r"transaction\.max\.timeout\.ms"),
+    (K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, rf"opening the transactional id {ID}-\d+.0"),
+    (K.INVALID_PRODUCER_EPOCH, BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
+    (K.PRODUCER_FENCED, BrokerUnavailable, rf"opening the transactional id {ID}-\d+.0"),
+]
+
+
+@pytest.mark.parametrize(("code", "raised", "says"), OPENINGS, ids=title)
+def test_what_a_program_sees_when_its_id_cannot_be_opened(
+    world: World, code: int, raised: type[TxnBridgeError] | None, says: str
+) -> None:
+    world.cluster.fail("InitProducerId", code)
+    with told(raised, says):
+        send(world.connect())
+    send(world.connect())
+
+
+def test_who_opens_an_id_while_a_newer_owner_does_is_told(world: World) -> None:
+    armed: list[bool] = []
+
+    def take_over(event: Event) -> None:
+        # Between our last look at the log and the broker's answer to our opening.
+        if armed and event.name == "step:open" and event.phase == "before":
+            armed.clear()
+            world.connect()
+            world.cluster.fail("InitProducerId", K.PRODUCER_FENCED)
+
+    with listening(take_over):
+        bridge = world.connect()
+        world.cluster.fail("AddPartitionsToTxn", K.INVALID_PRODUCER_EPOCH)
+        with pytest.raises(TransactionAborted):
+            send(bridge)
+        armed.append(True)
+        with pytest.raises(Fenced, match="this owner must stop"):
+            send(bridge)
+    assert not armed
+
+
+def test_an_id_that_cannot_be_opened_in_time_says_so(world: World) -> None:
+    world.cluster.fail("InitProducerId", *[K.NOT_COORDINATOR] * FOR_EVER)
+    with within(SHORT), pytest.raises(DeadlineExceeded, match=rf"opening the transactional id {ID}-\d+.0"):
+        world.connect(SHORT)
+    world.cluster.heal()
+    send(world.connect())
+
+
+# --- a publisher -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code", [*RETRIED[:3], K.NOT_ENOUGH_REPLICAS, K.REQUEST_TIMED_OUT, K.KAFKA_STORAGE_ERROR, HANG_UP], ids=title
+)
+def test_a_publisher_tries_again_what_may_yet_be_stored(shared: World, code: int) -> None:
+    with shared.bridges[0].publisher() as publisher:
+        shared.cluster.fail("Produce", code)
+        publisher.send(TOPIC, b"1")
+        publisher.flush()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        K.MSG_SIZE_TOO_LARGE,
+        K.TOPIC_AUTHORIZATION_FAILED,
+        K.INVALID_PRODUCER_EPOCH,
+        K.OUT_OF_ORDER_SEQUENCE_NUMBER,
+    ],
+    ids=title,
+)
+def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code: int) -> None:
+    publisher = shared.bridges[0].publisher()
+    shared.cluster.fail("Produce", code)
+    publisher.send(TOPIC, b"1")
+    for _ in range(2):
+        with within(0), pytest.raises(DeliveryFailed):
+            publisher.flush()
+    with pytest.raises(DeliveryFailed):
+        publisher.send(TOPIC, b"2")
+    publisher.close()

@@ -1,0 +1,122 @@
+"""What is said, and refused, at connect about the topics that every promise stands on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from txnbridge_conformance.looking import eventually
+from txnbridge_kafka.doctor import judge
+from txnbridge_kafka.topics import Topics
+
+import txnbridge
+from tests.kafka.kit import describe
+from txnbridge import DeadlineExceeded, NotSupported
+from txnbridge.spi import Deadline
+
+STATE, OFFSETS = "__transaction_state", "__consumer_offsets"
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "txnbridge"]
+
+
+@pytest.mark.parametrize(
+    ("copies", "settings", "levels", "said"),
+    [
+        (3, {"min.insync.replicas": "2"}, ["ok"], "3 copies"),
+        (3, {}, ["ok"], "3 copies"),  # this user may not see its settings, so nothing is said of them
+        (1, {}, ["warning"], "1 copy"),
+        (2, {"min.insync.replicas": "2"}, ["warning"], "2 copies"),
+        (3, {"min.insync.replicas": "1"}, ["warning"], "one broker only"),
+        (3, {"min.insync.replicas": "2", "unclean.leader.election.enable": "true"}, ["warning"], "lacks records"),
+        (1, {"min.insync.replicas": "2"}, ["problem", "warning"], "nothing can be stored"),
+        (3, {"min.insync.replicas": "4"}, ["problem"], "nothing can be stored"),
+    ],
+)
+def test_what_is_weak_about_a_topic_is_named(copies: int, settings: Any, levels: list[str], said: str) -> None:
+    topic: Any = SimpleNamespace(partitions={0: SimpleNamespace(replicas=list(range(copies)))})
+    found = list(judge({STATE: topic}, {STATE: settings}))
+    assert [advice.level for advice in found] == levels
+    assert said in found[0].text
+    assert all(advice.subject == STATE for advice in found)
+
+
+def test_on_one_node_nobody_is_warned_of_what_cannot_be_otherwise(txnbridge_url, connect, owner, caplog):
+    connect(transactional_id=owner)
+    connect(transactional_id=owner)  # now that all topics are there
+    assert not [text for text in warned(caplog) if "__" in text or "copy" in text]
+
+
+def test_where_nothing_can_be_stored_writers_are_refused_and_the_doctor_is_not(start_kafka, caplog):
+    broker = start_kafka(settings={"transaction.state.log.min.isr": "2"})
+    with txnbridge.connect(broker.url) as bridge:
+        # A question about an id makes the broker create the topic.
+        eventually(
+            lambda: STATE in {found.name for found in bridge.admin.topics(internal=True)} or ask(bridge), "it is there"
+        )
+    with pytest.raises(NotSupported, match=f"{STATE}.*min.insync.replicas=2"):
+        txnbridge.connect(broker.url, transactional_id="refused")
+    with txnbridge.connect(broker.url) as bridge:
+        assert "problem" in {advice.level for advice in bridge.admin.check() if advice.subject == STATE}
+        with pytest.raises(NotSupported, match="nothing can be stored"):
+            bridge.transaction()
+    assert any("nothing can be stored" in text for text in warned(caplog))
+
+
+def ask(bridge: txnbridge.Bridge) -> bool:
+    describe(bridge, "nobody")
+    return False
+
+
+@pytest.mark.full
+def test_on_several_nodes_weak_topics_are_warned_of_once_a_bridge(start_kafka, caplog):
+    broker = start_kafka(
+        nodes=3,
+        settings={
+            "transaction.state.log.min.isr": "1",
+            "min.insync.replicas": "1",
+            "offsets.topic.replication.factor": "1",
+        },
+    )
+    with txnbridge.connect(broker.url, transactional_id="one", create_topics=1) as bridge:
+        with bridge.transaction() as txn:
+            txn.send("topic", b"1")
+        with bridge.consumer("topic", "group") as consumer:
+            assert consumer.poll(1, 30)
+    caplog.clear()
+    txnbridge.connect(broker.url).close()
+    told = warned(caplog)
+    assert [text.split(":")[0].split()[0] for text in told] == [STATE, OFFSETS]
+    assert "one broker only" in told[0] and "1 copy" in told[1]
+
+
+def test_who_connects_does_not_wait_for_topics_of_which_nobody_tells(connect, owner, monkeypatch):
+    connect(transactional_id=owner)
+    given: list[float] = []
+
+    def silent(self: Topics, topics: object, deadline: Deadline) -> None:
+        given.append(deadline.left())
+        raise DeadlineExceeded("no answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Topics, "configs", silent)
+        connect()
+    assert [seconds < 3 for seconds in given] == [True]
+
+
+def test_a_connection_asks_one_question_more(connect, owner, monkeypatch):
+    """What tells the brokers tells the copies of topics too; their settings are the question."""
+    connect(transactional_id=owner)
+    asked: list[str] = []
+    ask = Topics._asked
+
+    def count(self: Topics, question: Any, deadline: Deadline, what: str) -> Any:
+        asked.append(what)
+        return ask(self, question, deadline, what)
+
+    monkeypatch.setattr(Topics, "_asked", count)
+    connect()
+    of_brokers, of_topics = ["asking for settings"], ["asking for settings"]
+    assert sorted(asked) == [*of_brokers, *of_topics, "listing brokers and topics"]

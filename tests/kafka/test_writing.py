@@ -1,0 +1,133 @@
+"""What the quick ways of sending keep of the promises of the long one."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+
+import pytest
+
+import txnbridge
+from tests.kafka.kit import producer_of, writer_of
+from txnbridge.errors import InvalidOption, NotFound
+
+# Fewer than any of these tests sends.
+SMALL_BUFFER = {"queue.buffering.max.messages": "50"}
+
+
+@pytest.fixture
+def bridge(kafka_broker):
+    with txnbridge.connect(kafka_broker.url, writers=1, kafka=SMALL_BUFFER) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def topic(bridge):
+    name = f"writing-{uuid.uuid4().hex[:12]}"
+    bridge.admin.create_topic(name)
+    return name
+
+
+def values(bridge, topic):
+    return [message.value for message in bridge.read(topic, 10_000)]
+
+
+def numbered(count):
+    return [b"%d" % n for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_what_does_not_fit_into_the_buffer_waits_and_is_sent_in_order(bridge, topic, kind):
+    with bridge.transaction() as txn:
+        txn.send_many(topic, kind(numbered(3000)))
+        assert writer_of(txn).messages == 3000
+    assert values(bridge, topic) == numbered(3000)
+
+
+@pytest.mark.parametrize("odd", [(), [(b"x", "text key")], [b"alone"], [(b"x", b"k", None)]])
+def test_values_with_keys_that_do_not_fit_wait_in_order_too(bridge, topic, odd):
+    """With an odd one in a chunk each item is looked at; without, a loop in C takes them."""
+    items = [(None if n % 7 == 0 else b"%d" % n, None if n % 5 == 0 else b"k%d" % n) for n in range(2500)]
+    with bridge.transaction() as txn:
+        txn.send_many(topic, [*items, *odd])
+        assert writer_of(txn).messages == 2500 + len(odd)
+    found = [(message.value, message.key) for message in bridge.read(topic, 10_000)]
+    assert found[:2500] == items
+    assert len(found) == 2500 + len(odd)
+
+
+def test_one_by_one_what_does_not_fit_waits_too(bridge, topic):
+    with bridge.transaction() as txn:
+        for value in numbered(300):
+            txn.send(topic, value)
+        assert writer_of(txn).messages == 300
+    assert values(bridge, topic) == numbered(300)
+
+
+def test_keys_and_headers_among_plain_values_stay_in_order(bridge, topic):
+    items = [b"0", (b"1", "key"), (b"2", None, {"kind": "new"}), None, b"4"]
+    with bridge.transaction() as txn:
+        txn.send_many(topic, items)
+    found = list(bridge.read(topic, 10))
+    assert [(m.value, m.key, dict(m.headers)) for m in found] == [
+        (b"0", None, {}),
+        (b"1", b"key", {}),
+        (b"2", None, {"kind": "new"}),
+        (None, None, {}),
+        (b"4", None, {}),
+    ]
+
+
+def test_what_was_taken_before_a_message_that_is_too_large_stays_taken(bridge, topic):
+    with bridge.transaction() as txn:
+        txn.send(topic, b"first")
+        with pytest.raises(InvalidOption):
+            txn.send(topic, b"x" * 2_000_000)
+        with pytest.raises(InvalidOption):
+            txn.send_many(topic, [b"second", b"x" * 2_000_000, b"never"])
+        txn.send(topic, b"third")
+        assert writer_of(txn).messages == 3
+    assert values(bridge, topic) == [b"first", b"second", b"third"]
+
+
+def test_of_values_with_keys_too_what_was_taken_before_one_that_is_too_large_stays_taken(bridge, topic):
+    small = [(b"%d" % n, b"k") for n in range(10)]
+    with bridge.transaction() as txn:
+        with pytest.raises(InvalidOption, match="larger than"):
+            txn.send_many(topic, [*small, (b"x" * 2_000_000, b"k"), (b"never", b"k")])
+        assert writer_of(txn).messages == 10
+    assert values(bridge, topic) == [value for value, _ in small]
+
+
+@pytest.mark.parametrize("client", [{}, {"message.max.bytes": "20000"}])
+def test_the_largest_message_is_taken_and_one_byte_more_is_refused(kafka_broker, topic, client):
+    with txnbridge.connect(kafka_broker.url, kafka=client) as bridge:
+        key = b"key"
+        most = bridge.limits.message_bytes
+        assert most is not None
+        with bridge.transaction() as txn:
+            txn.send(topic, b"x" * most)
+            with pytest.raises(InvalidOption, match=r"message\.max\.bytes"):
+                txn.send(topic, b"x" * (most + 1))
+            with pytest.raises(InvalidOption, match=r"message\.max\.bytes"):
+                txn.send(topic, b"x" * (most - len(key) + 1), key=key)
+        assert [len(value) for value in values(bridge, topic)] == [most]
+
+
+@pytest.mark.parametrize("topic_name", [7, ["a list"], "no-such-topic"])
+def test_a_topic_that_is_none_is_refused_and_the_transaction_stays_usable(bridge, topic, topic_name):
+    with bridge.transaction() as txn:
+        txn.send(topic, b"before")
+        with pytest.raises((InvalidOption, NotFound)):
+            txn.send(topic_name, b"nowhere")
+        txn.send(topic, b"after")
+    assert values(bridge, topic) == [b"before", b"after"]
+
+
+def test_a_transaction_that_was_prepared_keeps_no_client_alive(kafka_broker, topic):
+    with txnbridge.connect(kafka_broker.url, transactional_id=f"id-{uuid.uuid4().hex[:12]}") as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send(topic, b"x")
+            client = weakref.ref(producer_of(txn)._client)
+        assert client() is None
+        bridge.abort(str(txn.token))
