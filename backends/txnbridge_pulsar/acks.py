@@ -1,0 +1,174 @@
+"""Acknowledging what a reader delivered, inside a writer's transaction.
+
+All that a writer needs of a reader:
+
+    named = context.subscriptions(partitions)            # (concrete topic, subscription) of each
+    ...                                                  # announced, and added to the transaction: the broker checks
+                                                         # nothing, and what is not added stays pending for ever
+    sent = context.acknowledge(txn, positions, deadline) # sends, and waits for nobody
+    ...
+    sent.settle(deadline)                                # before COMMIT; and before ABORT, whatever it raises
+
+Acknowledgements are always individual, batches by index: a cumulative one in a transaction makes the broker skip
+individual ones on the same subscription, and on shared subscriptions it does nothing. An answer that is lost cannot be
+asked for again inside its transaction, where a repetition conflicts with itself: the transaction can only abort. What
+an aborted transaction acknowledged is delivered again by the broker. One that reaches the broker behind the end of its
+transaction stays pending for ever, which is why answers are waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from txnbridge.errors import Conflict, TxnBridgeError
+from txnbridge.spi import Deadline, Partition, Position
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.confirming import Place, place
+from txnbridge_pulsar.cursor import Acked, Cursor
+from txnbridge_pulsar.errors import translate
+
+
+@dataclass(eq=False)
+class _Sent:
+    """What was acknowledged of one partition."""
+
+    cursor: Cursor
+    stay: object
+    txn: wire.TxnId
+    ids: Sequence[wire.MessageId]
+    acked: Acked
+    answers: list[wire.Response] = field(default_factory=list)
+
+
+class AckContext:
+    """Which deliveries of a reader can be acknowledged. Any thread may call, also while another one polls."""
+
+    def __init__(
+        self, subscription: str, shared: bool, cursors: Mapping[Partition, Cursor], guard: threading.Lock
+    ) -> None:
+        self._subscription = subscription
+        self._shared = shared
+        self._cursors = cursors
+        self._guard = guard
+
+    def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
+        """What has to be added to a transaction before these partitions are acknowledged in it.
+
+        Raises `Conflict` for one that is not with the reader any more.
+        """
+        with self._guard:
+            return [(self._cursor(partition).topic, self._subscription) for partition in partitions]
+
+    def acknowledge(
+        self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
+    ) -> SentAcks:
+        """Send acknowledgements. What goes wrong from the first byte on is raised by `SentAcks.settle`.
+
+        Raises `Conflict`, with nothing sent, for a position that is not in this reader's hands: given back, or
+        delivered under an assignment that has ended.
+        """
+        with self._guard:
+            cursors = {self._cursor(partition): given for partition, given in positions.items()}
+            for cursor, given in cursors.items():
+                cursor.check_in_hand(given)
+            taken = [_Sent(cursor, cursor.stay, txn, *cursor.acknowledge(given)) for cursor, given in cursors.items()]
+        return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
+
+    def _cursor(self, partition: Partition) -> Cursor:
+        cursor = self._cursors.get(partition)
+        if cursor is None or not cursor.is_here:
+            topic, number = partition
+            raise Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
+        return cursor
+
+
+class SentAcks:
+    """Acknowledgements on their way."""
+
+    def __init__(
+        self, sent: Sequence[_Sent], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
+    ) -> None:
+        self._sent = sent
+        self._subscription = subscription
+        self._shared = shared
+        self._guard = guard
+        self._settled = False
+        self._error: wire.PulsarError | None = None
+        for each in sent:
+            try:
+                each.answers = each.cursor.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
+            except wire.PulsarError as error:
+                self._error = self._error or error
+
+    @property
+    def partitions_left(self) -> bool:
+        """Whether an assignment under which these were delivered has ended since: why a transaction may have failed
+        that the broker only says has ended.
+        """
+        return any(
+            each.cursor.stay is not each.stay or not each.cursor.is_here or each.cursor.is_leaving
+            for each in self._sent
+        )
+
+    @property
+    def places(self) -> list[Place]:
+        """The subscriptions that they were sent to."""
+        return [place(each.cursor.topic, self._subscription, each.cursor.consumer) for each in self._sent]
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return when the broker holds all of them for the transaction. Repeating it says the same.
+
+        Waits for every answer that can still come, also when one of them was a "no". Raises `Conflict` if somebody
+        else has acknowledged one, or the connection is gone on which they were delivered, and whatever else the broker
+        says: the transaction can only abort.
+        """
+        if not self._settled:
+            self._settled = True
+            errors = [error for each in self._sent for error in self._settle(each, deadline)]
+            self._error = self._error or (errors[0] if errors else None)
+            self._tell()
+        if self._error is not None:
+            raise _refusal(self._error) from self._error
+
+    def _settle(self, sent: _Sent, deadline: Deadline) -> Iterator[wire.PulsarError]:
+        refused = False
+        for answer in sent.answers:
+            try:
+                answer.result(deadline.left())
+            except wire.PulsarError as error:
+                refused = refused or isinstance(error, wire.TransactionConflict)
+                yield error
+        if refused and self._shared:
+            self._hold_what_can_be_held(sent, deadline)
+
+    def _hold_what_can_be_held(self, sent: _Sent, deadline: Deadline) -> None:
+        """The transaction is lost. But a shared subscription forgets that it delivered what it refused, all of a
+        command, and so never does again. What the transaction holds comes back by its abort: one by one, it gets all
+        but those that somebody else has.
+        """
+        answers = []
+        with suppress(wire.PulsarError):  # with the connection everything comes again
+            for id in sent.ids:
+                answers += sent.cursor.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
+            for answer in answers:
+                with suppress(wire.TransactionConflict):
+                    answer.result(deadline.left())
+
+    def _tell(self) -> None:
+        with self._guard:
+            for each in self._sent:
+                if self._error is None:
+                    each.cursor.acknowledged(each.acked)
+                else:
+                    each.cursor.not_acknowledged(each.acked)
+
+
+def _refusal(error: wire.PulsarError) -> TxnBridgeError:
+    if isinstance(error, wire.TransactionConflict):
+        return Conflict(f"acknowledging: another transaction holds or has acknowledged the same messages: {error}")
+    if isinstance(error, wire.ConnectionLost) and not isinstance(error, wire.TimedOut):
+        return Conflict(f"acknowledging: the connection on which they were delivered is gone: {error}")
+    return translate(error, "acknowledging")

@@ -1,0 +1,100 @@
+"""What Pulsar promises through us, and how a URL becomes a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txnbridge.spi import (
+    NATIVE,
+    Backend,
+    Broker,
+    Capabilities,
+    Capability,
+    Context,
+    Deadline,
+    Level,
+    Limits,
+    Support,
+    Url,
+    absent,
+    emulated,
+)
+from txnbridge_pulsar.settings import OPTIONS, read
+
+CAPABILITIES = Capabilities(
+    "Pulsar",
+    {
+        **dict.fromkeys(Capability, NATIVE),
+        Capability.FENCING: emulated(
+            "each transactional id has a fence topic, held by its newest owner, which names transactions there"
+            " before they write; the opener aborts those of older owners"
+        ),
+        Capability.PREPARE: emulated("an open transaction that nobody needs any more; a record of it was kept before"),
+        Capability.RESOLVE_ANYWHERE: emulated("anybody may end a transaction whose number the token carries"),
+        Capability.STATUS_LOOKUP: emulated(
+            "each transaction has a message on a marker topic of its writer, which is visible if it was committed"
+        ),
+        Capability.SHARE_MESSAGE: Support(
+            Level.NATIVE,
+            "messages that were sent as one entry go to one member together: those of one transaction that have no key,"
+            " or the same one",
+        ),
+        Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
+        Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
+        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
+    },
+)
+
+_NEEDS_REST = "it needs the option admin_url: without REST the broker does not tell"
+WITHOUT_REST: Mapping[Capability, Support] = {
+    Capability.TOPIC_ADMIN: absent("it needs the option admin_url: topics are made and deleted by REST"),
+    Capability.LIST_OPEN: absent(_NEEDS_REST),
+    Capability.END_OPEN: absent(_NEEDS_REST),
+    Capability.RESUME_SEQUENCE: absent(
+        "it needs the option admin_url: only REST tells whether the broker removes duplicates, by which sequences are"
+        " kept"
+    ),
+}
+_OFF = "transactions are off in this cluster (transactionCoordinatorEnabled)"
+WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
+    (
+        Capability.ATOMIC_TOPICS,
+        Capability.ATOMIC_ACK,
+        Capability.FENCING,
+        Capability.PREPARE,
+        Capability.RESOLVE_ANYWHERE,
+        Capability.STATUS_LOOKUP,
+        Capability.DEADLINE,
+        Capability.LIST_OPEN,
+        Capability.END_OPEN,
+        Capability.CONFLICT,
+    ),
+    absent(_OFF),
+)
+
+
+class PulsarBackend(Backend):
+    """Apache Pulsar from 4.0 on, by a client of our own: the official one for Python has no transactions."""
+
+    name = "pulsar"
+    schemes = ("pulsar", "pulsar+ssl")
+    capabilities = CAPABILITIES
+    # The broker's own default is 5 MiB an entry, which also holds what describes the messages in it.
+    limits = Limits(message_bytes=5_000_000)
+    options = OPTIONS
+    steps = (
+        "step:announce",
+        "step:begin",
+        "step:commit",
+        "step:end",
+        "step:log",
+        "step:record",
+        "step:register",
+        "step:repair",
+    )
+
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+        from txnbridge_pulsar.broker import PulsarBroker
+
+        return PulsarBroker(read(url, options, context), context, self, deadline)

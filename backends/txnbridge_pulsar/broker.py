@@ -1,0 +1,174 @@
+"""One bridge's connection to a Pulsar cluster."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from txnbridge.errors import InvalidOption, TxnBridgeError
+from txnbridge.spi import (
+    Admin,
+    Broker,
+    Capability,
+    Context,
+    Deadline,
+    DecisionLog,
+    Identity,
+    Ledger,
+    Outcome,
+    Publisher,
+    Reader,
+    ReaderListener,
+    Status,
+    Subscription,
+    Token,
+    Writer,
+)
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.backend import WITHOUT_REST, WITHOUT_TRANSACTIONS
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.coordinators import Watch
+from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.log import PulsarLog, cluster_id
+from txnbridge_pulsar.rest import Rest
+from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.topics import Topics
+
+if TYPE_CHECKING:
+    from txnbridge_pulsar.backend import PulsarBackend
+    from txnbridge_pulsar.owner import Owner
+    from txnbridge_pulsar.publisher import PulsarPublisher
+
+_log = logging.getLogger("txnbridge")
+
+# Coordinators are looked up like the partitions of a topic there.
+COORDINATORS = "pulsar/system"
+
+
+class PulsarBroker(Broker):
+    """Opened by `PulsarBackend.open`."""
+
+    def __init__(self, settings: Settings, context: Context, backend: PulsarBackend, deadline: Deadline) -> None:
+        self._settings = settings
+        self._context = context
+        self._client = open_client(settings)
+        self.capabilities = backend.capabilities
+        self.limits = replace(
+            backend.limits,
+            prepared_seconds=settings.longest_transaction,
+            prepared_transactions=settings.prepared_ids,
+        )
+        try:
+            rest = Rest(settings) if settings.admin_url else None
+            topics = Topics(settings, self._client, rest)
+            self._load_coordinators(deadline)
+            self.cluster = cluster_id(settings, self._client, topics, deadline)
+        except BaseException:
+            self._client.close()
+            raise
+        if rest is None:
+            self.capabilities = self.capabilities.but(WITHOUT_REST)
+        self._cluster = Cluster(self.cluster, settings, self._client, topics, rest, context.events)
+        self._watch = Watch(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
+        self._owner: Owner | None = None
+        self._publishers: WeakSet[PulsarPublisher] = WeakSet()
+
+    def _load_coordinators(self, deadline: Deadline) -> None:
+        """Somebody has to, after each restart of the brokers, or the deadlines of all transactions stand still."""
+        what = f"connecting to {self._settings.service}"
+
+        def load() -> None:
+            try:
+                with needing("consume", COORDINATORS):
+                    self._client.transactions.connect(deadline.left())
+            except wire.NotAllowed:
+                self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
+
+        again(load, lambda error: translate(error, what), deadline)
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        self.capabilities.require(Capability.ATOMIC_TOPICS)
+        return list(self._owner_of(identity, ledger).open_writers(count, deadline))
+
+    def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
+        self.capabilities.require(Capability.PREPARE)
+        return self._owner_of(identity, ledger).prepare_writer(deadline)
+
+    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
+        from txnbridge_pulsar.owner import Owner
+
+        if self._owner is None:
+            self._owner = Owner(self._cluster, identity, ledger)
+        return self._owner
+
+    def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
+        from txnbridge_pulsar.publisher import PulsarPublisher
+
+        publisher = PulsarPublisher(self._cluster, name)
+        self._publishers.add(publisher)
+        return publisher
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+        from txnbridge_pulsar.reader import PulsarReader
+
+        return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
+        from txnbridge_pulsar.endings import end_prepared
+
+        return end_prepared(self._cluster, token, True, ledger, deadline)
+
+    def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
+        from txnbridge_pulsar.endings import end_prepared
+
+        return end_prepared(self._cluster, token, False, ledger, deadline)
+
+    def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+        from txnbridge_pulsar.endings import status_of
+
+        return status_of(self._cluster, token, ledger, deadline)
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    @property
+    def admin(self) -> Admin:
+        from txnbridge_pulsar.admin import PulsarAdmin
+
+        return PulsarAdmin(self._cluster, self._context)
+
+    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
+        topic = self._settings.log_topic(name)
+        return PulsarLog(self._client, self._cluster.topics, topic, deadline, self._context.events)
+
+    def close(self, deadline: Deadline) -> None:
+        for publisher in list(self._publishers):
+            try:
+                publisher.close(deadline)
+            except TxnBridgeError as error:
+                _log.warning("closing a publisher: %s", error)
+        if self._owner is not None:
+            self._owner.close(deadline)
+        if self._watch is not None:
+            self._watch.close()
+        self._client.close()
+
+
+def open_client(settings: Settings) -> wire.Client:
+    """A client of the cluster; nothing is connected yet. Raises `InvalidOption`."""
+    try:
+        return wire.Client(
+            settings.service,
+            authentication=settings.authentication(),
+            tls=settings.tls_context() if settings.tls else None,
+            listener=settings.listener or None,
+        )
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error

@@ -1,0 +1,27 @@
+"""What every part of a bridge to one cluster shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txnbridge.spi import Emitter
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.rest import Rest
+from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.topics import Topics
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The settings, and the ways to ask.
+
+    What is opened in a lane of `client` shares no connection with other lanes: whatever may be fenced has its own.
+    `rest` is None without an `admin_url`.
+    """
+
+    id: str  # stable, and nobody else's
+    settings: Settings
+    client: wire.Client
+    topics: Topics
+    rest: Rest | None
+    events: Emitter

@@ -1,0 +1,116 @@
+"""The wire client's errors in our words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.names import whole_topic
+
+T = TypeVar("T")
+
+# A broker that has just started refuses for a moment.
+_PAUSE = 0.05
+_REMEDIES: Mapping[type[wire.PulsarError], str] = {
+    wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
+    wire.NotOwner: ": the user who began it has to do this, or a superuser",
+}
+_QUOTA = (wire.Code.QUOTA_EXCEEDED_ERROR, wire.Code.QUOTA_EXCEEDED_EXCEPTION)
+
+
+def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
+    """An error of the wire client as ours; `what` says what was being done. To be raised `from` the client's own.
+
+    Right for calls that decide nothing about a transaction, and for reads.
+    """
+    text = f"{what}: {error}"
+    if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
+        return AccessDenied(text + _REMEDIES.get(type(error), ""))
+    if isinstance(error, wire.TopicNotFound):
+        return NotFound(text)
+    if isinstance(error, wire.ProducerFenced):
+        return Fenced(text)
+    if isinstance(error, wire.NotAllowed | wire.TopicTerminated):
+        return NotSupported(text)
+    if isinstance(error, wire.MessageTooLarge | wire.MissingLibrary):
+        return InvalidOption(text)
+    if isinstance(error, wire.CorruptEntry):
+        return StorageFailed(text)
+    if isinstance(error, wire.TimedOut):
+        return DeadlineExceeded(text)
+    if isinstance(error, wire.Closed):
+        return InvalidState(text)
+    if isinstance(error, wire.ServerError):
+        return _refusal(error, text)
+    return BrokerUnavailable(text)
+
+
+def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
+    if error.code == wire.Code.INVALID_TOPIC_NAME:
+        return InvalidOption(text)
+    if error.code == wire.Code.PERSISTENCE or error.code in _QUOTA:
+        return StorageFailed(text)
+    return BrokerUnavailable(text)
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Raises errors of the wire client from inside as ours."""
+    try:
+        yield
+    except wire.PulsarError as error:
+        raise translate(error, what) from error
+
+
+@contextmanager
+def needing(actions: str, place: str) -> Iterator[None]:
+    """Raises `AccessDenied` with what an administrator grants, where a right is missing inside.
+
+    `place` is a topic's full name, or a namespace; `actions` as Pulsar calls them.
+    """
+    try:
+        yield
+    except wire.NotAuthorized as error:
+        place, _ = whole_topic(place)
+        kind = "topics" if "://" in place else "namespaces"
+        raise AccessDenied(
+            f"{place}: {error}; an administrator grants it to this user's role:"
+            f"\n  pulsar-admin {kind} grant-permission --role ROLE --actions {actions} {place}"
+        ) from error
+
+
+def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline) -> T:
+    """Do what may be done twice until it succeeds, fails for good, or the deadline comes.
+
+    Raises what `words` makes of the wire client's error, and `DeadlineExceeded`.
+    """
+    answer: TxnBridgeError | None = None
+    while True:
+        try:
+            return attempt()
+        except wire.PulsarError as error:
+            refused = words(error)
+            if answer is not None and type(refused) is DeadlineExceeded:
+                raise DeadlineExceeded(f"{refused}; before that: {answer}") from error
+            if type(refused) is not BrokerUnavailable:
+                raise refused from error
+            answer = refused
+            if deadline.left() <= _PAUSE:
+                raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
+        time.sleep(_PAUSE)

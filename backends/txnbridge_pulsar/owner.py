@@ -1,0 +1,187 @@
+"""This process as the owner of a transactional id, or of a name that it made up for itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Identity, Ledger, Writer
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.confirming import Confirmer
+from txnbridge_pulsar.endings import Ended, confirm_by_marker, coordinator_state, end
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.fence import Fence
+from txnbridge_pulsar.markers import remove
+from txnbridge_pulsar.notices import Announced, Notice
+from txnbridge_pulsar.prepared import PreparedWriter, Slots
+from txnbridge_pulsar.refusal import Refuser
+from txnbridge_pulsar.tidying import Tidier
+from txnbridge_pulsar.wire import TxnId
+from txnbridge_pulsar.writer import PulsarWriter
+
+_log = logging.getLogger("txnbridge")
+
+# What an owner does for others when it goes, if the broker is there; they can do without.
+_COURTESY_SECONDS = 3.0
+# A coordinator that has as many transactions as it may never answers who asks for another, also not when one has ended.
+_BEGIN_SECONDS = 3.0
+_PAUSE = 0.05  # with less left nothing is begun any more
+
+
+class Owner:
+    """Opens the id, says on its fence topic what is under way, and knows when it is the owner no more.
+
+    A name that the bridge made up for itself has no fence topic: nobody else can hold it, and what its process leaves
+    open ends by its own deadline.
+    """
+
+    def __init__(self, cluster: Cluster, identity: Identity, ledger: Ledger) -> None:
+        self.name = identity.name
+        self.owned = identity.owned
+        self.opening = secrets.token_hex(8)
+        self.confirmer = Confirmer(cluster)
+        self.refuser = Refuser(cluster, self.confirmer)
+        self._cluster = cluster
+        self._host = identity.host
+        self._fence = Fence(cluster, identity.name, self.opening) if identity.owned else None
+        self._under_way: dict[TxnId, Announced] = {}
+        self._lock = threading.Lock()
+        self._coordinators = 0
+        self._turn = itertools.count(secrets.randbelow(1000))
+        self._writers: list[PulsarWriter] = []
+        self._slots = Slots(cluster, cluster.settings.prepared_ids, self.forget)
+        self._tidier = Tidier(cluster, identity.name)
+
+    # --- opening --------------------------------------------------------------------------------------------------
+
+    def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
+        """Fence every older owner, end what it had under way and had not prepared, and be ready to write."""
+        if self._fence is not None:
+            self._open(self._fence, deadline)
+        self._tidier.start()
+        self._writers = [PulsarWriter(self._cluster, self, f"{self.name}.{number}") for number in range(count)]
+        return self._writers
+
+    def _open(self, fence: Fence, deadline: Deadline) -> None:
+        before = fence.take(deadline)
+        left: Sequence[Announced] = () if before is None else before.under_way
+        at_risk: Sequence[Announced] = () if before is None else before.at_risk
+        with self._lock:
+            self._under_way = {found.txn: found for found in left}
+        # With all that was left, so that whoever comes after us finds it too, should we die on the way.
+        with self._cluster.events.step("step:announce", opening=self.opening):
+            fence.write(lambda: self._notice(at_risk), deadline)
+        for found in left:
+            self._clear(found, "" if before is None else before.host, deadline)
+        for found in at_risk:
+            self.refuser.add(found, deadline)
+        if self.refuser.at_risk:  # else it stands there as under way until the next announcement
+            fence.write(self._notice, deadline)
+
+    def _clear(self, found: Announced, host: str, deadline: Deadline) -> None:
+        """A transaction of an older owner: prepared ones are left alone, others end here."""
+        if found.prepared:
+            if coordinator_state(self._cluster, found.txn, found.marked, deadline):
+                self._slots.keep(found)
+            else:
+                self.forget(found.txn)
+            return
+        try:
+            with self._cluster.events.step("step:end", found.transaction, decision="abort"):
+                ended = end(self._cluster, found.txn, False, deadline)
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"opening {self.name}: {error}") from error
+        if ended is not Ended.ABORTED:
+            confirm_by_marker(self._cluster, found, deadline)
+        if ended is Ended.ABORTED:
+            _log.warning(
+                "%s: an older owner (%s) had transaction %s open: it is alive, or died in it. It is shut out now, and"
+                " the transaction is aborted",
+                *(self.name, host, found.transaction),
+            )
+        # Its writer may be about to send; also in one that it had ended itself, or that had timed out.
+        self.refuser.add(found, deadline)
+        self.forget(found.txn)
+
+    def prepare_writer(self, deadline: Deadline) -> Writer:
+        """A writer for one transaction. Raises `DeadlineExceeded` if too many are unresolved."""
+        return PreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
+
+    # --- transactions ---------------------------------------------------------------------------------------------
+
+    def new_transaction(self, ttl_ms: int, deadline: Deadline) -> TxnId:
+        """At each coordinator in turn. If the answer is lost, one is left that touched nothing and ends by itself."""
+        transactions = self._cluster.client.transactions
+        with translated("beginning a transaction"):
+            self._coordinators = self._coordinators or transactions.coordinators(deadline.left())
+            while True:
+                patience = min(deadline.left(), _BEGIN_SECONDS)
+                try:
+                    return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
+                except wire.PulsarError as error:
+                    # Also of one that nobody has at the moment: another broker takes it up some seconds later.
+                    if not (error.retriable or isinstance(error, wire.TimedOut)) or deadline.left() <= _PAUSE:
+                        raise
+
+    def announce(self, found: Announced, deadline: Deadline) -> None:
+        """Return when whoever opens the id next knows of it. Raises `Fenced` if somebody has opened it already."""
+        with self._lock:
+            self._under_way[found.txn] = found
+        if self._fence is not None:
+            with self._cluster.events.step("step:announce", found.transaction, prepared=found.prepared):
+                self._fence.write(self._notice, deadline)
+
+    def _notice(self, at_risk: Sequence[Announced] = ()) -> Notice:
+        with self._lock:
+            under_way = tuple(self._under_way.values())
+        now = int(time.time() * 1000)
+        return Notice(self.opening, self._host, now, under_way, (*at_risk, *self.refuser.at_risk))
+
+    def withdraw(self, found: Announced) -> None:
+        """Say with the next announcement that it is not prepared after all."""
+        with self._lock:
+            self._under_way[found.txn] = found
+
+    def forget(self, txn: TxnId) -> None:
+        """It has ended. The fence topic says so with the next announcement; who reads it before asks about it once."""
+        with self._lock:
+            self._under_way.pop(txn, None)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if somebody has opened the id since."""
+        if self._fence is not None:
+            self._fence.check(deadline)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        """Let go of the id; what is prepared lives on, and the next owner finds it on the fence topic."""
+        self.refuser.close()
+        self._tidier.close()
+        deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
+        self.confirmer.close(deadline)
+        try:
+            if self._fence is None:
+                for writer in self._writers:
+                    self._remove(writer, deadline)
+            elif self._fence.topic:
+                with self._lock:
+                    clean = all(found.prepared for found in self._under_way.values())
+                if clean:
+                    self._fence.write(self._notice, deadline)
+        except TxnBridgeError as error:
+            _log.debug("closing %s: %s", self.name, error)
+        finally:
+            if self._fence is not None:
+                self._fence.close(deadline)
+
+    def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
+        """Nobody asks any more how the transactions of a name that is gone ended, unless that is unknown."""
+        if writer.marked is not None and not writer.unknown:
+            remove(self._cluster, writer.marked.topic, deadline)

@@ -1,0 +1,155 @@
+"""The brokers' REST interface: what the binary protocol has no word for. Only with an `admin_url`."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar.settings import Settings
+
+# A broker sends a question on to the one that serves the topic; more often than that it goes in circles.
+_MOST_REDIRECTS = 5
+_REDIRECTED = (307, 308)
+_DENIED = (401, 403)
+# A broker that dies may be in the middle of its answer.
+_TROUBLE = (OSError, http.client.HTTPException)
+_MOST_TEXT = 300  # of what a broker says; it may hold a whole stack
+
+
+class Refused(Exception):
+    """The broker's own "no": its status, and what it says."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status, text)
+        self.status = status
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status}: {self.text}" if self.text else f"HTTP {self.status}"
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The library would only follow where nothing is changed."""
+
+    def redirect_request(self, *answer: Any) -> None:
+        return None
+
+
+class Rest:
+    """One question at a time and thread, none before the first call. Paths begin with `/admin/`.
+
+    Of several addresses another one is asked where one does not answer, unless it may have changed something.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirects(), urllib.request.ProxyHandler({})]
+        if settings.admin_url.startswith("https:"):
+            handlers.append(urllib.request.HTTPSHandler(context=settings.tls_context()))
+        scheme, _, hosts = settings.admin_url.partition("://")
+        self._addresses = [f"{scheme}://{host}" for host in hosts.split(",")]
+        self._current = 0  # which one is asked: the next when it does not answer
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def get(self, path: str, deadline: Deadline) -> Any:
+        """The answer as it is in JSON. Raises `Refused`, `AccessDenied`, `BrokerUnavailable`."""
+        return self.ask("GET", path, deadline)
+
+    def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
+        """As `get`, with any method; None for an empty answer. A change whose answer is lost may have been made."""
+        _, found = self.look(method, path, deadline, body)
+        return json.loads(found) if found else None
+
+    def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
+        """The headers of an answer, by their names in small letters."""
+        return self.look("GET", path, deadline)[0]
+
+    def look(self, method: str, path: str, deadline: Deadline, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+        for left in range(len(self._addresses), 0, -1):
+            address = self._addresses[self._current % len(self._addresses)]
+            try:
+                return self._look(method, address, path, Deadline(deadline.left() / left), body)
+            except _TROUBLE as error:
+                self._current += 1
+                deadline.check(f"asking {address}{path}")
+                if left == 1 or not (method == "GET" or _was_refused(error)):
+                    raise BrokerUnavailable(f"asking {address}{path}: {error}") from error
+        raise AssertionError("there is an address")
+
+    def _look(
+        self, method: str, address: str, path: str, deadline: Deadline, body: Any
+    ) -> tuple[Mapping[str, str], bytes]:
+        url = address + path
+        for _ in range(_MOST_REDIRECTS):
+            try:
+                with self._opener.open(self._request(method, url, body), timeout=max(0.001, deadline.left())) as answer:
+                    return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
+            except urllib.error.HTTPError as error:
+                if error.code not in _REDIRECTED:
+                    raise _refusal(error, method, path) from error
+                url = error.headers["Location"]
+                error.close()
+        raise BrokerUnavailable(f"{address}{path}: the brokers redirect in circles")
+
+    def _request(self, method: str, url: str, body: Any) -> urllib.request.Request:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Accept": "*/*", **self._credentials()}
+        return urllib.request.Request(url, data, headers, method=method)
+
+    def _credentials(self) -> dict[str, str]:
+        way = self._settings.authentication()
+        if way is None or way.method not in ("token", "basic"):
+            return {}
+        shown = way.data()
+        return {
+            "Authorization": f"Bearer {shown.decode()}"
+            if way.method == "token"
+            else f"Basic {base64.b64encode(shown).decode()}"
+        }
+
+
+def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> Refused | TxnBridgeError:
+    with error:
+        text = _reason(error.read())
+    if error.code in _DENIED:
+        return AccessDenied(
+            f"{method} {path}: {text or 'this user may not do that'}; it needs an administrator of the tenant"
+            " (pulsar-admin tenants update --admin-roles), or a superuser"
+        )
+    return Refused(error.code, text)
+
+
+def _reason(body: bytes) -> str:
+    """What a broker says why, without the places in its code; of a page of HTML, nothing."""
+    try:
+        text = str(json.loads(body)["reason"])
+    except (ValueError, TypeError, KeyError):
+        text = body.decode(errors="replace")
+    if text.lstrip().startswith("<"):
+        return ""
+    told = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
+    return " ".join((told[-1] if told else text).split())[:_MOST_TEXT]
+
+
+def _was_refused(error: Exception) -> bool:
+    """Whether nobody listened, so that nothing was sent."""
+    return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
+
+
+def unavailable(refused: Refused, what: str) -> BrokerUnavailable:
+    """A refusal that nobody expected. To be raised `from` it."""
+    kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
+    return kind(f"{what}: {refused}")
+
+
+def path_of(full: str) -> str:
+    """A topic's full name as a part of a path, without the leading "persistent/"."""
+    return "/".join(quote(part, safe="") for part in full.removeprefix("persistent://").split("/"))

@@ -1,0 +1,264 @@
+"""Topics: looked at, created, changed; the binary protocol where it can, REST for the rest."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from txnbridge.errors import (
+    AccessDenied,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, Partition
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
+from txnbridge_pulsar.rest import Refused, Rest, path_of, unavailable
+from txnbridge_pulsar.settings import Settings
+
+# Partitions may be added while we write and read; asking takes a millisecond.
+_FRESH_SECONDS = 1.0
+# A broker that has just started answers before it knows its topics.
+_SURE_SECONDS = 0.5
+_LOOK_SECONDS = 0.02
+NEEDS_REST = "it needs the option admin_url, because the binary protocol has no word for it"
+
+
+class Topics:
+    """The topics of a cluster. Any thread may call.
+
+    A topic is, for the broker, as many topics as it has partitions, or one of its own name if it is not partitioned.
+    These are called concrete here.
+    """
+
+    def __init__(self, settings: Settings, client: wire.Client, rest: Rest | None) -> None:
+        self._settings = settings
+        self._client = client
+        self._rest = rest
+        self._known: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._internal: set[str] = set()
+
+    # --- looking ---------------------------------------------------------------------------------------------------
+
+    def concrete(self, topic: str, deadline: Deadline, at_least: int = 1) -> tuple[str, ...]:
+        """The full names of a topic's partitions; a missing topic is created where that is allowed.
+
+        Known for a moment, but asked anew if it has less than `at_least`. Raises `NotFound`, `InvalidOption`.
+        """
+        at, found = self._known.get(topic, (0.0, ()))
+        if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
+            return found
+        found = self._found_or_created(topic, deadline, at_least)
+        self._known[topic] = time.monotonic(), found
+        return found
+
+    def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
+        """As `concrete`, for a message to this partition, or to any. Raises `NotFound` also for a missing partition."""
+        if partition is not None and partition < 0:
+            raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
+        found = self.concrete(topic, deadline, (partition or 0) + 1)
+        if partition is not None and partition >= len(found):
+            raise NotFound(f"{topic} has {len(found)} partitions, so there is no partition {partition}")
+        return found
+
+    def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
+        """The same as the broker has it now, without creating anything; empty if it has no such topic."""
+        full = self._settings.namespace.full_name(topic)
+        what = f"looking at topic {topic!r}"
+
+        def found() -> tuple[str, ...]:
+            with needing("produce,consume", full):
+                return self._found(full, deadline)
+
+        return again(found, lambda error: translate(error, what), deadline)
+
+    def _found(self, full: str, deadline: Deadline) -> tuple[str, ...]:
+        if count := self._partitions(full, deadline):
+            return partitions_of(full, count)
+        return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
+
+    def _partitions(self, full: str, deadline: Deadline) -> int:
+        """0 for a topic that has none, or is not there: brokers answer the one or the other."""
+        try:
+            return self._client.partitions(full, deadline.left())
+        except wire.TopicNotFound:
+            return 0
+
+    def all_concrete(self, deadline: Deadline) -> list[str]:
+        """The full names of the namespace's persistent topics, each partition by itself."""
+        namespace = str(self._settings.namespace)
+        words = "listing topics"
+        return again(
+            lambda: self._client.topics(namespace, deadline.left()), lambda error: translate(error, words), deadline
+        )
+
+    def all(self, deadline: Deadline) -> dict[str, int]:
+        """Every persistent topic of the namespace with the number of its partitions, by its short name."""
+        found: dict[str, int] = {}
+        for concrete in self.all_concrete(deadline):
+            full, _ = whole_topic(concrete)
+            name = self._settings.namespace.short_name(full)
+            if name not in found:  # of partitions that nobody uses a broker may have none in its list
+                found[name] = 1 if full == concrete else len(self.look(full, deadline))
+        return found
+
+    def partition_of(self, concrete: str) -> Partition:
+        """What a user calls it."""
+        full, number = whole_topic(concrete)
+        return self._settings.namespace.short_name(full), number
+
+    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int) -> tuple[str, ...]:
+        sure_at = time.monotonic() + _SURE_SECONDS
+        while True:
+            found = self.look(topic, deadline)
+            if len(found) >= at_least:
+                return found
+            if not found and self._settings.create_topics:
+                self.create(topic, self._settings.create_topics, deadline)
+            elif time.monotonic() >= sure_at or deadline.expired:
+                break
+            time.sleep(_LOOK_SECONDS)
+        if not found:
+            raise NotFound(
+                f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
+                f" --url {self._settings.service}/{self._settings.namespace}"
+            )
+        return found
+
+    # --- changing --------------------------------------------------------------------------------------------------
+
+    def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
+        """Create a topic; False if it was there already, with however many partitions.
+
+        Without `admin_url` it has one partition that can never become more. Raises `InvalidOption`, `NotSupported`.
+        """
+        full = self._settings.namespace.full_name(topic)
+        if partitions < 1:
+            raise InvalidOption(f"a topic has at least one partition, not {partitions}")
+        if self.look(topic, deadline):
+            return False
+        if self._rest is None:
+            if partitions > 1:
+                raise NotSupported(f"topic {topic!r} cannot be made with {partitions} partitions here: {NEEDS_REST}")
+            self._make_by_producing(full, deadline)
+            return True
+        return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
+
+    def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
+        """Raises `NotFound`, `InvalidOption` for fewer partitions than there are, and `NotSupported`."""
+        found = self.look(topic, deadline)
+        if not found:
+            raise NotFound(f"there is no topic {topic!r}")
+        if partitions < len(found):
+            raise InvalidOption(f"topic {topic!r} has {len(found)} partitions; they cannot become fewer")
+        if partitions == len(found):
+            return
+        full = self._settings.namespace.full_name(topic)
+        if found == (full,):
+            raise NotSupported(f"topic {topic!r} was made without partitions, and Pulsar gives it none later")
+        if self._rest is None:
+            raise NotSupported(f"topic {topic!r} cannot grow here: {NEEDS_REST}")
+        self._changed("POST", full, partitions, deadline, f"growing topic {topic!r}")
+        self._known.pop(topic, None)
+
+    def _changed(self, method: str, full: str, partitions: int, deadline: Deadline, what: str) -> bool:
+        assert self._rest is not None
+        try:
+            self._rest.ask(method, f"/admin/v2/persistent/{path_of(full)}/partitions", deadline, partitions)
+        except Refused as refused:
+            if refused.status == 409 and method == "PUT":
+                return False
+            raise _refusal(refused, what) from refused
+        return True
+
+    def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
+        """Raises `NotFound`, `NotSupported`; without `force` `InvalidState` while somebody reads or writes there."""
+        found = self.look(topic, deadline)
+        if not found:
+            raise NotFound(f"there is no topic {topic!r}")
+        if self._rest is None:
+            raise NotSupported(f"topic {topic!r} cannot be deleted here: {NEEDS_REST}")
+        full = self._settings.namespace.full_name(topic)
+        kind = "" if found == (full,) else "/partitions"
+        try:
+            self._rest.ask("DELETE", f"/admin/v2/persistent/{path_of(full)}{kind}?force={str(force).lower()}", deadline)
+        except Refused as refused:
+            if refused.status == 412:
+                raise InvalidState(f"deleting topic {topic!r}: {refused}") from refused
+            raise _refusal(refused, f"deleting topic {topic!r}") from refused
+        self._known.pop(topic, None)
+
+    # --- our own ---------------------------------------------------------------------------------------------------
+
+    def internal(self, name: str, deadline: Deadline) -> str:
+        """The full name of a topic of our own, which is there and loses nothing from now on.
+
+        It has a durable subscription before its first record: without one a broker as it comes drops records, and an
+        idle topic with all that is in it. Raises `AccessDenied` with what an administrator has to do.
+        """
+        full = f"persistent://{self._settings.namespace}/{name}"
+        if full in self._internal:
+            return full
+        try:
+            self.keep(full, deadline)
+        except (AccessDenied, NotFound) as error:
+            raise AccessDenied(self._for_the_administrator(name)) from error.__cause__
+        self._internal.add(full)
+        return full
+
+    def keep(self, full: str, deadline: Deadline) -> None:
+        """The same for a topic that was there before, and may have been deleted and made anew since."""
+        what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
+        again(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
+
+    def _keep(self, full: str, deadline: Deadline) -> None:
+        if self._partitions(full, deadline):
+            raise InvalidOption(f"topic {full} has partitions and must have none: it is not ours")
+        with suppress(wire.ConsumerBusy):  # then somebody else is at it, so it is there
+            keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
+            keeper.close(deadline.left())
+
+    def _make_by_producing(self, full: str, deadline: Deadline) -> None:
+        """A broker makes a topic for whoever wants to write, where its settings allow that."""
+        what = f"creating topic {full}"
+        try:
+            self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
+        except wire.TopicNotFound as error:
+            raise NotSupported(f"{what}: this cluster makes no topics by itself, and {NEEDS_REST}") from error
+        except wire.PulsarError as error:
+            raise translate(error, what) from error
+
+    def _for_the_administrator(self, name: str) -> str:
+        namespace = self._settings.namespace
+        return (
+            f"this user may not create or use the topic {name!r}, which txnbridge needs, and others that begin with"
+            f" {self._settings.prefix!r}. An administrator grants this user's role:"
+            f"\n  pulsar-admin namespaces grant-permission --role ROLE --actions produce,consume {namespace}"
+            f"\nand where brokers make no topics by themselves, lets them in this namespace:"
+            f"\n  pulsar-admin namespaces set-auto-topic-creation --enable --type non-partitioned {namespace}"
+        )
+
+    def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
+        """Whether it is known that the broker drops what a producer sends it twice; only REST tells."""
+        if self._rest is None:
+            return False
+        try:
+            stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)
+        except (Refused, AccessDenied):
+            return False
+        return bool(stats.get("deduplicationStatus") == "Enabled")
+
+
+def _refusal(refused: Refused, what: str) -> TxnBridgeError:
+    text = f"{what}: {refused}"
+    if refused.status == 404:
+        return NotFound(text)
+    if refused.status == 409:
+        return InvalidState(text)
+    if refused.status in (400, 406, 412):
+        return InvalidOption(text)
+    return unavailable(refused, what)

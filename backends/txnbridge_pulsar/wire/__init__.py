@@ -1,0 +1,128 @@
+"""A client of Apache Pulsar's binary protocol, transactions included.
+
+It does what it is asked, when it is asked, and says what became of it: nothing is sent twice, reconnected or resumed
+behind the caller's back, and every error says whether the broker may have acted. One thread for each connection
+reads; everything else happens on the caller's. Only the standard library is needed; a C library for checksums
+(google-crc32c) makes it faster, and lz4, zstandard and python-snappy are needed for those compressions.
+
+    with Client("pulsar://localhost:6650") as client:
+        txn = client.transactions.begin(60_000, timeout=10)
+        client.transactions.register(txn, 10, topics=["orders"])
+        producer = client.create_producer("orders", timeout=10, transactions=True)
+        batch = Batch()
+        batch.extend([b"one", b"two"])
+        assert not producer.send(batch, txn, timeout=10).result(10).duplicate
+        client.transactions.end(txn, commit=True, timeout=10)
+"""
+
+from __future__ import annotations
+
+from .address import full_topic_name, partition_name, partition_of
+from .answers import Response
+from .authentication import (
+    Authentication,
+    BasicAuthentication,
+    NoAuthentication,
+    TlsAuthentication,
+    TokenAuthentication,
+    tls_context,
+    token_file,
+)
+from .client import Client
+from .compression import Compression
+from .consumer import Consumer, SubscriptionType
+from .errors import (
+    Closed,
+    Code,
+    ConnectFailed,
+    ConnectionLost,
+    ConsumerBusy,
+    CoordinatorNotFound,
+    CorruptEntry,
+    DuplicateUndecided,
+    InvalidTransactionStatus,
+    MessageTooLarge,
+    MissingLibrary,
+    NotAllowed,
+    NotAuthenticated,
+    NotAuthorized,
+    NotOwner,
+    PerhapsDropped,
+    ProducerBusy,
+    ProducerFenced,
+    ProtocolError,
+    PulsarError,
+    ServerError,
+    ServiceNotReady,
+    TimedOut,
+    TopicNotFound,
+    TopicTerminated,
+    TransactionConflict,
+    TransactionNotFound,
+)
+from .ids import EARLIEST, LATEST, MessageId, TxnId
+from .inbox import Inbox
+from .incoming import Entry, Message
+from .outgoing import Batch, Single
+from .producer import AccessMode, Producer
+from .sending import Receipt, Send
+from .transactions import Transactions
+
+__all__ = [
+    "EARLIEST",
+    "LATEST",
+    "AccessMode",
+    "Authentication",
+    "BasicAuthentication",
+    "Batch",
+    "Client",
+    "Closed",
+    "Code",
+    "Compression",
+    "ConnectFailed",
+    "ConnectionLost",
+    "Consumer",
+    "ConsumerBusy",
+    "CoordinatorNotFound",
+    "CorruptEntry",
+    "DuplicateUndecided",
+    "Entry",
+    "Inbox",
+    "InvalidTransactionStatus",
+    "Message",
+    "MessageId",
+    "MessageTooLarge",
+    "MissingLibrary",
+    "NoAuthentication",
+    "NotAllowed",
+    "NotAuthenticated",
+    "NotAuthorized",
+    "NotOwner",
+    "PerhapsDropped",
+    "Producer",
+    "ProducerBusy",
+    "ProducerFenced",
+    "ProtocolError",
+    "PulsarError",
+    "Receipt",
+    "Response",
+    "Send",
+    "ServerError",
+    "ServiceNotReady",
+    "Single",
+    "SubscriptionType",
+    "TimedOut",
+    "TlsAuthentication",
+    "TokenAuthentication",
+    "TopicNotFound",
+    "TopicTerminated",
+    "TransactionConflict",
+    "TransactionNotFound",
+    "Transactions",
+    "TxnId",
+    "full_topic_name",
+    "partition_name",
+    "partition_of",
+    "tls_context",
+    "token_file",
+]

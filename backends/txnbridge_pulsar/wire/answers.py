@@ -1,0 +1,56 @@
+"""Answers to requests: asked for now, waited for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+
+from .codec import Fields
+from .errors import PulsarError, TimedOut
+from .schema import COMMANDS
+
+
+def answer_to(name: str) -> str:
+    """The command that answers a request."""
+    if name == "producer":
+        return "producer_success"
+    answer = f"{name.removesuffix('_request')}_response"
+    return answer if answer in COMMANDS else "success"
+
+
+class Response:
+    """An answer to come."""
+
+    def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
+        self.kind = kind  # of command that answers, unless it is an error
+        self._future: Future[Fields] = Future()
+        self._forget = forget
+        self._what = what
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float) -> Fields:
+        """Wait for its fields. Raises `ServerError` by class for a "no", `ConnectionLost`; and `TimedOut`, after which
+        it never comes.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout:
+            self._forget()
+            raise TimedOut(f"no answer to {self._what} in {timeout:g} s") from None
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call when it is there, from the thread that reads (so without blocking), or at once if it is there."""
+        self._future.add_done_callback(lambda _: call())
+
+    def resolve(self, outcome: Fields | PulsarError) -> None:
+        """Only the first outcome counts."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, PulsarError):
+                self._future.set_exception(outcome)
+            else:
+                self._future.set_result(outcome)

@@ -1,0 +1,38 @@
+"""Time: one deadline for all that a call does, and pauses between its attempts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+# The first pause lets a broker finish what it is at; the longest keeps a waiting client polite without missing much.
+FIRST_PAUSE = 0.05
+LONGEST_PAUSE = 5.0
+
+
+class Deadline:
+    """The moment by which a call ends, on a clock that nobody sets."""
+
+    __slots__ = ("_at", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain, never less than 0."""
+        return max(0.0, self._at - time.monotonic())
+
+    @property
+    def expired(self) -> bool:
+        return time.monotonic() >= self._at
+
+
+def pauses() -> Iterator[float]:
+    """Seconds to wait before the next attempt: each up to twice the last, at random so that clients spread out."""
+    pause = FIRST_PAUSE
+    while True:
+        yield pause * random.uniform(0.5, 1.0)
+        pause = min(2 * pause, LONGEST_PAUSE)

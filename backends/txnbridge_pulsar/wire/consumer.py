@@ -1,0 +1,460 @@
+"""A consumer: one subscription to one topic or partition, on one connection at a time.
+
+Entries come to its inbox; permits let the broker send no more than was asked for. Nothing is reconnected behind the
+caller's back: when the connection ends or the topic moves, `lost` says why, and `reopen` subscribes again. The broker
+then delivers anew whatever was not acknowledged, and `generation` has grown, by which older deliveries can be told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+from .answers import Response
+from .chunks import Chunks
+from .clock import Deadline
+from .codec import Fields
+from .connection import Connection
+from .errors import Closed, ConnectionLost, PulsarError
+from .frames import command
+from .ids import (
+    EARLIEST,
+    MessageId,
+    TxnId,
+    cumulative_ack_fields,
+    individual_ack_fields,
+    message_id,
+    position_fields,
+)
+from .inbox import Inbox
+from .incoming import Entry
+from .lookup import Lookup
+from .pool import an_attempt, retrying
+
+# Until it is known how large messages are, so few are asked for that even the largest do no harm.
+FIRST_PERMITS = 16
+# A size once seen is forgotten slowly, or one large message would slow a consumer down for ever.
+_FORGETTING = 0.99
+# Ids in one command: it stays far below the size of a frame, also with the bits of large batches.
+MOST_IDS = 5000
+_INDIVIDUAL, _CUMULATIVE = 0, 1
+
+
+class SubscriptionType(IntEnum):
+    """How consumers of one subscription share its messages."""
+
+    EXCLUSIVE = 0
+    SHARED = 1
+    FAILOVER = 2
+    KEY_SHARED = 3
+
+
+class ConsumerOptions(NamedTuple):
+    """How a consumer subscribes; `client.subscribe` says what each means."""
+
+    subscription: str
+    type: SubscriptionType
+    start: MessageId
+    durable: bool
+    name: str | None
+    permits: int
+    priority: int
+    read_compacted: bool
+    properties: tuple[tuple[str, str], ...]
+    hash_ranges: tuple[tuple[int, int], ...]
+    lane: str
+    create: bool
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the broker keeps a place in the topic rather than a set of messages."""
+        return self.type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
+
+
+class Consumer:
+    """Subscribed from the moment it exists. One thread receives; acknowledge from any."""
+
+    def __init__(
+        self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
+    ) -> None:
+        self.topic = topic
+        self.subscription = options.subscription
+        self.inbox = Inbox() if inbox is None else inbox
+        self.generation = 0
+        self.active: bool | None = None
+        # How many times a failover subscription has given it the topic: what comes after is delivered anew.
+        self.activations = 0
+        self.at_end = False
+        # Entries of this generation that have come, and of those that were taken or dropped.
+        self.arrived = 0
+        self._taken = 0
+        self._lookup = lookup
+        self._next_id = next_id
+        self._options = options
+        self._id = -1
+        self._connection: Connection | None = None
+        self._lost: PulsarError | None = Closed("the consumer was never opened")
+        self._subscribed = False
+        self._state = threading.Lock()
+        self._start = options.start._replace(first_chunk=())  # of a message in chunks, behind its last
+        self._epoch = 0
+        self._outstanding = 0
+        self._largest = 0.0
+        self._held = False
+        self._answers: list[Response] = []  # to acknowledgements
+        self._chunks = Chunks()
+
+    def __repr__(self) -> str:
+        return f"Consumer({self.topic}, {self.subscription}, {'lost' if self._lost else 'open'})"
+
+    # ------------------------------------------------------------------------------------------ opening
+
+    @property
+    def lost(self) -> PulsarError | None:
+        """Why nothing comes any more until it is reopened; None while it is subscribed."""
+        return self._lost
+
+    @property
+    def connection(self) -> Connection | None:
+        """The connection of its last opening."""
+        return self._connection
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether nothing of it waits in the inbox."""
+        return self._taken == self.arrived
+
+    def reopen(self, timeout: float) -> None:
+        """Subscribe again. A durable subscription goes on where its acknowledgements say; one that is not durable
+        behind the last entry that was taken, or behind one before it if a message in chunks is not complete. Raises
+        what `client.subscribe` raises.
+        """
+        if isinstance(self._lost, Closed) and self._connection is not None:
+            raise Closed("the consumer is closed")
+        deadline = Deadline(timeout)
+        self._leave(deadline)
+        self._epoch += 1
+        retrying(deadline, lambda: self._open(an_attempt(deadline)))
+
+    def _open(self, deadline: Deadline) -> None:
+        connection = self._lookup.connection(self.topic, self._options.lane, deadline)
+        with self._state:
+            self._connection, self._id = connection, self._next_id()
+            self.generation += 1
+            self._outstanding = self.arrived = self._taken = 0
+            self._chunks.clear()
+            self.active, self.at_end = None, False
+            self._lost, self._subscribed = None, False
+        connection.add_consumer(self._id, _Side(self, self.generation))
+        try:
+            connection.ask("subscribe", deadline, **self._subscribe_fields())
+        except BaseException as error:
+            connection.remove_consumer(self._id)
+            self._lost = ConnectionLost("the subscription was not made", may_have_had_effect=False)
+            if getattr(error, "may_have_had_effect", True):
+                connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
+            raise
+        self.inbox.join(self)
+        self._subscribed = True
+        self._grant()
+
+    def _subscribe_fields(self) -> Fields:
+        options = self._options
+        ranges = [{"start": first, "end": last} for first, last in options.hash_ranges]
+        key_shared: Fields = {"key_shared_mode": 1, "hash_ranges": ranges} if ranges else {"key_shared_mode": 0}
+        return {
+            "topic": self.topic,
+            "subscription": options.subscription,
+            "sub_type": options.type,
+            "consumer_id": self._id,
+            "consumer_name": options.name,
+            "priority_level": options.priority or None,
+            "durable": options.durable,
+            "start_message_id": None if options.durable else position_fields(self._start),
+            "read_compacted": options.read_compacted or None,
+            "initial_position": 1 if options.start == EARLIEST else 0,
+            "force_topic_creation": None if options.create else False,
+            "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
+            "subscription_properties": [{"key": key, "value": value} for key, value in options.properties],
+            "consumer_epoch": self._epoch if options.ordered else None,
+        }
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, timeout: float, most: int = 100) -> list[Entry]:
+        """Up to `most` entries; empty if nothing came in time. With an inbox of its own, or all that share it.
+
+        Raises what `lost` says once everything that had come before is taken.
+        """
+        found = self.inbox.take(timeout, most)
+        if not found and self._lost is not None:
+            self._open_connection()
+        return found
+
+    def accept(self, generation: int, fields: Fields, tail: bytes) -> Entry | None:
+        """Read an entry that waited, and let the broker send others for it. None if it is not for the caller."""
+        entry = Entry(self, generation, fields, tail)
+        with self._state:
+            if generation != self.generation:
+                return None
+            self._outstanding -= entry.permits
+            self._taken += 1
+            entry.arrival = self._taken
+            self._largest = max(entry.size / entry.permits, self._largest * _FORGETTING)
+        self._grant()
+        if entry.is_marker or fields.get("consumer_epoch", self._epoch) < self._epoch:
+            return None
+        if not self._options.durable and not self._is_behind_start(entry):
+            return None
+        place, chunk = entry.id, entry.chunk
+        # With many consumers each has little on its way; a message may be as large as with one.
+        found = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
+        if not self._chunks.incomplete:  # else the chunks that are held would not come again
+            self._start = place
+        return found
+
+    def _is_behind_start(self, entry: Entry) -> bool:
+        """Whether there is something in it to give: the broker begins with the entry behind whose message we begin."""
+        start = self._start
+        if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
+            return True
+        if start.batch_index < 0 or start.batch_index + 1 >= entry.count:
+            return False
+        entry.skip(start.batch_index + 1)
+        return True
+
+    def hold(self, held: bool) -> None:
+        """Let the broker send nothing more than it was asked for already; or again as much as ever."""
+        self._held = held
+        self._grant()
+
+    def allow(self, messages: int) -> None:
+        """Let the broker send until so many messages are on their way: of itself a consumer without permits asks for
+        none.
+        """
+        self._let(lambda: messages, 1)
+
+    def _grant(self) -> None:
+        """Let the broker send what there is room for, once that is worth a command."""
+        self._let(self._room, 2)
+
+    def _room(self) -> int:
+        if self._held:
+            return 0
+        if not self._largest:
+            return min(self._options.permits, FIRST_PERMITS)
+        return min(self._options.permits, max(1, int(self.inbox.bytes_each / self._largest)))
+
+    def _let(self, room: Callable[[], int], worth: int) -> None:
+        with self._state:
+            grant = (wanted := room()) - self._outstanding
+            # What it is told before it has made the consumer a broker forgets.
+            if self._connection is None or self._lost is not None or not self._subscribed:
+                return
+            if grant < 1 or worth * grant < wanted:
+                return
+            self._outstanding += grant
+            flow = command("flow", consumer_id=self._id, message_permits=grant)
+            connection = self._connection
+        connection.post(flow)
+
+    # ------------------------------------------------------------------------------------------ acknowledging
+
+    def acknowledge(self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float) -> None:
+        """Acknowledge messages by id, of batches those named; in a transaction only if that is given.
+
+        For an entry in several chunks give all its `parts`. Raises `TransactionConflict`, which touches none of the
+        ids of one command (of which there is one up to 5000 entries); `ConnectionLost`, after which nobody knows.
+        """
+        deadline = Deadline(timeout)
+        for response in self.start_acknowledge(ids, txn, timeout=timeout):
+            response.result(deadline.left)
+
+    def start_acknowledge(
+        self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
+    ) -> list[Response]:
+        """The same without waiting for the answers, which fail as `acknowledge` says."""
+        fields = individual_ack_fields(ids)
+        parts = [fields[at : at + MOST_IDS] for at in range(0, len(fields), MOST_IDS)]
+        deadline = Deadline(timeout)
+        return [self._acknowledge(_INDIVIDUAL, part, txn, deadline) for part in parts]
+
+    def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
+        """Acknowledge everything up to and including a message. Only on exclusive and failover subscriptions.
+
+        Raises `ValueError` on others, where the broker would say yes and do nothing; else as `acknowledge`.
+        """
+        if not self._options.ordered:
+            raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
+        deadline = Deadline(timeout)
+        self._acknowledge(_CUMULATIVE, [cumulative_ack_fields(id)], txn, deadline).result(deadline.left)
+
+    def _acknowledge(self, kind: int, ids: Sequence[Fields], txn: TxnId | None, deadline: Deadline) -> Response:
+        txn_fields: Fields = {} if txn is None else txn.fields
+        generation = self.generation
+        answer = self._open_connection().request(
+            "ack", deadline, consumer_id=self._id, ack_type=kind, message_id=ids, **txn_fields
+        )
+        with self._state:
+            self._answers = [each for each in self._answers if not each.done]
+            reason = self._lost
+            if reason is None and generation == self.generation:
+                self._answers.append(answer)
+                return answer
+        answer.resolve(_unanswered(reason or "it was opened anew"))
+        return answer
+
+    def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
+        """Ask for what is not acknowledged once more: all of it, or on shared subscriptions these entries.
+
+        On exclusive and failover subscriptions always all, and what waits in the inbox is dropped first, so that
+        everything comes once and in order. Raises `ConnectionLost`.
+        """
+        connection = self._open_connection()
+        fields: list[Fields] = []
+        if self._options.ordered:
+            with self._state:
+                self._epoch += 1
+            self._drop_waiting()
+        else:
+            places = {(id.ledger, id.entry) for id in ids or ()}
+            fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(places)]
+            if ids is not None and not fields:
+                return
+        epoch = self._epoch if self._options.ordered else None
+        for at in range(0, len(fields) or 1, MOST_IDS):
+            part = fields[at : at + MOST_IDS]
+            connection.post(command("redeliver", consumer_id=self._id, message_ids=part, consumer_epoch=epoch))
+
+    def _drop_waiting(self) -> None:
+        dropped = self.inbox.drop(self)
+        self._chunks.clear()
+        with self._state:
+            for generation, fields, tail in dropped:
+                if generation == self.generation:
+                    self._outstanding -= Entry(self, generation, fields, tail).permits
+                    self._taken += 1
+        self._grant()
+
+    # ------------------------------------------------------------------------------------------ moving and asking
+
+    def seek(self, to: MessageId | int, timeout: float) -> None:
+        """Go to a message, to `EARLIEST` or `LATEST`, or to the first published at a time (milliseconds since 1970).
+
+        Subscribes anew; what waits in the inbox is dropped. Raises `ValueError` for a subscription that is not
+        durable: begin another one.
+        """
+        deadline = Deadline(timeout)
+        if not self._options.durable:
+            raise ValueError("a subscription that is not durable cannot seek: begin another one")
+        if isinstance(to, MessageId):
+            self._ask("seek", deadline, message_id=position_fields(to))
+        else:
+            self._ask("seek", deadline, message_publish_time=to)
+        self.reopen(deadline.left)
+
+    def last_message_id(self, timeout: float) -> MessageId:
+        """The last message that can be read now: one behind an open transaction cannot. Entry -1 if there is none."""
+        return self.progress(timeout)[0]
+
+    def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
+        """The last message that can be read now, and the one up to which the subscription has nothing left to
+        acknowledge, if the broker says.
+        """
+        answer = self._ask("get_last_message_id", Deadline(timeout))
+        acknowledged = answer.get("consumer_mark_delete_position")
+        return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
+
+    def unsubscribe(self, timeout: float, force: bool = False) -> None:
+        """End the subscription itself, for all its consumers, and close this one. With `force` also under others."""
+        self._ask("unsubscribe", Deadline(timeout), force=force or None)
+        self._finish()
+
+    def _ask(self, name: str, deadline: Deadline, **fields: object) -> Fields:
+        return self._open_connection().ask(name, deadline, consumer_id=self._id, **fields)
+
+    def _open_connection(self) -> Connection:
+        connection, lost = self._connection, self._lost
+        if lost is not None or connection is None:
+            if isinstance(lost, Closed):
+                raise Closed(str(lost))
+            raise ConnectionLost(f"the consumer is to be reopened: {lost}", False) from lost
+        return connection
+
+    # ------------------------------------------------------------------------------------------ told by the connection
+
+    def told_message(self, generation: int, fields: Fields, tail: bytes) -> None:
+        self.arrived += generation == self.generation
+        self.inbox.put(self, generation, fields, tail)
+
+    def told_active(self, generation: int, active: bool) -> None:
+        with self._state:
+            if generation != self.generation:
+                return
+            self.activations += active and not self.active
+            self.active = active
+        if not active:
+            self._drop_waiting()  # it comes to another consumer, or here again
+        self.inbox.wake()
+
+    def told_lost(self, generation: int, reason: PulsarError) -> None:
+        with self._state:
+            if generation != self.generation or self._lost is not None:
+                return
+            self._lost = reason
+            unanswered, self._answers = self._answers, []
+        for answer in unanswered:
+            answer.resolve(_unanswered(reason))
+        self.inbox.wake()
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def close(self, timeout: float) -> None:
+        """Leave the subscription, which stays if it is durable. Repeating it is harmless."""
+        self._leave(Deadline(timeout))
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._connection is not None:
+            self._connection.remove_consumer(self._id)
+        with self._state:
+            self._lost = Closed("the consumer is closed")
+        self.inbox.leave(self)
+        self.inbox.wake()
+
+    def _leave(self, deadline: Deadline) -> None:
+        connection = self._connection
+        if connection is not None and self._lost is None and not connection.closed:
+            with suppress(PulsarError):
+                connection.ask("close_consumer", deadline, consumer_id=self._id)
+            connection.remove_consumer(self._id)
+        self.inbox.leave(self)
+
+
+class _Side:
+    """One generation of a consumer, as its connection sees it."""
+
+    def __init__(self, consumer: Consumer, generation: int) -> None:
+        self._consumer = consumer
+        self._generation = generation
+
+    def on_message(self, fields: Fields, tail: bytes) -> None:
+        self._consumer.told_message(self._generation, fields, tail)
+
+    def on_active(self, active: bool) -> None:
+        self._consumer.told_active(self._generation, active)
+
+    def on_end_of_topic(self) -> None:
+        self._consumer.at_end = True
+        self._consumer.inbox.wake()
+
+    def on_lost(self, reason: PulsarError) -> None:
+        self._consumer.told_lost(self._generation, reason)
+
+
+def _unanswered(reason: object) -> ConnectionLost:
+    """A broker that has closed a consumer, because its topic moves, answers nothing that is about it."""
+    return ConnectionLost(f"the consumer was closed before it was answered: {reason}")

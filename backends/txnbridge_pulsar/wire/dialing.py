@@ -1,0 +1,56 @@
+"""Making connections: a name looked up, one of its addresses reached, TLS spoken; all within one deadline."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+
+from .address import Address
+from .clock import Deadline
+
+# A socket takes 0 for "do not wait at all".
+_LEAST_SECONDS = 0.001
+
+
+def dial(address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> socket.socket:
+    """A socket to an address, through TLS where that is asked for. Raises `OSError`, `ValueError`."""
+    sock = _any_of(_resolved(address, deadline), deadline)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is None:
+            return sock
+        sock.settimeout(max(deadline.left, _LEAST_SECONDS))
+        return tls.wrap_socket(sock, server_hostname=address.host)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _any_of(found: list[tuple[str, int]], deadline: Deadline) -> socket.socket:
+    """Connected to the first that listens: a name may stand for an IPv6 and an IPv4 address, and one be served."""
+    for place in found[:-1]:
+        with suppress(OSError):
+            return socket.create_connection(place, max(deadline.left, _LEAST_SECONDS))
+    return socket.create_connection(found[-1], max(deadline.left, _LEAST_SECONDS))
+
+
+def _resolved(address: Address, deadline: Deadline) -> list[tuple[str, int]]:
+    """Where the address's name leads, looked up on a thread of its own: a resolver knows no deadline."""
+    found: Future[list[tuple[str, int]]] = Future()
+
+    def resolve() -> None:
+        try:
+            infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            found.set_result([(str(info[4][0]), address.port) for info in infos])
+        except (OSError, UnicodeError) as error:
+            found.set_exception(OSError(f"its name leads nowhere: {error}"))
+
+    threading.Thread(target=resolve, name=f"pulsar resolve {address.host}", daemon=True).start()
+    try:
+        return found.result(deadline.left)
+    except FutureTimeout:
+        raise OSError("its name was not resolved in time") from None

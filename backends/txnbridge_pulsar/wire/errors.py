@@ -1,0 +1,227 @@
+"""What can go wrong, as types: by class a caller can tell "said no", "try again" and "nobody knows".
+
+Every error says in `may_have_had_effect` whether the broker may have done what was asked: False is a promise that it
+has not. Errors survive pickling, and hold no payloads, keys or credentials.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """The broker's error codes."""
+
+    UNKNOWN = 0
+    METADATA = 1
+    PERSISTENCE = 2
+    AUTHENTICATION = 3
+    AUTHORIZATION = 4
+    CONSUMER_BUSY = 5
+    SERVICE_NOT_READY = 6
+    QUOTA_EXCEEDED_ERROR = 7
+    QUOTA_EXCEEDED_EXCEPTION = 8
+    CHECKSUM = 9
+    UNSUPPORTED_VERSION = 10
+    TOPIC_NOT_FOUND = 11
+    SUBSCRIPTION_NOT_FOUND = 12
+    CONSUMER_NOT_FOUND = 13
+    TOO_MANY_REQUESTS = 14
+    TOPIC_TERMINATED = 15
+    PRODUCER_BUSY = 16
+    INVALID_TOPIC_NAME = 17
+    INCOMPATIBLE_SCHEMA = 18
+    CONSUMER_ASSIGN = 19
+    COORDINATOR_NOT_FOUND = 20
+    INVALID_TXN_STATUS = 21
+    NOT_ALLOWED = 22
+    TRANSACTION_CONFLICT = 23
+    TRANSACTION_NOT_FOUND = 24
+    PRODUCER_FENCED = 25
+
+
+# Trouble of the broker's stores, of its load, or of who owns what: the same request may succeed a moment later.
+_PASSING = {
+    Code.UNKNOWN,
+    Code.METADATA,
+    Code.PERSISTENCE,
+    Code.SERVICE_NOT_READY,
+    Code.TOO_MANY_REQUESTS,
+    Code.COORDINATOR_NOT_FOUND,
+}
+
+
+class PulsarError(Exception):
+    """The root of all errors here."""
+
+    may_have_had_effect = False
+    # Whether trying again may help, as far as the error itself can tell.
+    retriable = False
+
+
+class ConnectFailed(PulsarError):
+    """No connection could be made: nothing was asked."""
+
+    retriable = True
+
+
+class ConnectionLost(PulsarError):
+    """The connection ended before the answer came; or, with `may_have_had_effect` False, before anything was sent."""
+
+    retriable = True
+
+    def __init__(self, text: str, may_have_had_effect: bool = True) -> None:
+        super().__init__(text, may_have_had_effect)
+        self.may_have_had_effect = may_have_had_effect
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class TimedOut(ConnectionLost):
+    """The deadline came first. An answer that comes later is ignored."""
+
+    retriable = False
+
+
+class Closed(PulsarError):
+    """The client, producer or consumer was closed by its owner."""
+
+
+class ProtocolError(PulsarError):
+    """The other side sent what the protocol does not allow; the connection is given up."""
+
+
+class CorruptEntry(PulsarError):
+    """A stored entry cannot be read: its checksum, its compression or its framing is wrong."""
+
+
+class PerhapsDropped(PulsarError):
+    """The broker could not store an entry, and took it for a duplicate when it came again: it has that one, or it has
+    stored only what followed it the first time.
+    """
+
+    may_have_had_effect = True
+
+    def __str__(self) -> str:
+        return "an entry that the broker could not store was dropped as a duplicate when it was sent again"
+
+
+class MessageTooLarge(PulsarError):
+    """More than the broker takes in one entry; nothing was sent."""
+
+
+class MissingLibrary(PulsarError):
+    """A compression needs a package that is not installed."""
+
+
+class ServerError(PulsarError):
+    """The broker's own "no", with its code and text. Which class, `server_error` decides."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+        self.text = text
+
+    @property
+    def name(self) -> str:
+        return Code(self.code).name if self.code in Code._value2member_map_ else f"code {self.code}"
+
+    @property
+    def retriable(self) -> bool:  # type: ignore[override]
+        return self.code in _PASSING
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}" if self.text else self.name
+
+
+class ServiceNotReady(ServerError):
+    """The broker does not serve this topic or coordinator (yet, or any more): look it up again."""
+
+
+class NotAuthenticated(ServerError):
+    """The credentials were refused."""
+
+
+class NotAuthorized(ServerError):
+    """The credentials are good, but not for this."""
+
+
+class NotOwner(NotAuthorized):
+    """The coordinator knows the transaction, and somebody else began it: only they, and superusers, may touch it."""
+
+
+class TopicNotFound(ServerError):
+    """No such topic, and it is not made by asking for it."""
+
+
+class TopicTerminated(ServerError):
+    """The topic takes no more messages, for ever."""
+
+
+class ConsumerBusy(ServerError):
+    """An exclusive subscription has its consumer, or the subscription is of another type."""
+
+
+class ProducerBusy(ServerError):
+    """The producer's name is in use on the topic; while a takeover goes on, for a moment only."""
+
+
+class ProducerFenced(ServerError):
+    """Another producer owns the topic exclusively, or took it over."""
+
+
+class NotAllowed(ServerError):
+    """The broker's settings or the topic's state forbid it: transactions are off, or this one has ended there."""
+
+
+class CoordinatorNotFound(ServerError):
+    """The coordinator is not loaded where it was asked: connect to it again."""
+
+
+class InvalidTransactionStatus(ServerError):
+    """The transaction is not open; `state` is the broker's word for what it is, empty if it does not say."""
+
+    @property
+    def state(self) -> str:
+        found = re.search(r"but it is in (\w+) status", self.text)
+        return found[1] if found else ""
+
+
+class TransactionNotFound(ServerError):
+    """The coordinator does not know the transaction: committed, aborted, timed out, or never begun."""
+
+
+class TransactionConflict(ServerError):
+    """A position is acknowledged already, or pending in an open transaction: this one included."""
+
+
+class DuplicateUndecided(ServerError):
+    """The broker cannot tell yet whether it has this sequence id: send the same again later."""
+
+
+_CLASSES: dict[int, type[ServerError]] = {
+    Code.AUTHENTICATION: NotAuthenticated,
+    Code.AUTHORIZATION: NotAuthorized,
+    Code.CONSUMER_BUSY: ConsumerBusy,
+    Code.SERVICE_NOT_READY: ServiceNotReady,
+    Code.TOPIC_NOT_FOUND: TopicNotFound,
+    Code.TOPIC_TERMINATED: TopicTerminated,
+    Code.PRODUCER_BUSY: ProducerBusy,
+    Code.PRODUCER_FENCED: ProducerFenced,
+    Code.NOT_ALLOWED: NotAllowed,
+    Code.COORDINATOR_NOT_FOUND: CoordinatorNotFound,
+    Code.INVALID_TXN_STATUS: InvalidTransactionStatus,
+    Code.TRANSACTION_NOT_FOUND: TransactionNotFound,
+    Code.TRANSACTION_CONFLICT: TransactionConflict,
+}
+
+
+def server_error(code: int, text: str) -> ServerError:
+    """The error of the right class for what the broker answered."""
+    if code == Code.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
+        return DuplicateUndecided(code, text)
+    if code == Code.TRANSACTION_NOT_FOUND and "super user" in text:  # the code says that there is none, and it knows it
+        return (NotOwner if "neither the owner" in text else NotAuthorized)(code, text)
+    return _CLASSES.get(code, ServerError)(code, text)

@@ -1,0 +1,88 @@
+"""Where entries wait for whoever reads them: one queue for one consumer, or for many at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING
+
+from .clock import Deadline
+from .codec import Fields
+from .incoming import Entry
+
+if TYPE_CHECKING:
+    from .consumer import Consumer
+
+_Waiting = tuple["Consumer", int, Fields, bytes]
+
+# What a program that reads some partitions can spare, and enough to keep a fast network busy.
+DEFAULT_BYTES = 64 * 1024 * 1024
+
+
+class Inbox:
+    """A queue that consumers share, bounded by what they let the broker send: about `max_bytes` all together.
+
+    Each consumer may hold as much besides, of messages in chunks that are not complete. One thread takes at a time.
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._waiting: deque[_Waiting] = deque()
+        self._consumers: set[int] = set()
+        self._woken = False
+
+    def take(self, timeout: float, most: int = 100) -> list[Entry]:
+        """Up to `most` entries, in the order in which they came; empty if nothing came in time.
+
+        Also empty, at once, when a consumer of it has been lost: each says so in `lost`.
+        """
+        deadline = Deadline(timeout)
+        while True:
+            taken, woken = self._taken(deadline, most)
+            accepted = (consumer.accept(generation, fields, tail) for consumer, generation, fields, tail in taken)
+            found = [entry for entry in accepted if entry is not None]
+            if found or woken or deadline.expired:
+                return found
+
+    def _taken(self, deadline: Deadline, most: int) -> tuple[list[_Waiting], bool]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._woken, deadline.left)
+            taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+            woken, self._woken = self._woken and not taken, self._woken and bool(taken)
+            return taken, woken
+
+    # ------------------------------------------------------------------------------------------ by consumers
+
+    @property
+    def bytes_each(self) -> int:
+        """What each of its consumers may have on its way."""
+        return self.max_bytes // max(1, len(self._consumers))
+
+    def join(self, consumer: Consumer) -> None:
+        with self._changed:
+            self._consumers.add(id(consumer))
+
+    def leave(self, consumer: Consumer) -> None:
+        """Also drops what waits of it."""
+        with self._changed:
+            self._consumers.discard(id(consumer))
+        self.drop(consumer)
+
+    def put(self, consumer: Consumer, generation: int, fields: Fields, tail: bytes) -> None:
+        with self._changed:
+            self._waiting.append((consumer, generation, fields, tail))
+            self._changed.notify()
+
+    def drop(self, consumer: Consumer) -> list[tuple[int, Fields, bytes]]:
+        """Take out what waits of one consumer."""
+        with self._changed:
+            dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]
+            self._waiting = deque(item for item in self._waiting if item[0] is not consumer)
+        return dropped
+
+    def wake(self) -> None:
+        """Let `take` return, and its caller look at its consumers."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()

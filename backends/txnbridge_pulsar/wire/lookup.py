@@ -1,0 +1,112 @@
+"""Who serves what: a topic's broker, through redirects and proxies, and how many partitions it has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from .address import Address, ServiceUrl, full_topic_name, service_url
+from .clock import Deadline
+from .connection import Connection
+from .errors import ProtocolError, PulsarError, ServiceNotReady, server_error
+from .pool import Pool, Target, retrying
+
+T = TypeVar("T")
+
+_REDIRECT, _CONNECT = 0, 1
+# What the Java client allows; a broker that redirects more often than that goes in circles.
+MOST_REDIRECTS = 20
+# A broker that does not answer such a question in time will hardly do so later, but another one may.
+_SECONDS_AN_ATTEMPT = 10.0
+_LANE = ""
+
+
+class Lookup:
+    """Questions to any broker of the cluster. Each is asked again, elsewhere in turn, until its deadline."""
+
+    def __init__(self, pool: Pool, service: ServiceUrl, listener: str | None) -> None:
+        self._pool = pool
+        self._service = service
+        self._listener = listener
+        self._turn = itertools.cycle(service.addresses)
+        self._current = next(self._turn)
+
+    def connection(self, topic: str, lane: str, deadline: Deadline) -> Connection:
+        """A connection to the broker that serves a topic. One attempt: who then asks that broker has to repeat both."""
+        return self._pool.get(self._target(full_topic_name(topic), deadline), lane, deadline)
+
+    def partitions(self, topic: str, deadline: Deadline) -> int:
+        """How many partitions a topic has now, 0 for one without; it may grow. Raises `TopicNotFound`."""
+
+        def ask(connection: Connection, left: Deadline) -> int:
+            answer = connection.ask(
+                "partition_metadata", left, topic=full_topic_name(topic), metadata_auto_creation_enabled=False
+            )
+            return int(answer.get("partitions", 0))
+
+        return self._anywhere(deadline, ask)
+
+    def topics(self, namespace: str, deadline: Deadline) -> list[str]:
+        """The full names of a namespace's topics, each partition by itself."""
+
+        def ask(connection: Connection, left: Deadline) -> list[str]:
+            answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
+            return list(answer.get("topics", []))
+
+        return self._anywhere(deadline, ask)
+
+    def _anywhere(self, deadline: Deadline, ask: Callable[[Connection, Deadline], T]) -> T:
+        def attempt() -> T:
+            left = _shorter(deadline)
+            with self._next_on_failure():
+                return ask(self._pool.get(Target(self._current), _LANE, left), left)
+
+        return retrying(deadline, attempt)
+
+    def _target(self, topic: str, deadline: Deadline) -> Target:
+        left = _shorter(deadline)
+        with self._next_on_failure():
+            return self._follow(topic, Target(self._current), left)
+
+    def _follow(self, topic: str, target: Target, deadline: Deadline) -> Target:
+        authoritative = False
+        for _ in range(MOST_REDIRECTS):
+            answer = self._pool.get(target, _LANE, deadline).ask(
+                "lookup",
+                deadline,
+                topic=topic,
+                authoritative=authoritative,
+                advertised_listener_name=self._listener,
+            )
+            target = self._named(answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer)
+            if answer.get("response") != _REDIRECT:
+                return target
+            authoritative = answer.get("authoritative", False)
+        raise ServiceNotReady(6, f"the brokers redirect in circles for {topic}")
+
+    def _named(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> Target:
+        if answer.get("response") not in (_REDIRECT, _CONNECT):
+            raise server_error(0, "the lookup failed")
+        try:
+            (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
+        except ValueError:
+            raise ProtocolError("a lookup was answered without the address of a broker") from None
+        return self._through(broker) if answer.get("proxy_through_service_url") else Target(broker)
+
+    def _through(self, broker: Address) -> Target:
+        return Target(broker) if broker in self._service.addresses else Target(self._current, broker)
+
+    @contextmanager
+    def _next_on_failure(self) -> Iterator[None]:
+        """Turns to the next broker of the service URL when what is inside fails."""
+        try:
+            yield
+        except PulsarError:
+            self._current = next(self._turn)
+            raise
+
+
+def _shorter(deadline: Deadline) -> Deadline:
+    return Deadline(min(deadline.left, _SECONDS_AN_ATTEMPT))

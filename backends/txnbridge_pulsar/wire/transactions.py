@@ -1,0 +1,197 @@
+"""Transactions as their coordinators know them: begin, register what they touch, end.
+
+Coordinator i is the owner of partition i of an internal topic; a transaction's id names its coordinator. What is
+harmless to repeat is repeated until the deadline, at whichever broker owns the coordinator by then. The end is not:
+an answer lost there is `ConnectionLost` or `TimedOut`, and asking again may be told `TransactionNotFound` of what
+was just done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .address import full_topic_name
+from .clock import Deadline, pauses
+from .codec import Fields
+from .connection import TRANSACTIONS_SINCE, Connection
+from .errors import (
+    ConnectionLost,
+    NotAllowed,
+    ProtocolError,
+    PulsarError,
+    TimedOut,
+    TopicNotFound,
+)
+from .ids import TxnId
+from .lookup import Lookup
+from .pool import retrying
+
+ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
+_COMMIT, _ABORT = 0, 1
+
+
+class Transactions:
+    """The coordinators of a cluster. Any thread. Whoever knows a transaction's id may do anything with it."""
+
+    def __init__(self, lookup: Lookup, lane: str = "") -> None:
+        self._lookup = lookup
+        self._lane = lane
+        self._lock = threading.Lock()
+        self._connections: dict[int, Connection] = {}
+        self._turn = itertools.count()
+
+    def coordinators(self, timeout: float) -> int:
+        """How many there are. Raises `NotAllowed` if none come up in time: transactions are off, or not set up."""
+        return self._coordinators(Deadline(timeout))
+
+    def _coordinators(self, deadline: Deadline) -> int:
+        # A broker that has just started makes their topic a moment after it serves its first client.
+        for pause in pauses():
+            with suppress(TopicNotFound):
+                if count := self._lookup.partitions(ASSIGN_TOPIC, deadline):
+                    return count
+            if deadline.left <= pause:
+                raise NotAllowed(22, "the cluster has no transaction coordinators; are transactions enabled?")
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    def connect(self, timeout: float) -> int:
+        """Load every coordinator, and so let the deadlines of all transactions run: after a restart of the brokers
+        they stand still until somebody does. How many there are.
+        """
+        deadline = Deadline(timeout)
+        count = self._coordinators(deadline)
+        for coordinator in range(count):
+            retrying(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
+        return count
+
+    def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
+        """A new transaction, which the coordinator aborts after `ttl_ms`, at one coordinator or each in turn.
+
+        If the answer is lost another one is begun; the first touched nothing and ends by itself.
+        """
+        deadline = Deadline(timeout)
+        if coordinator is None:
+            coordinator = next(self._turn) % self._coordinators(deadline)
+        # The field is called seconds, and means milliseconds.
+        answer = self._repeatable(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
+        try:
+            return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
+        except KeyError:
+            raise ProtocolError("the coordinator began a transaction without an id") from None
+
+    def register(
+        self,
+        txn: TxnId,
+        timeout: float,
+        topics: Sequence[str] = (),
+        subscriptions: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Name the concrete topics (partitions) that a transaction sends to and the (topic, subscription)s that it
+        acknowledges on: before the first send and acknowledgement there, because the broker checks nothing, and what
+        is not named is never ended. Both are asked at once. Repeating it is harmless.
+
+        Raises `InvalidTransactionStatus` and `TransactionNotFound` if the transaction has ended.
+        """
+        deadline = Deadline(timeout)
+        asked: list[tuple[str, Fields]] = []
+        if topics:
+            asked.append(("add_partition_to_txn", {"partitions": [full_topic_name(topic) for topic in topics]}))
+        if subscriptions:
+            named = [{"topic": full_topic_name(topic), "subscription": name} for topic, name in subscriptions]
+            asked.append(("add_subscription_to_txn", {"subscription": named}))
+        if len(asked) < 2:
+            for name, fields in asked:
+                self._repeatable(txn.most, name, deadline, **txn.fields, **fields)
+            return
+        self._both(txn, asked, deadline)
+
+    def _both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: Deadline) -> None:
+        def attempt() -> None:
+            connection = self._coordinator(txn.most, deadline)
+            with self._rediscovering(txn.most):
+                answers = [connection.request(name, deadline, **txn.fields, **fields) for name, fields in asked]
+                for answer in answers:
+                    answer.result(deadline.left)
+
+        retrying(deadline, attempt)
+
+    def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
+        """Commit or abort. Done when it returns: markers written, acknowledgements applied.
+
+        Asked once. Raises `TransactionNotFound` (ended before, either way), `InvalidTransactionStatus` (its `state`
+        says what is being done), `CoordinatorNotFound` also where the coordinator lost its store after it had begun
+        (what it had written the next one finds, and carries out), and `ConnectionLost` or `TimedOut`, whose
+        `may_have_had_effect` is True unless nothing was sent.
+        """
+        deadline = Deadline(timeout)
+        fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
+        for pause in pauses():
+            connection = retrying(deadline, lambda: self._coordinator(txn.most, deadline))
+            try:
+                with self._rediscovering(txn.most):
+                    connection.ask("end_txn", deadline, **fields)
+                return
+            except ConnectionLost as error:
+                if error.may_have_had_effect or isinstance(error, TimedOut) or deadline.left <= pause:
+                    raise
+            time.sleep(pause)
+
+    def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
+        """Repair: end what a topic holds of a transaction that no coordinator knows. Needs a superuser's rights."""
+        self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)
+
+    def end_on_subscription(self, txn: TxnId, topic: str, subscription: str, commit: bool, timeout: float) -> None:
+        """Repair: the same for acknowledgements that a subscription holds."""
+        named = {"subscription": {"topic": full_topic_name(topic), "subscription": subscription}}
+        self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
+
+    def _end_on(self, txn: TxnId, topic: str, name: str, named: Fields, commit: bool, timeout: float) -> None:
+        deadline = Deadline(timeout)
+        action = _COMMIT if commit else _ABORT
+        # A broker hangs up on who leaves out the low-water mark; 0 says that nothing older is known to have ended.
+        fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
+
+        def attempt() -> None:
+            self._lookup.connection(topic, self._lane, deadline).ask(name, deadline, **fields)
+
+        retrying(deadline, attempt)
+
+    # ------------------------------------------------------------------------------------------ coordinators
+
+    def _repeatable(self, coordinator: int, name: str, deadline: Deadline, **fields: Any) -> Fields:
+        def attempt() -> Fields:
+            connection = self._coordinator(coordinator, deadline)
+            with self._rediscovering(coordinator):
+                return connection.ask(name, deadline, **fields)
+
+        return retrying(deadline, attempt)
+
+    def _coordinator(self, coordinator: int, deadline: Deadline) -> Connection:
+        with self._lock:
+            found = self._connections.get(coordinator)
+        return found if found is not None and not found.closed else self._connect(coordinator, deadline)
+
+    def _connect(self, coordinator: int, deadline: Deadline) -> Connection:
+        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._lane, deadline)
+        if connection.protocol_version < TRANSACTIONS_SINCE:
+            raise NotAllowed(22, f"broker {connection.server_version} is too old for transactions")
+        connection.ask("tc_client_connect_request", deadline, tc_id=coordinator)
+        with self._lock:
+            self._connections[coordinator] = connection
+        return connection
+
+    @contextmanager
+    def _rediscovering(self, coordinator: int) -> Iterator[None]:
+        """Forgets where a coordinator is when the broker there says that it has it not, or is gone."""
+        try:
+            yield
+        except PulsarError as error:
+            if error.retriable:
+                self._connections.pop(coordinator, None)
+            raise

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_pulsar.wire import Client
+
+from tests.pulsar.kit import url_of
+from tests.pulsar.wire_kit import fresh_topic, service
+from tests.pulsar.writing_kit import Connect, connect_to
+
+HERE = Path(__file__).parent
+
+# Of the suite: kill walks take minutes, because each step starts clients anew, and one test waits until the timeout of
+# a transaction is over, which test_writing.py asks of a short one.
+SLOW = re.compile(r"wherever|slept_commits_nothing\[commit/before")
+# Of the decision log: hundreds of random worlds, and many thousand decisions.
+MANY = re.compile(r"what_does_not_count\[200|reads_stay_short")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            rare = {"test_suite.py": SLOW, "test_log_decisions.py": MANY}.get(item.path.name)
+            if rare and rare.search(item.name):
+                item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture
+def client(pulsar_broker: brokers.Pulsar) -> Iterator[Client]:
+    """A wire client of the broker that all tests share."""
+    with Client(service(pulsar_broker)) as client:
+        yield client
+
+
+@pytest.fixture
+def topic() -> str:
+    """The full name of a topic that nobody else uses."""
+    return fresh_topic()
+
+
+@pytest.fixture
+def open_bridge(pulsar_broker: brokers.Pulsar) -> Iterator[Connect]:
+    """Open bridges by the backend itself, each with one writer unless told otherwise; they are closed in the end."""
+    with ExitStack() as stack:
+        yield lambda url=pulsar_broker.url, **settings: stack.enter_context(
+            connect_to(url, pulsar_broker.admin_url, **settings)
+        )
+
+
+# --- what the conformance suite asks for --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def pulsar_under_test(pulsar_broker: brokers.Pulsar) -> brokers.Pulsar:
+    """The broker of `txnbridge_url` and `kill_broker`; a folder of tests may override it."""
+    return pulsar_broker
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(pulsar_under_test: brokers.Pulsar) -> str:
+    return url_of(pulsar_under_test)
+
+
+@pytest.fixture
+def side_by_side() -> int:
+    return 4  # the broker is small, and each process waits for it
+
+
+@pytest.fixture
+def kill_broker(pulsar_under_test: brokers.Pulsar) -> Callable[[], object]:
+    def kill_and_start() -> None:
+        pulsar_under_test.kill()
+        pulsar_under_test.start()
+
+    return kill_and_start

@@ -1,0 +1,52 @@
+"""What tests of the backend share: settings without a bridge, and a broker's own view of its topics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from txnbridge_conformance import brokers
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.broker import open_client
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.names import Namespace
+from txnbridge_pulsar.rest import Rest
+from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.topics import Topics
+
+from txnbridge.spi import Emitter
+
+# Far more than anything takes, also on a busy machine.
+SOON = 30.0
+
+
+def url_of(broker: brokers.Pulsar, **options: object) -> str:
+    """A bridge's URL, with the REST interface."""
+    query = "&".join(f"{name}={value}" for name, value in {"admin_url": broker.admin_url, **options}.items())
+    return f"{broker.url}?{query}"
+
+
+def settings_for(url: str, **given: Any) -> Settings:
+    """As a bridge to this URL has them."""
+    service, _, path = url.partition("://")[2].partition("/")
+    tenant, _, namespace = path.partition("?")[0].partition("/")
+    defaults: dict[str, Any] = {"timeout": SOON, "hold": None, "application": "tests", "create_topics": 0}
+    return Settings(f"pulsar://{service}", Namespace(tenant, namespace), **{**defaults, **given})
+
+
+class Connection:
+    """The shared parts of a backend, without a bridge."""
+
+    def __init__(self, url: str, **given: Any) -> None:
+        self.settings = settings_for(url, **given)
+        self.client: wire.Client = open_client(self.settings)
+        self.rest = Rest(self.settings) if self.settings.admin_url else None
+        self.topics = Topics(self.settings, self.client, self.rest)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def open_cluster(connection: Connection) -> Cluster:
+    """What the parts of a backend are given."""
+    rest, events = connection.rest, Emitter("tests", ())
+    return Cluster("tests", connection.settings, connection.client, connection.topics, rest, events)

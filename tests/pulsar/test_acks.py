@@ -1,0 +1,449 @@
+"""Acknowledging in transactions: what holds, what conflicts, what comes again, and what a naive reader gets wrong."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import pytest
+from txnbridge_pulsar import reader as reading
+from txnbridge_pulsar import wire
+from txnbridge_pulsar.wire import clock
+
+from tests.core.reading_kit import by_partition, values
+from tests.pulsar.kit import SOON
+from tests.pulsar.reading_kit import Member, write, write_chunks
+from tests.pulsar.wire_kit import admin, batch_of, path_of, payloads, receive
+from txnbridge.errors import Conflict
+from txnbridge.spi import Deadline
+
+ALL_SHARINGS = pytest.mark.parametrize("sharing", ["partition", "message", "key"])
+BOTH_SHARED = pytest.mark.parametrize("sharing", ["message", "key"])
+BOTH_ENDS = pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+
+
+@pytest.fixture
+def member(pulsar_broker):
+    """Make members of the group that leave in the end."""
+    members = []
+
+    def make(topics, group="group", **given):
+        made = Member(pulsar_broker.url, topics, group, **given)
+        members.append(made)
+        return made
+
+    yield make
+    for each in members:
+        each.leave()
+
+
+def has_left(client, member, topic, *contents):
+    """Whatever else a group still gets comes before this marker."""
+    write(client, topic, b"marker")
+    found = values(member.take(len(contents) + 1))
+    assert sorted(found) == sorted([*contents, b"marker"])
+
+
+def go_back(member, messages):
+    """What the core does behind an abort."""
+    if member.reader._subscription.sharing == "partition":
+        member.seek({partition: min(positions) for partition, positions in by_partition(messages).items()})
+    else:
+        member.nack(by_partition(messages))
+
+
+# --- what holds --------------------------------------------------------------------------------------------------
+
+
+@ALL_SHARINGS
+def test_what_a_committed_transaction_acknowledged_never_comes_again(client, topic, member, sharing):
+    write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
+    reader = member(topic, sharing=sharing)
+    found = {m.value: m for m in reader.take(5)}
+    reader.pass_on([found[b"4"], found[b"2"]])
+    reader.pass_on([found[b"3"]])
+    reader.leave()
+    has_left(client, member(topic, sharing=sharing), topic, b"0", b"1")
+
+
+@ALL_SHARINGS
+def test_what_an_aborted_transaction_acknowledged_comes_again(client, topic, member, sharing):
+    write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
+    reader = member(topic, sharing=sharing)
+    found = {m.value: m for m in reader.take(5)}
+    reader.pass_on([found[b"1"]])
+    held = [found[b"0"], found[b"2"]]
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, held)
+    reader.end(txn, commit=False)
+    go_back(reader, held)
+    if sharing == "partition":  # everything from there on, in order
+        assert values(reader.take(4)) == [b"0", b"2", b"3", b"4"]
+        has_left(client, reader, topic)
+    else:
+        has_left(client, reader, topic, b"0", b"2")
+
+
+def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, client, topic, member):
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 3)
+    for number in range(9):
+        write(client, wire.partition_name(topic, number % 3), b"%d" % number)
+    reader = member(topic)
+    found = reader.take(9)
+    txn = reader.begin(*by_partition(found))
+    reader.ack(txn, found)
+    reader.end(txn, commit=False)
+    go_back(reader, found)
+    again = reader.take(9)
+    assert sorted(values(again)) == sorted(values(found))
+    reader.pass_on(again)
+    reader.leave()
+    other = member(topic)
+    for number in range(3):
+        write(client, wire.partition_name(topic, number), b"marker")
+    assert set(values(other.take(3))) == {b"marker"}
+
+
+@BOTH_ENDS
+def test_what_waits_for_a_transaction_follows_its_end_wherever_its_reader_is(client, topic, member, commit):
+    write(client, topic, b"1", b"2")
+    reader = member(topic)
+    found = reader.take(1)
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, found)
+    reader.leave()
+    other = member(topic)
+    assert values(other.take(1)) == [b"2"]  # the first is held for the transaction
+    other.end(txn, commit)
+    has_left(client, other, topic, *([] if commit else [b"1"]))
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_while_its_transaction_is_aborted_by_others_a_reader_goes_on_with_what_it_has_in_hand(
+    client, topic, member, sharing
+):
+    """As it happens to prepared transactions: nobody tells the reader."""
+    write(client, topic, *(b"%d" % number for number in range(6)))
+    reader = member(topic, sharing=sharing)
+    first = reader.take(2)
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, first)
+    in_hand = reader.take(2)
+    reader.end(txn, commit=False)
+    assert sorted(values(reader.take(4))) == [b"0", b"1", b"4", b"5"]
+    reader.pass_on(in_hand)
+    has_left(client, reader, topic)
+
+
+@BOTH_ENDS
+def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
+    pulsar_broker, client, topic, member, commit
+):
+    write(client, topic, batch_of(b"1", b"2"), b"3")
+    reader = member(topic, admin_url=pulsar_broker.admin_url)
+    held = reader.take(1)
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, held)
+    reader.leave()
+    other = member(topic, admin_url=pulsar_broker.admin_url)
+    cursor = other.reader._cursors[topic, 0]
+    assert other.until(lambda: cursor.waits_until is not None and cursor.waiting) == []
+    other.end(txn, commit)
+    assert values(other.take(2 if commit else 3)) == [b"1", b"2", b"3"][commit:]
+    has_left(client, other, topic)
+
+
+def test_the_next_member_does_not_wait_for_a_prepared_transaction_longer_than_for_others(
+    pulsar_broker, client, topic, member, monkeypatch
+):
+    monkeypatch.setattr(reading, "_LATE_SECONDS", 0)
+    write(client, topic, b"1", b"2")
+    reader = member(topic, admin_url=pulsar_broker.admin_url)
+    held = reader.take(1)
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, held)
+    reader.leave()
+    other = member(topic, admin_url=pulsar_broker.admin_url)
+    other.reader._timeout = 0.5  # once it is open, which may take longer
+    assert values(other.take(1)) == [b"2"]
+    other.end(txn, False)
+    assert values(other.take(1)) == [b"1"]
+
+
+def test_a_message_in_chunks_is_acknowledged_with_all_of_them(client, topic, member):
+    write_chunks(client, topic, [b"a" * 10, b"b" * 10, b"c"])
+    write(client, topic, b"alone")
+    reader = member(topic)
+    found = reader.take(2)
+    assert values(found) == [b"a" * 10 + b"b" * 10 + b"c", b"alone"]
+    reader.pass_on(found)
+    reader.leave()
+    has_left(client, member(topic), topic)
+
+
+# --- what conflicts ----------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, member):
+    write(client, topic, b"1", b"2")
+    reader = member(topic)
+    found = reader.take(2)
+    thief = client.transactions.begin(60_000, SOON)
+    client.transactions.register(thief, SOON, subscriptions=[(topic, "group")])
+    consumer = reader.reader._cursors[topic, 0].consumer
+    consumer.acknowledge([wire.MessageId(*found[0].position[:2])], thief, timeout=SOON)
+    txn = reader.begin((topic, 0))
+    sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
+    with pytest.raises(Conflict, match="another transaction"):
+        sent.settle(Deadline(SOON))
+    reader.end(txn, commit=False)
+    client.transactions.end(thief, False, SOON)
+    go_back(reader, found)
+    assert values(reader.take(2)) == [b"1", b"2"]
+
+
+@BOTH_SHARED
+def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, member, sharing):
+    """The broker takes none of a command's positions, so no abort brings them back by itself."""
+    write(client, topic, b"1", b"2")
+    reader = member(topic, sharing=sharing)
+    found = {m.value: m for m in reader.take(2)}
+    stolen = wire.MessageId(*found[b"1"].position[:2])
+    reader.reader._cursors[topic, 0].consumer.acknowledge([stolen], timeout=SOON)
+    txn = reader.begin((topic, 0))
+    with pytest.raises(Conflict):
+        reader.ack(txn, list(found.values()))
+    reader.end(txn, commit=False)
+    go_back(reader, list(found.values()))
+    has_left(client, reader, topic, b"2")
+
+
+def test_what_was_given_back_cannot_be_acknowledged(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic, sharing="message")
+    found = reader.take(1)
+    txn = reader.begin((topic, 0))
+    reader.nack(by_partition(found))
+    with pytest.raises(Conflict, match="not with this reader any more"):
+        reader.ack(txn, found)
+    reader.end(txn, commit=False)
+
+
+def test_after_its_partition_left_a_delivery_cannot_be_acknowledged(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic)
+    found = reader.take(1)
+    txn = reader.begin((topic, 0))
+    reader.cut()
+    with pytest.raises(Conflict):
+        reader.ack(txn, found)
+    reader.until(lambda: ("lost", (topic, 0)) in reader.listener.told)
+    assert values(reader.take(1)) == [b"1"]
+    reader.end(txn, commit=False)
+
+
+def test_acknowledgements_whose_answer_is_lost_are_a_conflict_and_come_again(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic)
+    found = reader.take(1)
+    txn = reader.begin((topic, 0))
+    sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
+    sent._sent[0].answers.append(_Lost())
+    with pytest.raises(Conflict, match="connection"):
+        sent.settle(Deadline(SOON))
+    reader.end(txn, commit=False)
+    go_back(reader, found)
+    assert values(reader.take(1)) == [b"1"]
+
+
+def test_a_writer_learns_that_a_partition_left_behind_its_acknowledgements(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic)
+    found = reader.take(1)
+    txn = reader.begin((topic, 0))
+    sent = reader.ack(txn, found)
+    assert not sent.partitions_left
+    reader.cut()
+    reader.until(lambda: ("lost", (topic, 0)) in reader.listener.told)
+    assert sent.partitions_left
+    reader.end(txn, commit=False)
+
+
+class _Lost:
+    def result(self, timeout):
+        raise wire.ConnectionLost("the connection is closed")
+
+
+# --- what a naive reader gets wrong ------------------------------------------------------------------------------
+
+
+class Naive:
+    """Acknowledges on a bare consumer as the protocol seems to ask for; each part can be left out or done wrongly."""
+
+    def __init__(self, client, topic, type=wire.SubscriptionType.SHARED):
+        self.client, self.topic = client, topic
+        self.consumer = client.subscribe(topic, "group", timeout=SOON, type=type, start=wire.EARLIEST)
+
+    def take(self, count):
+        return [message for entry in receive(self.consumer, count) for message in entry.messages()]
+
+    def acknowledge(self, messages, commit=True, added=True, ids=None, cumulative=False):
+        txn = self.client.transactions.begin(60_000, SOON)
+        if added:
+            self.client.transactions.register(txn, SOON, subscriptions=[(self.topic, "group")])
+        ids = [message.id for message in messages] if ids is None else ids
+        try:
+            if cumulative:
+                (id,) = ids
+                up_to = [{"ledger_id": id.ledger, "entry_id": id.entry}]
+                self.consumer._acknowledge(1, up_to, txn, clock.Deadline(SOON)).result(SOON)
+            else:
+                self.consumer.acknowledge(ids, txn, timeout=SOON)
+        except wire.TransactionConflict:
+            self.client.transactions.end(txn, False, SOON)
+            raise
+        self.client.transactions.end(txn, commit, SOON)
+        return txn
+
+    def close(self):
+        self.consumer.close(SOON)
+
+
+def left_over(client, topic):
+    """What the next consumer of the group gets before a marker."""
+    write(client, topic, b"marker")
+    consumer = client.subscribe(topic, "group", timeout=SOON, type=wire.SubscriptionType.SHARED, start=wire.EARLIEST)
+    found = []
+    while b"marker" not in found:
+        found += payloads(receive(consumer, 1))
+    consumer.close(SOON)
+    return [value for value in found if value != b"marker"]
+
+
+def test_an_acknowledgement_whose_subscription_was_not_added_hangs_for_ever_after_a_commit(
+    pulsar_broker, client, topic, member
+):
+    write(client, topic, b"1")
+    naive = Naive(client, topic)
+    found = naive.take(1)
+    txn = naive.acknowledge(found, added=False)  # the broker says yes to everything
+    with pytest.raises(wire.TransactionConflict):
+        naive.acknowledge(found)
+    naive.close()
+    assert left_over(client, topic) == []
+    assert pending(pulsar_broker, topic) == 1
+    client.transactions.end_on_subscription(txn, topic, "group", False, SOON)
+    # Ours says what to name, so what it acknowledged is ended with the transaction.
+    reader = member(topic, sharing="message")
+    again = [m for m in reader.take(2) if m.value == b"1"]
+    reader.pass_on(again)
+    reader.leave()
+    assert pending(pulsar_broker, topic) == 0
+
+
+def pending(broker, topic):
+    """How many transactions hold acknowledgements of the group."""
+    path = topic.replace("persistent://", "")
+    with urllib.request.urlopen(
+        f"{broker.admin_url}/admin/v3/transactions/pendingAckStats/{path}/group", timeout=SOON
+    ) as answer:
+        return json.load(answer)["ongoingTxnSize"]
+
+
+def test_a_cumulative_acknowledgement_on_a_shared_subscription_does_nothing(client, topic, member):
+    write(client, topic, b"1", b"2")
+    naive = Naive(client, topic)
+    found = naive.take(2)
+    naive.acknowledge(found, ids=[found[-1].id], cumulative=True)  # "yes"
+    naive.close()
+    assert left_over(client, topic) == [b"1", b"2"]
+    reader = member(topic, sharing="message")
+    reader.pass_on([m for m in reader.take(3) if m.value != b"marker"])
+    reader.leave()
+    assert left_over(client, topic) == []
+
+
+def test_acknowledging_a_batch_whole_for_one_of_its_messages_loses_the_others(client, topic, member):
+    write(client, topic, batch_of(b"1", b"2", b"3"))
+    naive = Naive(client, topic)
+    found = naive.take(3)
+    naive.acknowledge(found[:1], ids=[found[0].id.whole_entry])
+    naive.close()
+    assert left_over(client, topic) == []  # two are lost
+    write(client, topic, batch_of(b"1", b"2", b"3"))
+    reader = member(topic, sharing="message")
+    reader.pass_on([m for m in reader.take(4) if m.value == b"1"])
+    reader.leave()
+    assert left_over(client, topic) == [b"2", b"3"]
+
+
+def test_an_acknowledgement_that_is_repeated_in_its_transaction_conflicts_with_itself(client, topic, member):
+    """So an answer that was lost cannot be had by asking again: ours gives the transaction up."""
+    write(client, topic, b"1")
+    naive = Naive(client, topic)
+    found = naive.take(1)
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
+    with pytest.raises(wire.TransactionConflict):
+        naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
+    client.transactions.end(txn, True, SOON)
+    naive.close()
+    assert left_over(client, topic) == []
+
+
+def test_a_plain_acknowledgement_of_what_a_transaction_holds_wins_over_its_abort(client, topic, member):
+    write(client, topic, b"1")
+    naive = Naive(client, topic)
+    found = naive.take(1)
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    naive.consumer.acknowledge([found[0].id], txn, timeout=SOON)
+    naive.consumer.acknowledge([found[0].id], timeout=SOON)
+    client.transactions.end(txn, False, SOON)
+    naive.close()
+    assert left_over(client, topic) == []  # aborted, and lost all the same
+    write(client, topic, b"2")
+    reader = member(topic, sharing="message")
+    (held,) = [m for m in reader.take(2) if m.value == b"2"]
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, [held])
+    with pytest.raises(Conflict):
+        reader.ack(txn, [held])  # ours has let it go
+    reader.end(txn, commit=False)
+    reader.leave()
+    assert b"2" in left_over(client, topic)
+
+
+def test_a_reader_without_a_memory_of_what_it_has_in_hand_is_given_it_twice(client, topic, member):
+    """Brokers deliver everything anew that is not acknowledged, whenever a transaction on the subscription aborts."""
+    contents = [b"%d" % number for number in range(4)]
+    write(client, topic, *contents)
+    naive = Naive(client, topic, wire.SubscriptionType.FAILOVER)
+    found = naive.take(4)
+    naive.acknowledge(found[:1], commit=False)
+    assert payloads(receive(naive.consumer, 4)) == contents
+    naive.close()
+    reader = member(topic)
+    ours = reader.take(4)
+    txn = reader.begin((topic, 0))
+    reader.ack(txn, ours[:1])
+    reader.end(txn, commit=False)
+    assert values(reader.take(1)) == [b"0"]
+    write(client, topic, b"marker")
+    assert values(reader.take(1)) == [b"marker"]
+
+
+def test_a_place_in_an_open_transaction_is_not_the_end_of_a_topic(client, topic, member):
+    """What is in an open transaction can be read by nobody yet, and is lost by who begins behind it."""
+    write(client, topic, b"old")
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, [topic])
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    producer.send(wire.Single(b"undecided"), txn, timeout=SOON).result(SOON)
+    naive = client.read(topic, timeout=SOON, start=wire.LATEST)
+    ours = member(topic, None, start="latest")
+    client.transactions.end(txn, True, SOON)
+    write(client, topic, b"new")
+    assert payloads(receive(naive, 1)) == [b"new"]
+    assert values(ours.take(2)) == [b"undecided", b"new"]

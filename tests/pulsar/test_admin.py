@@ -1,0 +1,522 @@
+"""Topics, open transactions and the doctor on a live broker."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+
+import pytest
+from txnbridge_pulsar import doctor, repair
+from txnbridge_pulsar.admin import PulsarAdmin
+from txnbridge_pulsar.refusal import shut_out
+from txnbridge_pulsar.rest import Refused
+from txnbridge_pulsar.wire import TxnId
+
+from tests.pulsar.kit import SOON, Connection, open_cluster
+from tests.pulsar.wire_kit import admin as ask
+from tests.pulsar.wire_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
+from tests.pulsar.writing_kit import (
+    announced,
+    cluster_of,
+    concrete,
+    connect_to,
+    end_all,
+    flush,
+    new_topic,
+    read_all,
+    unique,
+)
+from txnbridge import Decision, Outcome, TokenState
+from txnbridge.errors import BrokerUnavailable, Fenced, InvalidOption, InvalidState, NotFound, NotSupported
+from txnbridge.spi import Context, Deadline, Emitter
+from txnbridge.testing import Child, tell
+
+
+def soon():
+    return Deadline(SOON)
+
+
+def admin_of(connection):
+    context = Context("tests", Emitter("tests", ()), "tests", SOON, None, None)
+    return PulsarAdmin(open_cluster(connection), context)
+
+
+@pytest.fixture
+def name():
+    return f"administered-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def namespace(pulsar_broker, name):
+    """One that nobody else uses, named as the test's topic: all tests together leave many topics in the common one."""
+    ask(pulsar_broker, "PUT", f"namespaces/public/{name}")
+    return name
+
+
+@pytest.fixture
+def admin(pulsar_broker, namespace):
+    url = pulsar_broker.url.replace("/default", f"/{namespace}")
+    connection = Connection(url, admin_url=pulsar_broker.admin_url)
+    yield admin_of(connection)
+    connection.close()
+
+
+@pytest.fixture
+def without_rest(pulsar_broker):
+    connection = Connection(pulsar_broker.url)
+    yield admin_of(connection)
+    connection.close()
+
+
+def named(admin, name):
+    return [topic for topic in admin.topics(soon()) if topic.name == name]
+
+
+def full(name, namespace=None):
+    return f"persistent://public/{namespace or name}/{name}"
+
+
+# --- topics ---------------------------------------------------------------------------------------------------------
+
+
+def test_retention_is_set_and_told(admin, name):
+    admin.create_topic(name, 1, soon(), retention_seconds=90, retention_bytes=3_000_000)
+    deadline = soon()
+    while (found := named(admin, name))[0].retention_bytes is None:  # policies take a moment
+        deadline.check("waiting for the policy")
+        time.sleep(0.1)
+    assert (found[0].retention_seconds, found[0].retention_bytes) == (120.0, 3 * 1024 * 1024)  # whole units
+
+
+@pytest.mark.parametrize("kept", [{"retention_seconds": 0}, {"retention_bytes": -1}], ids=str)
+def test_a_retention_of_nothing_is_refused(admin, name, kept):
+    with pytest.raises(InvalidOption, match=next(iter(kept))):
+        admin.create_topic(name, 1, soon(), **kept)
+    assert not named(admin, name)
+
+
+def test_a_topic_of_one_partition_can_grow(admin, name):
+    admin.create_topic(name, 1, soon())
+    admin.grow_topic(name, 2, soon())
+    assert named(admin, name)[0].partitions == 2
+    with pytest.raises(InvalidOption, match="fewer"):
+        admin.grow_topic(name, 1, soon())
+
+
+def test_a_missing_topic_can_neither_grow_nor_be_deleted(admin, name):
+    with pytest.raises(NotFound, match=name):
+        admin.grow_topic(name, 2, soon())
+    with pytest.raises(NotFound, match=name):
+        admin.delete_topic(name, soon())
+
+
+def test_a_topic_that_others_made_without_partitions_is_one_of_one_partition(admin, client, name):
+    client.create_producer(full(name), timeout=SOON)
+    assert named(admin, name)[0].partitions == 1
+    assert admin.create_topic(name, 1, soon()) is False
+    with pytest.raises(NotSupported, match="without partitions"):
+        admin.grow_topic(name, 2, soon())
+    admin.delete_topic(name, soon())
+    assert not named(admin, name)
+
+
+def test_without_rest_a_topic_has_one_partition_and_stays(without_rest, name):
+    with pytest.raises(NotSupported, match="admin_url"):
+        without_rest.create_topic(name, 2, soon())
+    assert without_rest.create_topic(name, 1, soon()) is True
+    assert named(without_rest, name)[0].partitions == 1
+    assert without_rest.bounds([name], soon()).keys() == {(name, 0)}
+    for call in (
+        lambda: without_rest.delete_topic(name, soon()),
+        lambda: without_rest.grow_topic(name, 2, soon()),
+        lambda: without_rest.transactions(soon()),
+    ):
+        with pytest.raises(NotSupported):
+            call()
+    assert [advice.subject for advice in without_rest.check(soon())] == ["rest"]
+
+
+def test_a_topic_in_use_by_a_transaction_is_not_deleted(admin, client, name):
+    admin.create_topic(name, 2, soon())
+    txn = begin(client, f"{full(name)}-partition-1")
+    with pytest.raises(InvalidState, match=str(txn)):
+        admin.delete_topic(name, soon())
+    client.transactions.end(txn, False, SOON)
+    admin.delete_topic(name, soon())
+
+
+# --- transactions ---------------------------------------------------------------------------------------------------
+
+
+def open_with(client, topic, *payloads):
+    txn = begin(client, topic)
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    producer.send(batch_of(*payloads), txn, timeout=SOON).result(SOON)
+    return txn, producer
+
+
+def test_another_programs_transaction_is_listed_and_aborted(admin, client, name):
+    txn, _ = open_with(client, full(name), b"never")
+    (found,) = [each for each in admin.transactions(soon()) if each.transaction == str(txn)]
+    assert (found.state, found.partitions, found.token) == ("open", ((name, 0),), None)
+    assert found.expires_at == found.since + 60_000
+    with pytest.raises(InvalidState, match="only its writer"):
+        admin.end(str(txn), Decision.COMMIT, soon())
+    with pytest.raises(InvalidOption):
+        admin.end(str(txn), Decision.UNDECIDED, soon())
+    assert admin.end(str(txn), Decision.ABORT, soon()) is Outcome.ABORTED
+    with pytest.raises(NotFound):
+        admin.end(str(txn), Decision.ABORT, soon())
+    assert everything(client, full(name)) == []
+
+
+def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_broker, admin, client, namespace):
+    topic, unloaded = full("loaded", namespace), fresh_topic()  # which is in another namespace
+    txn, _ = open_with(client, topic, b"1")
+    client.transactions.register(txn, SOON, [unloaded])
+    send_late(client, unloaded, txn)
+    rest = admin._cluster.rest
+
+    def look():
+        rest.get(f"/admin/v3/transactions/transactionMetadata/{txn.most}/{txn.least}", soon())
+
+    def unload():
+        ask(pulsar_broker, "PUT", f"{path_of(unloaded)}/unload")
+        with pytest.raises(Refused, match=f"HTTP 500: Topic not found {unloaded}"):
+            look()
+
+    unload()
+    (found,) = [each for each in admin.transactions(soon()) if each.transaction == str(txn)]
+    assert set(found.partitions) == {("loaded", 0), (unloaded, 0)}
+    unload()
+    assert list(repair.held_back(admin._cluster, rest, soon())) == []  # its coordinator knows it
+    unload()
+    with pytest.raises(InvalidState, match="coordinator that knows it"):
+        admin.repair(str(txn), soon())
+    client.transactions.end(txn, True, SOON)
+    with pytest.raises(Refused, match=rf"HTTP 404: .*\({txn.most},{txn.least}\)"):
+        look()
+    assert everything(client, topic) == [b"1"]
+
+
+def prepare_half(url, admin_url, id, topic):
+    """Prepare one transaction, and have another stored that is not prepared yet."""
+    bridge = connect_to(url, admin_url, transactional_id=id, writers=2)
+    with bridge.transaction(prepare=True) as whole:
+        whole.send(topic, b"whole")
+    half = bridge.transaction(prepare=True)
+    half.send(topic, b"half")
+    flush(half)
+    tell([whole.id, half.id])
+    time.sleep(600)  # it is killed long before
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["of an id", "without an id"])
+def test_what_a_dead_process_had_not_yet_prepared_can_only_be_aborted_by_hand(
+    pulsar_broker, open_bridge, client, owned
+):
+    bridge = open_bridge()
+    topic, id = new_topic(bridge), unique("owner") if owned else None
+    with Child(prepare_half, pulsar_broker.url, pulsar_broker.admin_url, id, topic) as child:
+        whole, half = child.told()
+        child.kill()
+    found = {each.transaction: each for each in bridge.admin.transactions()}
+    assert (found[whole].state, found[half].state, found[half].token) == ("prepared", "open", None)
+    assert (found[whole].groups, found[whole].partitions) == ((), ((topic, 0),))
+    with pytest.raises(InvalidState, match="only its writer"):
+        bridge.admin.commit(half)
+    assert bridge.admin.abort(half) is Outcome.ABORTED
+    assert bridge.status(found[whole].token).state is TokenState.PREPARED
+    assert bridge.admin.commit(whole) is Outcome.COMMITTED
+    assert read_all(client, concrete(topic)) == [b"whole"]
+
+
+# --- the doctor -----------------------------------------------------------------------------------------------------
+
+
+def advice(admin, subject):
+    return [each for each in admin.check(soon()) if each.subject == subject]
+
+
+def test_the_doctor_tells_what_the_brokers_were_told(admin):
+    found = {each.subject: each.level for each in admin.check(soon())}
+    assert found["copies"] == "warning"  # one bookie
+    assert "transactions" not in found and "deduplication" not in found
+
+
+def test_the_doctor_tells_of_a_namespace_that_loses_decisions(pulsar_broker, admin, namespace):
+    place = f"namespaces/public/{namespace}"
+    subject = f"namespace public/{namespace}"
+    assert not advice(admin, subject)
+    ask(pulsar_broker, "POST", f"{place}/messageTTL", 60)
+    ask(pulsar_broker, "POST", f"{place}/subscriptionExpirationTime", 1)
+    evicting = {"limitSize": 1000, "policy": "consumer_backlog_eviction"}
+    ask(pulsar_broker, "POST", f"{place}/backlogQuota?backlogQuotaType=destination_storage", evicting)
+    found = advice(admin, subject)
+    assert [each.level for each in found] == ["problem"] * 3
+    told = " ".join(each.text for each in found)
+    assert all(word in told for word in ("message_ttl_in_seconds is 60", "subscription_expiration", "backlog quota"))
+
+
+def test_the_doctor_tells_which_topics_lose_what_nobody_has_read_yet(pulsar_broker, admin, client, namespace):
+    ask(pulsar_broker, "PUT", f"persistent/public/{namespace}/grouped/partitions", 2)
+    ask(pulsar_broker, "PUT", f"persistent/public/{namespace}/half-grouped/partitions", 2)
+    for name in ("grouped-partition-0", "grouped-partition-1", "half-grouped-partition-0"):
+        client.subscribe(full(name, namespace), "group", timeout=SOON).close(SOON)
+    client.create_producer(full("unread", namespace), timeout=SOON)
+    client.read(full("unread", namespace), timeout=SOON)  # a reader keeps nothing
+    assert not advice(admin, f"namespace public/{namespace}")  # they keep all
+    nothing = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
+    ask(pulsar_broker, "POST", f"namespaces/public/{namespace}/retention", nothing)
+    deadline = soon()
+    while not (found := advice(admin, f"namespace public/{namespace}")):  # policies take a moment
+        deadline.check("waiting for the policy")
+    assert [each.level for each in found] == ["warning"]
+    assert found[0].text.startswith("half-grouped, unread: their retention is 0")
+
+
+def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is_listed(
+    pulsar_broker, admin, client, namespace
+):
+    topic = full("read", namespace)
+    client.subscribe(topic, "group", timeout=SOON).close(SOON)
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, subscriptions=[(topic, "group")])
+    ask(pulsar_broker, "DELETE", f"persistent/public/{namespace}/read/subscription/group")
+    with pytest.raises(BrokerUnavailable, match="names a subscription that was deleted"):
+        admin.transactions(soon())
+    assert [each.level for each in advice(admin, "open transactions")] == ["problem"]
+    client.transactions.end(txn, False, SOON)
+    assert not advice(admin, "open transactions")
+
+
+def long_open(bridge):
+    """What the doctor says of transactions, by their names, once any time is long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "_LONG_SECONDS", 0)
+        return {each.subject.removeprefix("transaction "): each for each in bridge.admin.check()}
+
+
+def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_that_holds_back(
+    pulsar_broker, open_bridge, client, namespace
+):
+    url = pulsar_broker.url.replace("/default", f"/{namespace}")
+    bridge = open_bridge(url)
+    topic, id = new_topic(bridge), unique("owner")
+    with Child(prepare_half, url, pulsar_broker.admin_url, id, topic) as child:
+        whole, half = child.told()
+        child.kill()
+    place = f"persistent://public/{namespace}/{topic}-partition-0"
+    assert read_all(client, place, patience=1) is None
+    assert not [each for each in bridge.admin.check() if each.subject.startswith("transaction")]  # not for long yet
+    found = long_open(bridge)
+    for name, state in ((whole, "prepared"), (half, "open")):
+        assert found[name].level == "warning"
+        said = rf"of {id}\.p[01] has been {state} for \d+ s and holds back all readers of {topic}"
+        assert re.fullmatch(said, found[name].text)
+        assert "transactions commit or abort" in found[name].remedy
+    assert bridge.admin.abort(half) is Outcome.ABORTED
+    found = long_open(bridge)
+    assert whole in found and half not in found
+    assert bridge.admin.commit(whole) is Outcome.COMMITTED
+    assert whole not in long_open(bridge)
+    assert read_all(client, place) == [b"whole"]
+
+
+def test_the_doctor_tells_what_is_at_risk_while_an_older_transaction_is_open(
+    pulsar_broker, open_bridge, client, namespace
+):
+    end_all(pulsar_broker)
+    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
+    older = open_bridge(url, transactional_id=id)
+    topic = new_topic(older)
+    oldest = client.transactions.begin(60_000, SOON, 0)
+    txn = older.transaction()
+    txn.send(topic, b"never")
+    number = flush(txn)
+    newer = open_bridge(url, transactional_id=id)
+
+    def told():
+        return [each for each in newer.admin.check() if each.subject == f"transaction {txn.id}"]
+
+    (found,) = told()
+    assert found.level == "warning" and f"would hold back all readers of {topic}" in found.text
+    assert f"transaction {oldest}" in found.text and str(oldest) in found.remedy
+    assert number.most == oldest.most and number > oldest
+    client.transactions.end(oldest, False, SOON)
+    assert not told()
+    with pytest.raises(Fenced):
+        txn.commit()
+
+
+def send_late(client, topic, txn, value=b"late"):
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    send_for_certain(producer, batch_of(value), txn)  # also where its topic was unloaded a moment ago
+    settle(producer)
+    producer.close(SOON)
+
+
+def held(admin):
+    """What the doctor says of topics that are held back, by their names."""
+    return {each.subject: each for each in admin.check(soon()) if "no coordinator knows" in each.text}
+
+
+def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is_repaired(admin, client, namespace):
+    topic, other = full("held", namespace), full("other", namespace)
+    txn, _ = open_with(client, topic, b"early")
+    assert not held(admin)  # its coordinator knows it
+    client.transactions.end(txn, True, SOON)
+    for each in (topic, other):
+        send_late(client, each, txn)
+    send_late(client, topic, None, b"plain")
+    found = held(admin)
+    assert set(found) == {topic, other}
+    assert found[topic].level == "problem" and f"transactions repair {txn}" in found[topic].remedy
+    done = admin.repair(str(txn), soon())
+    assert done.startswith(f"committed {txn} on held, other: the marker of its commit stands on held")
+    assert not held(admin)
+    assert everything(client, topic) == [b"early", b"late", b"plain"]
+    later, _ = open_with(client, topic, b"later")  # which would sweep away what is still open
+    client.transactions.end(later, True, SOON)
+    assert everything(client, topic) == [b"early", b"late", b"plain", b"later"]
+    with pytest.raises(NotFound, match=str(txn)):
+        admin.repair(str(txn), soon())
+
+
+def test_what_was_committed_but_never_registered_on_a_topic_is_committed_there_by_a_repair(admin, client, namespace):
+    registered, missed = full("registered", namespace), full("missed", namespace)
+    txn, _ = open_with(client, registered, b"1")
+    send_late(client, missed, txn, b"2")
+    client.transactions.end(txn, True, SOON)
+    send_late(client, missed, None, b"plain")
+    assert set(held(admin)) == {missed}
+    done = admin.repair(str(txn), soon())
+    assert done.startswith(f"committed {txn} on missed: a message of it can be read on registered")
+    assert everything(client, missed) == [b"2", b"plain"]
+
+
+def test_what_came_after_a_commit_and_is_all_of_it_is_committed_by_a_repair(admin, client, namespace):
+    topic = full("late", namespace)
+    send_late(client, topic, None, b"before")
+    txn = begin(client, topic)
+    client.transactions.end(txn, True, SOON)
+    send_late(client, topic, None, b"between")
+    send_late(client, topic, txn)
+    assert set(held(admin)) == {topic}
+    assert admin.repair(str(txn), soon()).startswith(f"committed {txn} on late: the marker of its commit stands on")
+    assert everything(client, topic) == [b"before", b"between", b"late"]
+
+
+ORPHANS = ["aborted", "never begun", "of no coordinator"]
+
+
+def orphan(client, topic, kind):
+    """A transaction that holds back a topic, and of which nothing tells how it ended."""
+    txn = TxnId(7, 1) if kind == "of no coordinator" else begin(client, topic)
+    if kind != "of no coordinator":
+        client.transactions.end(txn, False, SOON)
+    if kind == "never begun":
+        txn = TxnId(txn.most, txn.least + 1_000_000)
+    send_late(client, topic, txn)
+    send_late(client, topic, None, b"plain")
+    return txn
+
+
+@pytest.mark.parametrize("kind", ORPHANS)
+def test_what_nothing_tells_to_be_committed_is_aborted_only_by_who_says_so(admin, client, namespace, kind):
+    topic = full("held", namespace)
+    admin.create_topic("empty", 1, soon())
+    txn = orphan(client, topic, kind)
+    with pytest.raises(InvalidState, match=f"transactions abort {txn} --yes"):
+        admin.repair(str(txn), soon())
+    assert set(held(admin)) == {topic}
+    assert admin.end(str(txn), Decision.ABORT, soon()) is Outcome.ABORTED
+    assert not held(admin)
+    assert everything(client, topic) == [b"plain"]
+
+
+def test_what_nothing_tells_to_be_committed_is_committed_by_who_says_so(admin, client, namespace):
+    topic = full("held", namespace)
+    txn = orphan(client, topic, "never begun")
+    assert admin.end(str(txn), Decision.COMMIT, soon()) is Outcome.COMMITTED
+    assert everything(client, topic) == [b"late", b"plain"]
+    with pytest.raises(NotFound, match=str(txn)):
+        admin.end(str(txn), Decision.ABORT, soon())
+
+
+def test_who_says_abort_of_what_was_committed_hears_that_it_is_committed(admin, client, namespace):
+    registered, missed = full("registered", namespace), full("missed", namespace)
+    txn, _ = open_with(client, registered, b"1")
+    send_late(client, missed, txn, b"2")
+    client.transactions.end(txn, True, SOON)
+    assert admin.end(str(txn), Decision.ABORT, soon()) is Outcome.COMMITTED
+    assert everything(client, missed) == [b"2"]
+
+
+@pytest.mark.parametrize(("hours", "found"), [(-4, False), (0, True), (4, False)])
+def test_for_a_repair_the_messages_of_about_its_time_are_read(admin, client, namespace, hours, found):
+    """And none are waited for where none came since."""
+    topic = full("idle", namespace)
+    send_late(client, topic, None, b"1")
+    txn, _ = open_with(client, topic, b"2")
+    client.transactions.end(txn, True, SOON)
+    about = int((time.time() + hours * 3600) * 1000)
+    cluster = admin._cluster
+    assert repair._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
+
+
+def test_what_a_marker_topic_tells_to_be_committed_is_committed_by_a_repair(
+    pulsar_broker, admin, open_bridge, client, namespace
+):
+    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
+    topic, late = new_topic(bridge), full("late", namespace)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+        number = flush(txn)
+    send_late(client, late, number)
+    assert admin.repair(str(number), soon()).startswith(f"committed {number} on late: a message of it can be read on")
+    assert everything(client, late) == [b"late"]
+
+
+def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, open_bridge, client, namespace):
+    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
+    older = begin(client, full("older", namespace))  # as long as it is open, late messages are not refused
+    with bridge.transaction() as txn:
+        txn.send(new_topic(bridge), b"1")
+        flush(txn)
+        ended = announced(bridge)
+    assert not shut_out(cluster_of(bridge), ended, soon())
+    assert not held(admin)
+    with pytest.raises(NotFound):
+        admin.repair(str(ended.txn), soon())
+    client.transactions.end(older, False, SOON)
+
+
+def test_what_a_coordinator_knows_is_not_touched_by_a_repair(admin, client, namespace):
+    topic = full("open", namespace)
+    txn, _ = open_with(client, topic, b"1")
+    with pytest.raises(InvalidState, match=f"transactions abort {txn}"):
+        admin.repair(str(txn), soon())
+    client.transactions.end(txn, True, SOON)
+    assert everything(client, topic) == [b"1"]
+
+
+def test_a_repair_wants_the_number_of_a_transaction_that_holds_something_back(admin, without_rest):
+    with pytest.raises(InvalidOption, match="0:15"):
+        admin.repair("billing/1/2", soon())
+    with pytest.raises(NotFound, match="0:99999999"):
+        admin.repair("0:99999999", soon())
+    with pytest.raises(NotSupported, match="admin_url"):
+        without_rest.repair("0:1", soon())
+
+
+def test_a_held_back_topic_is_found_also_where_a_new_ledger_begins(pulsar_broker, admin, client, namespace):
+    topic = full("rolled", namespace)
+    txn, _ = open_with(client, topic, b"1")
+    client.transactions.end(txn, True, SOON)
+    ask(pulsar_broker, "PUT", f"persistent/public/{namespace}/rolled/unload")
+    send_late(client, topic, txn)
+    assert set(held(admin)) == {topic}
+    assert admin.repair(str(txn), soon()).startswith("committed")
+    assert everything(client, topic) == [b"1", b"late"]

@@ -1,0 +1,86 @@
+"""A bridge to Pulsar through the front door, and what the official client sees of it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from txnbridge_conformance import plugin
+from txnbridge_conformance.looking import take, values
+
+import txnbridge
+from tests.pulsar.wire_kit import SOON, service
+from txnbridge import Outcome
+
+MILLISECONDS = int(SOON * 1000)
+topic = plugin.topic  # the wire client's tests have another one
+
+
+@pytest.fixture(scope="module")
+def official(pulsar_broker) -> Iterator[Any]:
+    pulsar = pytest.importorskip("pulsar")
+    client = pulsar.Client(service(pulsar_broker), logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
+    yield client
+    client.close()
+
+
+def read_by(official: Any, name: str) -> list[tuple[bytes, str, dict[str, str]]]:
+    """By one reader a partition, as far as the official client says that there is something."""
+    pulsar = importlib.import_module("pulsar")
+    found = []
+    for partition in official.get_topic_partitions(name):
+        reader = official.create_reader(partition, pulsar.MessageId.earliest)
+        while reader.has_message_available():
+            message = reader.read_next(MILLISECONDS)
+            found.append((message.data(), message.partition_key(), message.properties()))
+        reader.close()
+    return found
+
+
+def test_a_transaction_over_two_topics_is_seen_by_the_official_client_once_it_is_committed(
+    bridge,
+    new_topic,
+    official,
+):
+    orders, audit = new_topic(partitions=3), new_topic()
+    with bridge.transaction() as txn:
+        for number in range(10):
+            txn.send(orders, b"%d" % number, key=f"k{number}", headers={"kind": "new"})
+        txn.send(audit, b"all")
+        assert read_by(official, orders) == read_by(official, audit) == []
+    assert txn.outcome is Outcome.COMMITTED
+    expected = {(b"%d" % number, f"k{number}", (("kind", "new"),)) for number in range(10)}
+    found = read_by(official, orders)
+    assert len(found) == 10
+    assert {(value, key, tuple(properties.items())) for value, key, properties in found} == expected
+    assert [value for value, _, _ in read_by(official, audit)] == [b"all"]
+
+
+def test_the_official_client_sees_nothing_of_an_abort(bridge, topic, official):
+    with pytest.raises(ZeroDivisionError):
+        with bridge.transaction() as txn:
+            txn.send_many(topic, [b"never"] * 1000)
+            raise ZeroDivisionError
+    with bridge.transaction() as txn:
+        txn.send(topic, b"once")
+    assert [value for value, _, _ in read_by(official, topic)] == [b"once"]
+
+
+def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(connect, topic, group):
+    """The broker hands out whole entries: what was sent together without keys, or with one key, is one."""
+    one, two = connect(), connect()
+    with one.consumer(topic, group, sharing="message") as first, two.consumer(topic, group, sharing="message") as other:
+        with one.transaction() as txn:
+            txn.send_many(topic, [b"1", b"2"])
+            txn.send_many(topic, [(b"3", "key"), (b"4", "key"), (b"5", "another")])
+        assert values(take(first, 1)) == [b"1"]
+        assert values(take(other, 1)) == [b"3"]
+        assert values(take(first, 1)) == [b"2"]
+        assert values(take(other, 2)) == [b"4", b"5"]
+
+
+def test_a_url_of_pulsar_finds_its_backend(txnbridge_url):
+    with txnbridge.connect(txnbridge_url) as bridge:
+        assert bridge.capabilities.broker == "Pulsar"

@@ -1,0 +1,26 @@
+"""Processes that decide at once on one log of Pulsar: they are killed, lose answers, and so does their broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.races import race
+from tests.pulsar.test_log import OpenLog
+from txnbridge._decision_records import decode
+from txnbridge.spi import Deadline
+
+SECONDS = 90  # a broker that was killed is back within thirty, also on a busy machine
+
+
+@pytest.mark.parametrize(("races", "dying", "kills"), [(60, 0.02, 1), (1_000, 0.004, 10)], ids=["some", "a-thousand"])
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_four_processes_race_and_nobody_disagrees(start_pulsar, tmp_path, races, dying, kills):
+    """On a broker as it comes, which drops what no subscription needs."""
+    broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
+    log = race(OpenLog, broker.url, tmp_path, races, dying, SECONDS, broker, kills)
+    if races == 1_000:
+        begin = log.begin(Deadline(SECONDS))
+        ((_, first),) = log.read(begin, begin, Deadline(SECONDS))
+        assert decode(first).kind != "birth"  # it was trimmed under way
+    log.close()

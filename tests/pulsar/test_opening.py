@@ -1,0 +1,281 @@
+"""Opening a transactional id: who owns it, what the newer owner ends, and what the older one can still do: nothing."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.looking import eventually
+from txnbridge_pulsar.wire import AccessMode, Client, Single, TxnId
+
+from tests.pulsar.wire_kit import SOON, admin, cut, path_of
+from tests.pulsar.writing_kit import (
+    Connect,
+    cluster_of,
+    concrete,
+    connect_to,
+    end_all,
+    fence_topic,
+    flush,
+    new_topic,
+    notice_of,
+    owner_of,
+    read_all,
+    unique,
+    writer_of,
+)
+from txnbridge import Bridge, Fenced, Outcome, TokenState, Transaction
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_open(request: pytest.FixtureRequest) -> None:
+    """What other tests left open, prepared above all, keeps brokers from refusing what comes late."""
+    if "client" in request.fixturenames:
+        end_all(request.getfixturevalue("pulsar_broker"))
+
+
+@pytest.fixture
+def id() -> str:
+    return unique("owner")
+
+
+def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
+    """What an owner that was paused between two steps does when it wakes up."""
+    producer = cluster_of(txn._bridge).client.create_producer(concrete(topic), timeout=SOON, transactions=True)
+    try:
+        producer.send(Single(b"late"), number, timeout=SOON).result(SOON)
+    finally:
+        producer.close(SOON)
+
+
+def leave_open(bridge: Bridge, topic: str) -> tuple[Transaction, TxnId]:
+    """A transaction that has named a second topic, and sent nothing there yet."""
+    txn = bridge.transaction()
+    txn.send(topic, b"left open")
+    return txn, flush(txn)
+
+
+def abandon(txn: Transaction) -> None:
+    with pytest.raises(Fenced):
+        txn.commit()
+
+
+def test_the_newer_owner_ends_what_was_announced_and_spares_what_was_prepared(
+    open_bridge: Connect, client: Client, id: str
+) -> None:
+    older = open_bridge(transactional_id=id, writers=3)
+    topic, other = new_topic(older), new_topic(older)
+    with older.transaction(prepare=True) as prepared:
+        prepared.send(topic, b"prepared")
+    left, _ = leave_open(older, other)
+    newer = open_bridge(transactional_id=id)
+    assert read_all(client, concrete(other)) == []
+    assert newer.status(str(prepared.token)).state is TokenState.PREPARED
+    assert newer.commit(str(prepared.token)) is Outcome.COMMITTED
+    abandon(left)
+    assert read_all(client, concrete(topic)) == [b"prepared"]
+
+
+def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None:
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    newer = open_bridge(transactional_id=id)
+    with pytest.raises(Fenced) as caught:
+        with older.transaction() as txn:
+            txn.send(topic, b"zombie")
+    assert caught.value.newer == newer._identity.host
+
+
+@pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
+def test_what_the_older_owner_sends_after_the_takeover_is_refused(
+    open_bridge: Connect, client: Client, id: str, where: str
+) -> None:
+    older = open_bridge(transactional_id=id)
+    topic, named = new_topic(older), new_topic(older)
+    txn, number = leave_open(older, topic)
+    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    open_bridge(transactional_id=id)
+    with pytest.raises(Exception, match="has been ended"):
+        send_late(txn, topic if where == "in its transaction" else named, number)
+    abandon(txn)
+    assert (read_all(client, concrete(topic)), read_all(client, concrete(named))) == ([], [])
+
+
+def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
+    open_bridge: Connect, client: Client, id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broken variant of the test before: nothing says that the topic is blocked, and it is."""
+    monkeypatch.setattr("txnbridge_pulsar.refusal.shut_out", lambda *asked: True)
+    older = open_bridge(transactional_id=id)
+    topic, named = new_topic(older), new_topic(older)
+    txn, number = leave_open(older, topic)
+    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    open_bridge(transactional_id=id)
+    send_late(txn, named, number)
+    assert read_all(client, concrete(named), patience=1) is None
+    client.transactions.end_on_partition(number, concrete(named), False, SOON)
+    abandon(txn)
+
+
+def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_are_not(
+    open_bridge: Connect, client: Client, id: str
+) -> None:
+    coordinator = 0
+    oldest = client.transactions.begin(60_000, SOON, coordinator)
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    txn, number = leave_open(older, topic)
+    newer = open_bridge(transactional_id=id)
+    assert [found.txn for found in owner_of(newer).refuser.at_risk] == [number]
+    with newer.transaction() as mine:
+        mine.send(topic, b"1")
+    assert [found.txn for found in notice_of(newer).at_risk] == [number]
+    client.transactions.end(oldest, False, SOON)
+    eventually(lambda: not owner_of(newer).refuser.at_risk, "what comes late is refused")
+    with pytest.raises(Exception, match="has been ended"):
+        send_late(txn, topic, number)
+    abandon(txn)
+    assert read_all(client, concrete(topic)) == [b"1"]
+
+
+def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: Client, id: str) -> None:
+    bridge = open_bridge(transactional_id=id)
+    topic = new_topic(bridge)
+    for value in (b"1", b"2"):
+        fence = owner_of(bridge)._fence
+        assert fence is not None and fence._producer is not None
+        cut(fence._producer)
+        with bridge.transaction() as txn:
+            txn.send(topic, value)
+    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+
+
+def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connection_ends(
+    open_bridge: Connect, client: Client, id: str
+) -> None:
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    fence = owner_of(older)._fence
+    assert fence is not None and fence._producer is not None
+    cut(fence._producer)
+    newer = open_bridge(transactional_id=id)
+    newer.close()  # so that nobody holds the topic
+    for _ in range(2):
+        with pytest.raises(Fenced):
+            with older.transaction() as txn:
+                txn.send(topic, b"zombie")
+    assert read_all(client, concrete(topic)) == []
+
+
+def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: Client, id: str) -> None:
+    """The broken variant: who reconnects without saying what it was shuts the newer owner out."""
+    open_bridge(transactional_id=id)
+    newer = open_bridge(transactional_id=id)
+    naive = client.create_producer(
+        fence_topic(newer), timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, lane=unique("naive")
+    )
+    naive.close(SOON)
+    topic = new_topic(open_bridge())
+    with pytest.raises(Fenced):
+        with newer.transaction() as txn:
+            txn.send(topic, b"x")
+
+
+def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_there(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
+) -> None:
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(older))}?force=true")
+    newer = open_bridge(transactional_id=id)  # with the first epoch again, which the older one has, too
+    newer.close()
+    with pytest.raises(Fenced):
+        with older.transaction() as txn:
+            txn.send(topic, b"zombie")
+
+
+def test_of_many_that_open_an_id_at_once_one_is_the_owner(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str
+) -> None:
+    def race(number: int) -> Bridge | None:
+        try:
+            return connect_to(pulsar_broker.url, pulsar_broker.admin_url, transactional_id=id)
+        except Fenced:
+            return None
+
+    topic = new_topic(open_bridge())
+    with ThreadPoolExecutor(4) as pool:
+        racers = [found for found in pool.map(race, range(4)) if found is not None]
+    committed = []
+    for number, racer in enumerate(racers):
+        try:
+            with racer.transaction() as txn:
+                txn.send(topic, b"%d" % number)
+            committed.append(b"%d" % number)
+        except Fenced:
+            pass
+    for racer in racers:
+        racer.close()
+    assert len(committed) == 1
+    assert read_all(client, concrete(topic)) == committed
+
+
+def test_of_naive_owners_that_open_at_once_several_write(client: Client) -> None:
+    """The broken variant: the broker gives all that fence at the same moment the same epoch."""
+    for _ in range(20):
+        topic = f"persistent://public/default/{unique('fence')}"
+        client.create_producer(topic, timeout=SOON).close(SOON)
+
+        def fence(number: int, topic: str = topic) -> object:
+            return client.create_producer(
+                topic, timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, lane=f"{topic} {number}"
+            )
+
+        with ThreadPoolExecutor(2) as pool:
+            one, two = pool.map(fence, range(2))
+        if one.topic_epoch == two.topic_epoch:  # type: ignore[attr-defined]
+            break
+    for each in (one, two):
+        each.send(Single(b"mine"), timeout=SOON).result(SOON)  # type: ignore[attr-defined]
+
+
+# --- dying on the way -----------------------------------------------------------------------------------------------
+
+
+def open_and_leave(url: str, admin_url: str, id: str, topic: str, spared: str) -> None:
+    bridge = connect_to(url, admin_url, transactional_id=id, writers=2)
+    with bridge.transaction(prepare=True) as prepared:
+        prepared.send(spared, b"prepared")
+    txn = bridge.transaction()
+    txn.send(topic, b"left open")
+    flush(txn)
+    tell(str(prepared.token))
+    time.sleep(600)  # it is killed long before
+
+
+def just_open(url: str, admin_url: str, id: str) -> None:
+    connect_to(url, admin_url, transactional_id=id).close()
+
+
+@pytest.mark.parametrize("where", ["step:announce/before", "step:announce/after", "step:end/before", "step:end/after"])
+def test_wherever_an_opener_dies_the_next_one_finishes_its_work(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str, where: str
+) -> None:
+    onlooker = open_bridge()
+    topic, spared = new_topic(onlooker), new_topic(onlooker)
+    urls = (pulsar_broker.url, pulsar_broker.admin_url)
+    with Child(open_and_leave, *urls, id, topic, spared) as leaver:
+        token = leaver.told()
+        leaver.kill()
+    with Child(just_open, *urls, id, kill=where) as opener:
+        opener.stopped()
+    last = open_bridge(transactional_id=id)
+    with last.transaction() as txn:
+        txn.send(topic, b"last")
+    assert read_all(client, concrete(topic)) == [b"last"]
+    assert last.commit(token) is Outcome.COMMITTED
+    assert read_all(client, concrete(spared)) == [b"prepared"]

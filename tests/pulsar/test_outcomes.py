@@ -1,0 +1,332 @@
+"""What became of a transaction: always the truth, from whatever process, whoever asked for what first."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_pulsar import endings
+from txnbridge_pulsar.endings import Ended, coordinator_state
+from txnbridge_pulsar.markers import HERE, MARK, Record, was_committed, write_plain
+from txnbridge_pulsar.wire import Client, Single, TransactionNotFound, TxnId
+
+from tests.pulsar.fake import Peer, fake_broker, owns_everything
+from tests.pulsar.wire_kit import SOON, admin, path_of
+from tests.pulsar.writing_kit import (
+    Connect,
+    cluster_of,
+    concrete,
+    connect_to,
+    flush,
+    how_of,
+    marker_topic_of,
+    new_topic,
+    read_all,
+    unique,
+)
+from txnbridge import (
+    AccessDenied,
+    Bridge,
+    DeadlineExceeded,
+    EvidenceLost,
+    InvalidToken,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    Token,
+    TokenState,
+)
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, next_commit, tell
+
+
+class Lost:
+    """Ends the connection instead of answering."""
+
+
+# What a coordinator answers to an end, one request after another, and what that came to.
+NOT_FOUND, NOT_LOADED, STORE, NOT_ALLOWED, NO_RIGHTS = 24, 20, 2, 22, 4
+ANSWERS: list[tuple[list[Any], Any]] = [
+    ([None], Ended.COMMITTED),
+    ([NOT_FOUND], Ended.BEFORE),
+    # A store that was taken away may have the first request all the same, and the next coordinator carries it out.
+    ([NOT_LOADED, NOT_FOUND], Ended.UNCLEAR),
+    ([STORE, NOT_FOUND], Ended.UNCLEAR),
+    ([Lost, NOT_FOUND], Ended.UNCLEAR),
+    ([NOT_LOADED, None], Ended.COMMITTED),
+    ([NOT_ALLOWED], NotSupported),
+    ([NO_RIGHTS], AccessDenied),
+    # A later "no" is not the answer to the first request.
+    ([Lost, NO_RIGHTS], OutcomeUnknown),
+    ([Lost, NOT_ALLOWED], OutcomeUnknown),
+    ([STORE, NO_RIGHTS], OutcomeUnknown),
+]
+
+
+@pytest.mark.parametrize(("answers", "expected"), ANSWERS, ids=str)
+def test_what_an_end_came_to_is_said_for_certain_only_where_every_request_was_answered(
+    answers: list[Any], expected: Any
+) -> None:
+    waiting = list(answers)
+
+    def end_txn(peer: Peer, fields: dict[str, Any]) -> None:
+        answer = waiting.pop(0)
+        if answer is Lost:
+            peer.hang_up()
+            return
+        error = {} if answer is None else {"error": answer, "message": "?"}
+        peer.say("end_txn_response", request_id=fields["request_id"], **error)
+
+    def connected_to(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.say("tc_client_connect_response", request_id=fields["request_id"])
+
+    with fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker, Client(broker.url) as client:
+        owns_everything(broker)
+        cluster: Any = SimpleNamespace(client=client)
+        if isinstance(expected, Ended):
+            assert endings.end(cluster, TxnId(0, 1), True, Deadline(SOON)) is expected
+        else:
+            with pytest.raises(expected):
+                endings.end(cluster, TxnId(0, 1), True, Deadline(SOON))
+    assert not waiting
+
+
+@pytest.fixture
+def bridge(open_bridge: Connect) -> Bridge:
+    return open_bridge(writers=2)
+
+
+@pytest.fixture
+def topic(bridge: Bridge) -> str:
+    return new_topic(bridge)
+
+
+def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, value)
+    return str(txn.token)
+
+
+def unknown(bridge: Bridge, topic: str, value: bytes, happened: bool = True) -> str:
+    """The token of a transaction whose answer was lost."""
+    with next_commit(bridge, Outcome.UNKNOWN, happened=happened), pytest.raises(OutcomeUnknown) as caught:
+        with bridge.transaction() as txn:
+            txn.send(topic, value)
+    assert caught.value.token is not None
+    return caught.value.token
+
+
+def state_of(bridge: Bridge, token: str) -> TokenState:
+    return bridge.status(token).state
+
+
+def test_the_coordinator_says_the_same_of_every_end(client: Client) -> None:
+    """Why there are markers: a naive look at the coordinator cannot tell a commit from an abort."""
+    said = []
+    for commit in (True, False):
+        txn = client.transactions.begin(60_000, SOON)
+        client.transactions.end(txn, commit, SOON)
+        with pytest.raises(TransactionNotFound) as caught:
+            client.transactions.end(txn, True, SOON)
+        said.append(str(caught.value).replace(str(txn.least), "N"))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["commit", "abort"])
+def test_an_end_that_was_repeated_or_reversed_is_told_truly(
+    open_bridge: Connect, bridge: Bridge, client: Client, topic: str, first: bool
+) -> None:
+    token, other = prepare(bridge, topic), open_bridge()
+    truth = Outcome.COMMITTED if first else Outcome.ABORTED
+    assert (bridge.commit if first else bridge.abort)(token) is truth
+    assert [end(token) for _ in range(2) for end in (other.commit, bridge.abort, bridge.commit, other.abort)] == [
+        truth
+    ] * 8
+    assert state_of(other, token).value == truth.value
+    assert read_all(client, concrete(topic)) == ([b"prepared"] if first else [])
+
+
+def test_of_many_that_end_at_once_in_both_ways_all_hear_the_same(
+    open_bridge: Connect, bridge: Bridge, client: Client, topic: str
+) -> None:
+    others = [open_bridge() for _ in range(4)]
+    kept = []
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(4):
+            value = b"%d" % number
+            token = prepare(bridge, topic, value)
+            ends = [other.commit if (at + number) % 2 else other.abort for at, other in enumerate(others)]
+            heard = [asked.result(SOON) for asked in [pool.submit(end, token) for end in ends]]
+            assert len(set(heard)) == 1
+            kept += [value] if heard[0] is Outcome.COMMITTED else []
+    assert read_all(client, concrete(topic)) == kept
+
+
+@pytest.mark.parametrize("happened", [True, False], ids=["committed", "aborted"])
+def test_a_token_of_an_unknown_commit_tells_for_long_after(
+    open_bridge: Connect, bridge: Bridge, topic: str, happened: bool
+) -> None:
+    token = unknown(bridge, topic, b"x", happened)
+    for number in range(3):
+        with bridge.transaction() as txn:
+            txn.send(topic, b"%d" % number)
+    assert state_of(open_bridge(), token) is (TokenState.COMMITTED if happened else TokenState.ABORTED)
+
+
+def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(open_bridge: Connect, client: Client) -> None:
+    """A naive look takes the hidden marker for an abort, of what was committed."""
+    bridge = open_bridge(writers=1, timeout=5)
+    topic = new_topic(bridge)
+    with bridge.transaction(timeout=30) as txn:
+        txn.send(topic, b"1")
+        flush(txn)
+        marker = marker_topic_of(txn)
+    hiding = client.transactions.begin(60_000, SOON)
+    client.transactions.register(hiding, SOON, [marker])
+    producer = client.create_producer(marker, timeout=SOON, transactions=True)
+    producer.send(Single(Record(MARK).pack()), hiding, timeout=SOON).result(SOON)
+    with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        with bridge.transaction(timeout=30) as txn:
+            txn.send(topic, b"2")
+    token = str(caught.value.token)
+    how = how_of(token)
+    assert how.txn is not None and how.marked is not None
+    assert coordinator_state(cluster_of(bridge), how.txn, how.marked, Deadline(SOON)) == ""
+    naive = [entry.txn for entry in client.read(marker, timeout=SOON).receive(1)]
+    assert how.txn not in naive
+    found = bridge.status(token)
+    assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
+    client.transactions.end(hiding, False, SOON)
+    assert state_of(bridge, token) is TokenState.COMMITTED
+    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+
+
+def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_bridge: Connect) -> None:
+    """Of a writer whose first try was not answered: behind it the transaction may be open."""
+    bridge = open_bridge(writers=1)
+    topic = new_topic(bridge)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+        flush(txn)
+        marker = marker_topic_of(txn)
+    write_plain(cluster_of(bridge), marker, Record(HERE, "n0nce", until=1_700_000_000_000), Deadline(SOON))
+    tokens = [unknown(bridge, topic, b"x", happened) for happened in (True, False)]
+    assert [state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
+
+
+@pytest.mark.parametrize("ask", ["end", "status"])
+def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, bridge: Bridge, topic: str, ask: str
+) -> None:
+    token = prepare(bridge, topic)
+    assert bridge.commit(token) is Outcome.COMMITTED
+    looks = []
+
+    def look(*args: Any) -> bool | None:
+        looks.append(args)
+        if len(looks) == 1:
+            raise DeadlineExceeded("its broker has died, and no other has it yet")
+        return was_committed(*args)
+
+    monkeypatch.setattr(endings, "was_committed", look)
+    if ask == "end":
+        assert bridge.abort(token) is Outcome.COMMITTED
+    else:
+        assert state_of(bridge, token) is TokenState.COMMITTED
+    assert len(looks) == 2
+
+
+def test_a_marker_topic_that_was_made_anew_proves_nothing(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, bridge: Bridge, topic: str
+) -> None:
+    token = prepare(bridge, topic)
+    assert bridge.commit(token) is Outcome.COMMITTED
+    how = how_of(token)
+    assert how.marked is not None and how.txn is not None
+    admin(pulsar_broker, "DELETE", f"{path_of(how.marked.topic)}?force=true")
+    found = bridge.status(token)
+    assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+    later = prepare(bridge, topic)  # the slot is free, and its topic made anew
+    with pytest.raises(EvidenceLost):
+        bridge.commit(token)
+    assert bridge.abort(later) is Outcome.ABORTED
+
+
+def test_a_transaction_that_is_still_open_is_neither_committed_nor_aborted(
+    open_bridge: Connect, bridge: Bridge, topic: str
+) -> None:
+    with bridge.transaction() as txn:
+        txn.send(topic, b"x")
+        flush(txn)
+        token = Token("pulsar", bridge.cluster, txn.id, {**txn._writer.evidence().how, "a": True}, False)
+        found = open_bridge().status(token)
+        assert (found.state, found.permanent) == (TokenState.UNKNOWN, False)
+    assert state_of(bridge, str(token)) is TokenState.COMMITTED
+
+
+def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: Connect, topic: str) -> None:
+    bridge, other = open_bridge(transactional_id=unique("owner")), open_bridge()
+    first = prepare(bridge, topic)
+    second = prepare(bridge, topic)
+    markers = [how.marked for how in (how_of(first), how_of(second))]
+    assert markers[0] is not None and markers[1] is not None and markers[0].topic != markers[1].topic
+    assert other.abort(first) is Outcome.ABORTED
+    third = prepare(bridge, topic)
+    marked = how_of(third).marked
+    assert marked is not None and marked.topic == markers[0].topic
+    assert (state_of(other, first), state_of(other, third)) == (TokenState.ABORTED, TokenState.PREPARED)
+    for token in (second, third):
+        assert other.abort(token) is Outcome.ABORTED
+
+
+def test_a_damaged_how_is_refused(bridge: Bridge) -> None:
+    for how in ({}, {"x": [0], "a": True}, {"x": [0, "1"], "a": True}, {"x": [0, 1], "a": True, "m": 1}):
+        with pytest.raises(InvalidToken):
+            bridge.status(Token("pulsar", bridge.cluster, "a/b/1", how, True))
+
+
+# --- processes that die ---------------------------------------------------------------------------------------------
+
+
+def prepare_and_die(url: str, admin_url: str, topic: str) -> None:
+    bridge = connect_to(url, admin_url)
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    tell(str(txn.token))
+    bridge.status(str(txn.token))
+
+
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_what_a_killed_process_prepared_is_ended_from_another(
+    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: Client, topic: str, commit: bool
+) -> None:
+    with Child(prepare_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="status/before") as child:
+        token = child.told()
+        child.stopped()
+    assert state_of(bridge, token) is TokenState.PREPARED
+    assert (bridge.commit if commit else bridge.abort)(token) is (Outcome.COMMITTED if commit else Outcome.ABORTED)
+    assert read_all(client, concrete(topic)) == ([b"prepared"] if commit else [])
+
+
+def commit_and_die(url: str, admin_url: str, topic: str) -> None:
+    bridge = connect_to(url, admin_url, timeout=3)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"x")
+
+
+@pytest.mark.parametrize("where", ["step:register/before", "step:register/after", "step:commit/before"])
+def test_what_a_killed_process_left_open_holds_readers_back_no_longer_than_its_time(
+    pulsar_broker: brokers.Pulsar, client: Client, bridge: Bridge, topic: str, where: str
+) -> None:
+    with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill=where) as child:
+        child.stopped()
+    assert read_all(client, concrete(topic)) == []
+
+
+def test_what_a_killed_process_had_committed_stays(pulsar_broker: brokers.Pulsar, client: Client, topic: str) -> None:
+    with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="step:commit/after") as child:
+        child.stopped()
+    assert read_all(client, concrete(topic)) == [b"x"]

@@ -1,0 +1,655 @@
+"""Readers in groups and alone, against a live broker and a listener that stands in for the core."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import pytest
+from txnbridge_pulsar import begun, cursor, ways, wire
+from txnbridge_pulsar import reader as reading
+from txnbridge_pulsar.cursor import BEGIN
+
+from tests.core.reading_kit import by_partition, values
+from tests.in_time import GRACE, paused, takes
+from tests.pulsar.kit import SOON
+from tests.pulsar.reading_kit import Member, write, write_chunks
+from tests.pulsar.wire_kit import admin, batch_of, path_of, service
+from txnbridge.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+    PositionLost,
+    StorageFailed,
+)
+from txnbridge.spi import Deadline, Message
+
+ALL_SHARINGS = pytest.mark.parametrize("sharing", ["partition", "message", "key"])
+BOTH_SHARED = pytest.mark.parametrize("sharing", ["message", "key"])
+
+
+@pytest.fixture
+def member(pulsar_broker):
+    """Make members that leave in the end."""
+    members = []
+
+    def make(topics, group="group", **given):
+        made = Member(f"{pulsar_broker.url}", topics, group, **{"admin_url": pulsar_broker.admin_url, **given})
+        members.append(made)
+        return made
+
+    yield make
+    for each in members:
+        each.leave()
+
+
+@pytest.fixture
+def partitioned(pulsar_broker, topic):
+    """Make the topic with partitions."""
+
+    def make(count):
+        admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", count)
+        return [wire.partition_name(topic, number) for number in range(count)]
+
+    return make
+
+
+def short(topic):
+    return topic.rpartition("/")[2]
+
+
+# --- what a message looks like -----------------------------------------------------------------------------------
+
+
+def test_a_message_comes_with_all_that_its_sender_gave(client, topic, member):
+    batch = wire.Batch()
+    batch.append(b"plain")
+    batch.append(b"full", b"key", [("a", "1"), ("a", "2"), ("txnbridge-b64.raw", "/w==")], 1_600_000_000_000)
+    batch.append(None, b"\xff")
+    batch.append(b"", "")
+    before = int(time.time() * 1000)
+    write(client, topic, batch, wire.Single(b"alone", "text", [("b", "ü")], 5), wire.Single(None))
+    found = member(topic, None).take(6)
+    assert values(found) == [b"plain", b"full", None, b"", b"alone", None]
+    assert [m.key for m in found] == [None, b"key", b"\xff", b"", b"text", None]
+    assert found[1].headers.raw == (("a", b"1"), ("a", b"2"), ("raw", b"\xff"))
+    assert found[4].headers["b"] == "ü"
+    assert [found[1].timestamp, found[4].timestamp] == [1_600_000_000_000, 5]
+    assert before <= found[0].timestamp <= time.time() * 1000
+    assert {(m.topic, m.partition, m.deliveries) for m in found} == {(topic, 0, 1)}
+    assert [m.position for m in found] == sorted(m.position for m in found)
+
+
+def test_topics_are_called_as_they_were_asked_for(client, topic, member):
+    write(client, topic, b"1")
+    assert [m.topic for m in member(short(topic), None).take(1)] == [short(topic)]
+
+
+@pytest.mark.parametrize("compression", list(wire.Compression), ids=lambda c: c.name)
+def test_messages_are_read_however_they_are_packed(client, topic, member, compression):
+    try:
+        write(client, topic, batch_of(b"1" * 500, b"2"), b"3", compression=compression)
+    except wire.MissingLibrary as missing:
+        pytest.skip(str(missing))
+    assert values(member(topic).take(3)) == [b"1" * 500, b"2", b"3"]
+
+
+# --- alone -------------------------------------------------------------------------------------------------------
+
+
+def test_alone_everything_is_read_that_is_committed(client, topic, member):
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, [topic])
+    gone = client.transactions.begin(60_000, SOON)
+    client.transactions.register(gone, SOON, [topic])
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    for content, of in ((b"plain", None), (b"committed", txn), (b"aborted", gone), (b"behind", None)):
+        producer.send(wire.Single(content), of, timeout=SOON).result(SOON)
+    reader = member(topic, None)
+    assert values(reader.take(1)) == [b"plain"]
+    client.transactions.end(gone, False, SOON)
+    client.transactions.end(txn, True, SOON)
+    write(client, topic, b"marker")
+    assert values(reader.take(3)) == [b"committed", b"behind", b"marker"]
+
+
+def test_alone_reading_may_begin_behind_the_latest_message(client, topic, member):
+    write(client, topic, b"old")
+    reader = member(topic, None, start="latest")
+    write(client, topic, b"new")
+    assert values(reader.take(1)) == [b"new"]
+
+
+def test_alone_reading_from_the_latest_message_on_misses_nothing_that_was_undecided(client, topic, member):
+    write(client, topic, b"old")
+    txn = client.transactions.begin(60_000, SOON)
+    client.transactions.register(txn, SOON, [topic])
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    producer.send(wire.Single(b"undecided"), txn, timeout=SOON).result(SOON)
+    reader = member(topic, None, start="latest")
+    client.transactions.end(txn, True, SOON)
+    assert values(reader.take(1)) == [b"undecided"]
+
+
+def test_alone_reading_may_begin_at_a_time(client, topic, member):
+    batch = wire.Batch()
+    for number in range(5):
+        batch.append(b"%d" % number, event_time=1_600_000_000_000 + number)
+    write(client, topic, batch)
+    reader = member(topic, None, start=1_600_000_000_003)
+    assert values(reader.take(2)) == [b"3", b"4"]
+    reader.seek_to_time(1_600_000_000_001, Deadline(SOON))
+    assert values(reader.take(4)) == [b"1", b"2", b"3", b"4"]
+    reader.seek_to_time(1_700_000_000_000, Deadline(SOON))
+    write(client, topic, wire.Single(b"later", event_time=7))
+    assert values(reader.take(1)) == [b"later"]
+
+
+def test_alone_any_position_can_be_gone_to(client, topic, member):
+    write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
+    reader = member(topic, None)
+    found = reader.take(5)
+    for number in (3, 0, 4, 2, 1):
+        reader.seek({(topic, 0): found[number].position})
+        assert reader.positions() == {(topic, 0): found[number].position}
+        assert values(reader.take(5 - number)) == values(found[number:])
+    reader.seek({(topic, 0): BEGIN})
+    assert values(reader.take(5)) == values(found)
+
+
+def test_positions_tell_where_another_reader_goes_on(client, topic, member):
+    write(client, topic, batch_of(b"0", b"1", b"2"), b"3")
+    reader, other = member(topic, None), member(topic, None)
+    for number in range(4):
+        other.seek(reader.positions())
+        assert values(other.take(1)) == values(reader.take(1)) == [b"%d" % number]
+    assert not other.poll(timeout=0)
+
+
+def test_what_retention_has_removed_cannot_be_gone_to(pulsar_broker, client, topic, member):
+    write(client, topic, b"old")
+    reader = member(topic, None)
+    (old,) = reader.take(1)
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")  # which closes the ledger
+    write(client, topic, b"new")
+    assert values(reader.take(1)) == [b"new"]
+    admin(pulsar_broker, "DELETE", f"{path_of(topic)}/truncate")
+    with pytest.raises(PositionLost, match="keeps"):
+        reader.seek({(topic, 0): old.position})
+
+
+def test_alone_nothing_is_lost_or_doubled_when_connections_break(client, topic, member):
+    write(client, topic)
+    reader = member(topic, None)
+    producer = client.create_producer(topic, timeout=SOON)
+    found = []
+    for number in range(60):
+        producer.send(wire.Single(b"%d" % number), timeout=SOON).result(SOON)
+        if number % 10 == 5:
+            reader.cut()
+        found += reader.poll(3, timeout=0)
+    found += reader.take(60 - len(found))
+    assert values(found) == [b"%d" % number for number in range(60)]
+    assert ("lost", (topic, 0)) not in reader.listener.told
+
+
+def test_a_missing_topic_is_not_found(topic, member):
+    with pytest.raises(NotFound, match="create it with"):
+        member(topic, None)
+
+
+@pytest.mark.parametrize("position", [(1,), (1, 2), (1, 2, -1), ("1", 2, 3), (1, 2, 3, 4)])
+def test_what_is_no_position_is_refused(client, topic, member, position):
+    write(client, topic, b"1")
+    with pytest.raises(InvalidOption, match="position"):
+        member(topic, None).seek({(topic, 0): position})
+
+
+def test_an_entry_that_cannot_be_read_holds_its_place_until_somebody_goes_on(client, topic, member):
+    write(client, topic, b"1")
+    producer = client.create_producer(topic, timeout=SOON)
+    bad = batch_of(b"bad")
+    bad._parts[0] = b"\xff" * 4
+    bad_id = producer.send(bad, timeout=SOON).result(SOON).message_id
+    write(client, topic, b"2")
+    reader = member(topic)
+    assert values(reader.take(1)) == [b"1"]
+    for _ in range(2):
+        with pytest.raises(StorageFailed, match="cannot be read"):
+            reader.take(1)
+    reader.seek({(topic, 0): (bad_id.ledger, bad_id.entry + 1, 0)})
+    assert values(reader.take(1)) == [b"2"]
+
+
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_a_message_in_chunks_beyond_what_is_held_is_told_of_until_somebody_goes_on(
+    client, topic, member, monkeypatch, group
+):
+    monkeypatch.setattr(reading, "READ_BYTES", 2_000_000)
+    write(client, topic, b"1")
+    write_chunks(client, topic, [bytes(500_000)] * 4, of=5)  # it claims nothing, and is not complete
+    write(client, topic, b"2")
+    reader = member(topic, group)
+    assert values(reader.take(1)) == [b"1"]
+    for _ in range(2):
+        with pytest.raises(StorageFailed, match="2000000 bytes that are held"):
+            reader.take(1)
+    ((partition, (ledger, entry, _)),) = reader.reader.positions().items()
+    reader.seek({partition: (ledger, entry + 4, 0)})
+    assert values(reader.take(1)) == [b"2"]
+
+
+def test_a_message_in_chunks_is_not_lost_with_a_connection(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic, None)
+    assert values(reader.take(1)) == [b"1"]
+    write_chunks(client, topic, [b"two, "], of=2)
+    while not reader.reader._cursors[topic, 0].consumer._chunks.incomplete:
+        assert not reader.poll(1, timeout=0.1)
+    reader.cut()
+    write_chunks(client, topic, [b"and the rest"], first=1, of=2)
+    write(client, topic, b"3")
+    assert values(reader.take(2)) == [b"two, and the rest", b"3"]
+
+
+# --- partitions ----------------------------------------------------------------------------------------------------
+
+
+def test_all_partitions_of_all_topics_are_read(client, topic, member, partitioned):
+    names = [*partitioned(3), f"{topic}-too"]
+    for number, name in enumerate(names):
+        write(client, name, b"%d" % number)
+    reader = member((topic, f"{topic}-too"), None)
+    assert sorted(values(reader.take(4))) == [b"0", b"1", b"2", b"3"]
+    assert len(reader.positions()) == 4
+
+
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_partitions_that_are_added_are_read_from_their_beginning(
+    pulsar_broker, client, topic, member, partitioned, group
+):
+    write(client, partitioned(1)[0], b"old")
+    reader = member(topic, group, start="latest")
+    reader.has(1)
+    admin(pulsar_broker, "POST", f"{path_of(topic)}/partitions", 3)
+    for number in (1, 2):
+        write(client, wire.partition_name(topic, number), b"%d" % number)
+    assert sorted(values(reader.take(2))) == [b"1", b"2"]
+    assert sorted(reader.positions()) == [(topic, 0), (topic, 1), (topic, 2)]
+
+
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_a_paused_partition_keeps_what_it_has(client, topic, member, partitioned, group):
+    names = partitioned(2)
+    reader = member(topic, group)
+    reader.has(2)
+    reader.pause([(topic, 0)])
+    for number in range(3):
+        for name in names:
+            write(client, name, b"%d" % number)
+        assert [(m.partition, m.value) for m in reader.take(1)] == [(1, b"%d" % number)]
+    reader.resume([(topic, 0)])
+    assert [(m.partition, m.value) for m in reader.take(3)] == [(0, b"%d" % number) for number in range(3)]
+
+
+def test_no_more_waits_in_memory_than_is_allowed(client, topic, member, monkeypatch):
+    monkeypatch.setattr(reading, "READ_BYTES", 2_000_000)
+    write(client, topic, *[b"x" * 100_000 for _ in range(100)])
+    reader = member(topic, None)
+    most, count = 0, 0
+    while count < 100:
+        count += len(reader.poll(1, timeout=SOON))
+        here = sum(entry.size for entry in reader.reader._cursors[topic, 0]._waiting)
+        on_the_way = sum(len(item[3]) for item in reader.reader._inbox._waiting)
+        most = max(most, here + on_the_way)
+    assert most < 2 * 2_000_000 + 16 * 100_000
+
+
+# --- groups --------------------------------------------------------------------------------------------------------
+
+
+@ALL_SHARINGS
+def test_a_group_begins_at_the_earliest_message_and_goes_on_where_it_stopped(client, topic, member, sharing):
+    write(client, topic, b"1", batch_of(b"2", b"3"), b"4")
+    first = member(topic, sharing=sharing)
+    found = first.take(4)
+    assert sorted(values(found)) == [b"1", b"2", b"3", b"4"]
+    first.pass_on(found[:2])
+    first.leave()
+    assert values(member(topic, sharing=sharing).take(2)) == [b"3", b"4"]
+
+
+@ALL_SHARINGS
+def test_a_new_group_may_begin_at_a_time(client, topic, member, sharing):
+    batch = wire.Batch()
+    for number in range(4):
+        batch.append(b"%d" % number, event_time=1_600_000_000_000 + number)
+    write(client, topic, batch, wire.Single(b"out of order", event_time=7))
+    first = member(topic, sharing=sharing, start=1_600_000_000_002)
+    found = first.take(3)
+    assert values(found) == [b"2", b"3", b"out of order"]
+    first.pass_on(found[:1])
+    first.leave()
+    assert values(member(topic, sharing=sharing, start=1_600_000_000_003).take(2)) == [b"3", b"out of order"]
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_where_a_group_begins_is_kept_also_by_a_broker_that_lets_go_of_the_topic_at_once(
+    pulsar_broker, client, topic, member, monkeypatch, sharing
+):
+    begin_at = ways.Ordered._begin_at
+
+    def begin_and_unload(self, concrete, timestamp, deadline):
+        begin_at(self, concrete, timestamp, deadline)
+        admin(pulsar_broker, "PUT", f"{path_of(concrete)}/unload")
+
+    monkeypatch.setattr(ways.Ordered, "_begin_at", begin_and_unload)
+    for attempt in range(5):  # it takes the broker milliseconds to forget it
+        name = f"{topic}-{attempt}"
+        write(
+            client, name, *(wire.Single(b"%d" % number, event_time=1_600_000_000_000 + number) for number in range(3))
+        )
+        assert values(member(name, sharing=sharing, start=1_600_000_000_001).take(2)) == [b"1", b"2"]
+
+
+def test_members_that_come_at_once_begin_at_the_same_time(client, topic, member):
+    for number in range(3):
+        write(client, topic, wire.Single(b"%d" % number, event_time=1_600_000_000_000 + number))
+    start = 1_600_000_000_001
+    with ThreadPoolExecutor(3) as pool:
+        members = list(pool.map(lambda _: member(topic, sharing="message", start=start), range(3)))
+    found: list[Message] = []
+    deadline = Deadline(SOON)
+    while len(found) < 2:
+        found += [message for each in members for message in each.poll(1, timeout=0.05)]
+        deadline.check("reading")
+    assert sorted(values(found)) == [b"1", b"2"]
+
+
+def test_where_everything_is_older_a_group_begins_at_the_end(client, topic, member):
+    write(client, topic, b"old", batch_of(b"old", b"old"))
+    reader = member(topic, start=int(time.time() * 1000) + 3_600_000)
+    write(client, topic, b"new")
+    assert values(reader.take(1)) == [b"new"]
+
+
+@ALL_SHARINGS
+def test_a_message_given_back_comes_again_and_the_others_do_not(client, topic, member, sharing):
+    write(client, topic, *(b"%d" % number for number in range(5)))
+    reader = member(topic, sharing=sharing)
+    found = reader.take(5)
+    back = [m for m in found if m.value in (b"1", b"3")]
+    reader.nack(by_partition(back))
+    again = reader.take(2)
+    assert sorted(values(again)) == [b"1", b"3"]
+    assert all(m.deliveries > 1 for m in again)
+    write(client, topic, b"marker")
+    assert values(reader.take(1)) == [b"marker"]
+
+
+def test_messages_of_a_batch_that_are_given_back_come_again_alone(client, topic, member):
+    write(client, topic, batch_of(b"0", b"1", b"2", b"3"))
+    reader = member(topic)
+    found = reader.take(4)
+    reader.nack(by_partition([found[1], found[2]]))
+    assert values(reader.take(2)) == [b"1", b"2"]
+    reader.pass_on(found)
+    write(client, topic, b"marker")
+    assert values(reader.take(1)) == [b"marker"]
+
+
+def test_in_a_group_seeking_brings_back_what_is_not_acknowledged(client, topic, member):
+    write(client, topic, b"0", batch_of(b"1", b"2", b"3"), b"4")
+    reader = member(topic)
+    found = reader.take(5)
+    reader.pass_on([found[1], found[2]])
+    reader.seek({(topic, 0): found[0].position})
+    assert values(reader.take(3)) == [b"0", b"3", b"4"]
+    reader.seek({(topic, 0): found[3].position})
+    assert values(reader.take(2)) == [b"3", b"4"]
+
+
+def test_in_a_group_seeking_forward_passes_over_what_lies_between(client, topic, member):
+    write(client, topic, *(b"%d" % number for number in range(4)))
+    other = member(topic, None)
+    positions = [m.position for m in other.take(4)]
+    reader = member(topic)
+    assert values(reader.take(1)) == [b"0"]
+    reader.seek({(topic, 0): positions[3]})
+    assert values(reader.take(1)) == [b"3"]
+    reader.seek({(topic, 0): positions[1]})
+    assert values(reader.take(3)) == [b"1", b"2", b"3"]
+
+
+@BOTH_SHARED
+def test_members_that_share_messages_have_no_position_to_seek(client, topic, member, sharing):
+    write(client, topic, b"1")
+    reader = member(topic, sharing=sharing)
+    reader.has(1)
+    with pytest.raises(NotSupported, match="no position of their own"):
+        reader.seek({(topic, 0): (0, 0, 0)})
+
+
+def test_what_is_read_alone_cannot_be_given_back(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic, None)
+    with pytest.raises(NotSupported, match="seek"):
+        reader.nack(by_partition(reader.take(1)))
+
+
+def test_a_partition_that_is_elsewhere_cannot_be_moved(client, topic, member):
+    write(client, topic, b"1")
+    reader = member(topic)
+    for call in (reader.pause, reader.resume):
+        with pytest.raises(InvalidState, match="not with this reader"):
+            call([(topic, 7)])
+
+
+def test_members_share_the_partitions_and_take_over_from_those_who_leave(topic, member, partitioned):
+    partitioned(4)
+    one, two = member(topic), member(topic)
+    deadline = Deadline(SOON)
+    while not (len(one.positions()) == len(two.positions()) == 2):
+        one.poll(timeout=0.05)
+        two.poll(timeout=0.05)
+        deadline.check("sharing")
+    assert sorted([*one.positions(), *two.positions()]) == [(topic, number) for number in range(4)]
+    one.leave()
+    two.has(4)
+    assert not [told for told in two.listener.told if told[0] == "lost"]
+
+
+def test_partitions_come_together(topic, member, partitioned):
+    """Who reads until everything is read that it holds would take the first for all."""
+    partitioned(8)
+    reader = member(topic)
+    reader.until(lambda: reader.positions())
+    assert len(reader.positions()) == 8
+
+
+def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(
+    topic, member, partitioned, monkeypatch
+):
+    monkeypatch.setattr(begun, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(begun, "_SILENT_SECONDS", 3600.0)  # a busy machine may take longer for them than one waits
+    partitioned(4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        reader.has(4)
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
+def test_a_partition_that_goes_is_told_before_another_member_has_it(client, topic, member, partitioned):
+    partitioned(2)
+    one = member(topic)
+    one.has(2)
+    two = member(topic)
+    one.has(1)
+    (kept,) = one.positions()
+    gone = (topic, 1 - kept[1])
+    assert one.listener.told[-1] == ("revoking", gone)
+    two.has(1)
+    assert list(two.positions()) == [gone]
+
+
+def test_a_connection_that_breaks_ends_the_assignment_and_everything_comes_again(client, topic, member):
+    write(client, topic, b"1", b"2", b"3")
+    reader = member(topic)
+    reader.take(2)
+    reader.cut()
+    reader.until(lambda: ("lost", (topic, 0)) in reader.listener.told)
+    assert values(reader.take(3)) == [b"1", b"2", b"3"]
+
+
+@BOTH_SHARED
+def test_of_shared_messages_a_member_takes_no_more_than_it_asked_for(client, topic, member, sharing):
+    write(client, topic)
+    one, two = member(topic, sharing=sharing), member(topic, sharing=sharing)
+    keys = [b"%d" % number for number in range(20)]
+    write(client, topic, *(wire.Single(key, key) for key in keys))
+    found: list[Message] = []
+    deadline = Deadline(SOON)
+    while len(found) < 20:
+        found += [*one.poll(1, timeout=0.05), *two.poll(1, timeout=0.05)]
+        deadline.check("sharing")
+    assert sorted(values(found)) == sorted(keys)
+    assert one.listener.here and two.listener.here
+
+
+def test_a_member_whose_partition_is_slow_to_come_takes_no_more_than_it_asked_for(client, topic, member, monkeypatch):
+    write(client, topic, b"1", b"2", b"3")
+    one, two = member(topic, sharing="message"), member(topic, sharing="message")
+    begin, may_begin = one.reader._way.begin, threading.Event()
+    monkeypatch.setattr(one.reader._way, "begin", lambda *how: may_begin.wait(SOON) and begin(*how))
+    for _ in range(5):
+        assert one.poll(1) == []
+    may_begin.set()
+    assert values(one.take(1) + two.take(2)) == [b"1", b"2", b"3"]
+
+
+def test_a_message_that_one_member_gives_back_goes_to_another_that_asks(client, topic, member):
+    write(client, topic)
+    one, two = member(topic, sharing="message"), member(topic, sharing="message")
+    write(client, topic, b"1")
+    found = one.take(1)
+    one.nack(by_partition(found))
+    (again,) = two.take(1)
+    assert (again.value, again.deliveries) == (b"1", 2)
+
+
+def test_a_message_is_passed_on_once_while_members_come_and_go(client, topic, member, partitioned):
+    names = partitioned(4)
+    for number in range(80):
+        write(client, names[number % 4], b"%d" % number)
+    staying, done = member(topic), []
+
+    def work(each):
+        found = each.poll(7, timeout=0.05)
+        if found:
+            with suppress(Conflict):  # it has gone to another member meanwhile
+                each.pass_on(found)
+                done.extend(values(found))
+
+    for _ in range(2):
+        visitor = member(topic)
+        for each in (staying, visitor) * 3:
+            work(each)
+        visitor.leave()
+    deadline = Deadline(SOON)
+    while len(done) < 80:
+        work(staying)
+        deadline.check(f"{len(done)} are done")
+    assert sorted(done) == sorted(b"%d" % number for number in range(80))
+
+
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_a_topic_that_is_deleted_is_not_made_anew_by_its_readers(pulsar_broker, client, topic, member, group):
+    write(client, topic, b"1")
+    reader = member(topic, group)
+    reader.take(1)
+    admin(pulsar_broker, "DELETE", f"{path_of(topic)}?force=true")
+    with pytest.raises(NotFound, match="any more"):
+        reader.until(lambda: False)
+    assert topic not in client.topics("public/default", SOON)
+
+
+@pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])
+def test_while_the_broker_says_nothing_every_call_ends_in_time(pulsar_broker, client, topic, member, group):
+    write(client, topic, b"1", b"2")
+    reader = member(topic, group)
+    found = reader.take(2)
+    with paused(pulsar_broker):
+        started = time.monotonic()
+        assert reader.poll(timeout=0.5) == []
+        assert time.monotonic() - started < 0.5 + GRACE
+        takes(1, DeadlineExceeded, reader.lag)
+        if group is not None:
+            reader.seek({(topic, 0): found[0].position})  # as behind an abort: it must not fail
+            reader.nack({(topic, 0): []})
+        started = time.monotonic()
+        reader.reader.close(Deadline(1))
+        assert time.monotonic() - started < 1 + GRACE
+
+
+@pytest.mark.full
+def test_reading_goes_on_when_the_broker_comes_back(start_pulsar, topic):
+    broker = start_pulsar()
+    with wire.Client(service(broker)) as client, ExitStack() as stack:
+        write(client, topic, b"0", b"1")
+        alone, grouped = (Member(broker.url, topic, group) for group in (None, "group"))
+        for each in (alone, grouped):
+            stack.callback(each.leave)
+        assert values(alone.take(1)) == [b"0"]
+        grouped.pass_on(grouped.take(1))
+        broker.kill()
+        broker.start()
+        write(client, topic, b"2")
+        assert values(alone.take(2, 120)) == [b"1", b"2"]
+        grouped.until(lambda: ("lost", (topic, 0)) in grouped.listener.told)
+        assert values(grouped.take(2, 120)) == [b"1", b"2"]
+
+
+# --- lag -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contents", ["batch", "singles"])
+def test_lag_is_what_a_group_has_before_it(client, topic, member, contents):
+    write(client, topic, *([batch_of(b"1", b"2")] if contents == "batch" else [b"1", b"2"]))
+    reader = member(topic)
+    found = reader.take(2)
+    before = reader.lag(Deadline(SOON))[topic, 0]
+    reader.pass_on(found[:1])
+    assert before > reader.lag(Deadline(SOON))[topic, 0] > 0
+    reader.pass_on(found[1:])
+    reader.until(lambda: reader.lag(Deadline(SOON))[topic, 0] == 0)
+
+
+def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, member):
+    write(client, topic, b"1", b"2")
+    reader = member(topic)
+    reader.pass_on(reader.take(2))
+    reader.leave()
+    after = member(topic)
+    after.has(1)
+    after.until(lambda: after.lag(Deadline(SOON))[topic, 0] == 0)
+
+
+def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member, monkeypatch):
+    monkeypatch.setattr(cursor, "_COUNTS", 4)
+    write(client, topic, *(b"%d" % number for number in range(6)))
+    reader = member(topic)
+    found = reader.take(6)
+    for _ in range(2):
+        reader.seek({(topic, 0): found[0].position})
+        again = reader.take(6)
+        assert all(m.deliveries > 1 for m in again)
+    assert len(reader.reader._cursors[topic, 0]._times) <= 4

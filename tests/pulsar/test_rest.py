@@ -1,0 +1,88 @@
+"""The REST interface of several brokers, of which some do not answer."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from txnbridge_conformance.brokers._ports import free_ports
+from txnbridge_pulsar.rest import Rest
+
+from tests.in_time import GRACE
+from tests.pulsar.kit import SOON, settings_for
+from txnbridge.errors import BrokerUnavailable
+from txnbridge.spi import Deadline
+
+
+class Answering(BaseHTTPRequestHandler):
+    """Says which request it was; of /admin/half only the beginning."""
+
+    def do_GET(self) -> None:
+        self.server.seen.append(self.command)  # type: ignore[attr-defined]
+        if self.path == "/admin/half":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n[")
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'"here"')
+
+    def do_PUT(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def answering() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
+    server.seen = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def rest_of(*ports: int) -> Rest:
+    hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
+    return Rest(settings_for("pulsar://127.0.0.1:1/public/default", admin_url=f"http://{hosts}"))
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_where_nobody_listens_the_next_one_is_asked_from_then_on(method: str) -> None:
+    with answering() as server:
+        rest = rest_of(*free_ports(1), server.server_port)
+        assert [rest.ask(method, "/admin/x", Deadline(SOON)) for _ in range(2)] == ["here", "here"]
+        assert rest._current == 1
+
+
+def test_a_broker_that_says_nothing_takes_a_part_of_the_time_only() -> None:
+    with answering() as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        rest = rest_of(silent.getsockname()[1], server.server_port)
+        deadline = Deadline(2 * GRACE)
+        assert rest.get("/admin/x", deadline) == "here"
+        assert not deadline.expired
+
+
+def test_a_change_whose_answer_is_lost_is_not_asked_for_again() -> None:
+    with answering() as dying, answering() as other:
+        rest = rest_of(dying.server_port, other.server_port)
+        with pytest.raises(BrokerUnavailable):
+            rest.ask("PUT", "/admin/half", Deadline(SOON))
+        assert other.seen == []  # type: ignore[attr-defined]
+        with pytest.raises(BrokerUnavailable):  # a question is asked of the next one: here it gets no further there
+            rest.get("/admin/half", Deadline(SOON))
+        assert (dying.seen, other.seen) == (["PUT", "GET"], ["GET"])  # type: ignore[attr-defined]
+
+
+def test_when_nobody_answers_that_is_told() -> None:
+    with pytest.raises(BrokerUnavailable, match="refused"):
+        rest_of(*free_ports(2)).get("/admin/x", Deadline(SOON))

@@ -1,0 +1,569 @@
+"""What Pulsar lets a writer do that loses data: each first as a naive writer does it, then as ours does.
+
+A naive writer here is the wire client, used in the way that looks right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers import _pulsar
+from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
+from txnbridge_conformance.looking import eventually, send
+from txnbridge_pulsar.coordinators import EVERY_SECONDS
+from txnbridge_pulsar.fence import Fence
+from txnbridge_pulsar.notices import Notice
+from txnbridge_pulsar.refusal import shut_out
+from txnbridge_pulsar.wire import (
+    EARLIEST,
+    AccessMode,
+    Client,
+    ConnectionLost,
+    NotAllowed,
+    Producer,
+    TimedOut,
+    TransactionNotFound,
+    Transactions,
+    TxnId,
+)
+
+from tests.pulsar.wire_kit import SOON, admin, batch_of, begin, path_of, service
+from tests.pulsar.writing_kit import (
+    Connect,
+    announced,
+    cluster_of,
+    concrete,
+    connect_to,
+    end_all,
+    fence_topic,
+    flush,
+    how_of,
+    marker_topic_of,
+    new_topic,
+    proxied,
+    read_all,
+    unique,
+    writer_of,
+)
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DeliveryFailed,
+    Fenced,
+    Outcome,
+    OutcomeUnknown,
+    TokenState,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+from txnbridge.testing import next_commit
+
+
+@pytest.fixture(scope="module")
+def pulsar_broker() -> Iterator[brokers.Pulsar]:
+    """One of their own: what tests elsewhere leave behind keeps the coordinator from listing what is open."""
+    with pulsar_or_skip() as broker:
+        yield broker
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_open(request: pytest.FixtureRequest) -> None:
+    """What other tests left open, prepared above all, keeps brokers from refusing what comes late."""
+    if "client" in request.fixturenames:
+        end_all(request.getfixturevalue("pulsar_broker"))
+
+
+@pytest.fixture
+def bridge(open_bridge: Connect) -> Bridge:
+    return open_bridge(transactional_id=unique("owner"))
+
+
+@pytest.fixture
+def topic(bridge: Bridge) -> str:
+    return new_topic(bridge)
+
+
+def send_in(client: Client, name: str, txn: TxnId | None, *values: bytes) -> None:
+    producer = client.create_producer(name, timeout=SOON, transactions=True)
+    try:
+        producer.send(batch_of(*values), txn, timeout=SOON).result(SOON)
+    finally:
+        producer.close(SOON)
+
+
+def unblock(client: Client, txn: TxnId, *topics: str) -> None:
+    for name in topics:
+        client.transactions.end_on_partition(txn, name, False, SOON)
+
+
+# --- T1: a message that comes after the commit takes it back --------------------------------------------------------
+
+
+def test_naive_a_late_message_takes_the_committed_ones_away(client: Client, topic: str) -> None:
+    name = concrete(topic)
+    txn = begin(client, name)
+    send_in(client, name, txn, b"committed")
+    client.transactions.end(txn, True, SOON)
+    assert read_all(client, name) == [b"committed"]
+    send_in(client, name, txn, b"late")
+    later = begin(client, name)
+    send_in(client, name, later, b"next")
+    client.transactions.end(later, True, SOON)
+    assert read_all(client, name) == [b"next"]
+
+
+def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
+    open_bridge: Connect, client: Client, pulsar_broker: brokers.Pulsar
+) -> None:
+    with faults.proxy(pulsar_broker) as proxy:
+        bridge = open_bridge(proxied(proxy), timeout=4)
+        topic = new_topic(bridge)
+        with pytest.raises(TxnBridgeError) as caught:
+            with bridge.transaction() as txn:
+                txn.send(topic, b"early")
+                flush(txn)
+                held = proxy.hold(requests="SEND")
+                txn.send(topic, b"late")
+        assert txn.outcome is Outcome.ABORTED, caught.value
+        held.release()
+        with open_bridge().transaction() as other:
+            other.send(topic, b"next")
+        assert read_all(client, concrete(topic)) == [b"next"]
+        bridge.close()
+
+
+# --- T6: the broker drops what it takes for a repetition ------------------------------------------------------------
+
+
+def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
+    client: Client, topic: str
+) -> None:
+    name = concrete(topic)
+    producer = client.create_producer(name, timeout=SOON, transactions=True)
+    for commit in (False, True):
+        txn = begin(client, name)
+        sent = producer.send(batch_of(b"0", b"1"), txn, sequence_id=0, timeout=SOON)
+        assert sent.result(SOON).duplicate is commit
+        client.transactions.end(txn, commit, SOON)
+    assert read_all(client, name) == []
+
+
+def test_ours_never_uses_a_number_twice(bridge: Bridge, client: Client, topic: str) -> None:
+    for value in (b"aborted", b"kept"):
+        with bridge.transaction() as txn:
+            txn.send(topic, value)
+            flush(txn)
+            if value == b"aborted":
+                txn.abort()
+    assert read_all(client, concrete(topic)) == [b"kept"]
+
+
+def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: Client, topic: str) -> None:
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+    producer = writer_of(txn)._lines[concrete(topic)]._producer
+    assert producer is not None
+    producer._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
+    with pytest.raises(DeliveryFailed, match="dropped"):
+        with bridge.transaction() as txn:
+            txn.send(topic, b"2")
+    assert txn.outcome is Outcome.ABORTED
+    assert read_all(client, concrete(topic)) == [b"1"]
+
+
+# --- T8: nothing is checked -----------------------------------------------------------------------------------------
+
+
+def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: Client, topic: str) -> None:
+    name = concrete(topic)
+    txn = client.transactions.begin(60_000, SOON)
+    send_in(client, name, txn, b"lost")
+    client.transactions.end(txn, True, SOON)
+    assert read_all(client, name, patience=1) is None
+    unblock(client, txn, name)
+
+
+def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(bridge, partitions=3)
+    with bridge.transaction() as txn:
+        for number in (2, 0, 1):
+            txn.send(topic, b"%d" % number, partition=number)
+            flush(txn)
+    assert [read_all(client, concrete(topic, number)) for number in range(3)] == [[b"0"], [b"1"], [b"2"]]
+
+
+# --- T14: the first message on a topic comes after the abort ---------------------------------------------------------
+
+
+def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: Client, topic: str) -> None:
+    name = concrete(topic)
+    txn = begin(client, name)
+    client.transactions.end(txn, False, SOON)
+    send_in(client, name, txn, b"late")
+    assert read_all(client, name, patience=1) is None
+    unblock(client, txn, name)
+
+
+def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
+    open_bridge: Connect, client: Client, pulsar_broker: brokers.Pulsar
+) -> None:
+    with faults.proxy(pulsar_broker) as proxy:
+        bridge = open_bridge(proxied(proxy))
+        topic = new_topic(bridge)
+        with bridge.transaction() as first:
+            first.send(topic, b"1")
+        held = proxy.hold(requests="SEND")
+        with bridge.transaction() as txn:
+            txn.send_many(topic, [b"late" * 100] * 5_000)
+            txn.abort()
+        held.release()
+        assert txn.outcome is Outcome.ABORTED
+        assert read_all(client, concrete(topic)) == [b"1"]
+        bridge.close()
+
+
+def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: Client) -> None:
+    bridge = open_bridge(timeout=20)
+    topic, late = new_topic(bridge), new_topic(bridge)
+    with pytest.raises(TransactionAborted):
+        with bridge.transaction() as txn:
+            txn.send(topic, b"in time")
+            flush(txn)
+            writer_of(txn)._cover([concrete(late)], [], Deadline(SOON))
+            client.transactions.end(writer_of(txn)._txn or TxnId(0, 0), False, SOON)
+            txn.send(late, b"too late")
+    assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
+
+
+def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
+    bridge: Bridge, client: Client, topic: str
+) -> None:
+    client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+        number = flush(txn)
+        ended = announced(bridge)
+    with_acks = type(ended)(ended.transaction, number, ended.topics, ((concrete(topic), "group"),), ended.marked)
+    assert shut_out(cluster_of(bridge), with_acks, Deadline(SOON))
+    with pytest.raises(NotAllowed, match="has been ended"):
+        send_in(client, concrete(topic), number, b"late")
+    assert read_all(client, concrete(topic)) == [b"1"]
+
+
+# --- T12: a takeover is told that the name is in use, although it has taken place -------------------------------------
+
+
+class NamedFence(Fence):
+    """A naive one: whoever owns the id has the id as its name, too."""
+
+    def _open(self, access: AccessMode, deadline: Deadline) -> Producer:
+        return self._cluster.client.create_producer(
+            self.topic, timeout=deadline.left(), access=access, lane=self._lane, name=self._name
+        )
+
+
+def take_from_each_other(bridge: Bridge, kind: type[Fence], turns: int) -> Iterator[Fence]:
+    """Owners of one id, each taking it while the one before still sends."""
+    id = unique("owner")
+    for number in range(turns):
+        fence = kind(cluster_of(bridge), id, str(number))
+        fence.take(Deadline(SOON))
+        yield fence
+        notice = Notice(str(number), "here" * 250, 0)
+        for _ in range(300):
+            fence._send(lambda notice=notice: notice, Deadline(SOON))  # type: ignore[misc]
+
+
+def test_naive_a_takeover_by_the_same_name_is_refused_although_the_older_owner_is_shut_out(bridge: Bridge) -> None:
+    owners = []
+    with pytest.raises(BrokerUnavailable, match="already connected"):
+        for owner in take_from_each_other(bridge, NamedFence, turns=300):
+            owners.append(owner)
+    with pytest.raises(Fenced):
+        owners[-1].write(lambda: Notice("older", "here", 0), Deadline(SOON))
+
+
+def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) -> None:
+    owners = list(take_from_each_other(bridge, Fence, turns=30))
+    with pytest.raises(Fenced):
+        owners[-2].write(lambda: Notice("older", "here", 0), Deadline(SOON))
+
+
+# --- T7: the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
+
+
+def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: Client, topic: str) -> None:
+    fence = f"persistent://public/default/{unique('fence')}"
+    bystander = client.create_producer(concrete(topic), lane="older", timeout=SOON)
+    older, _ = [
+        client.create_producer(fence, lane=lane, access=AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON)
+        for lane in ("older", "newer")
+    ]
+    with pytest.raises(ConnectionLost):
+        older.send(batch_of(b"late"), timeout=SOON).result(SOON)
+    assert isinstance(bystander.lost, ConnectionLost)
+
+
+def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> None:
+    id = unique("owner")
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    bystander = cluster_of(older).client.create_producer(concrete(topic), timeout=SOON)
+    open_bridge(transactional_id=id)
+    with pytest.raises(Fenced):
+        with older.transaction() as txn:
+            txn.send(topic, b"late")
+    bystander.send(batch_of(b"1"), timeout=SOON).result(SOON)
+    assert bystander.generation == 0 and bystander.lost is None
+
+
+# --- T16, T4, T2 ----------------------------------------------------------------------------------------------------
+
+
+def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
+    bridge: Bridge, client: Client, topic: str
+) -> None:
+    shared = f"persistent://public/default/{unique('fence')}"
+    txn = begin(client, shared)
+    send_in(client, shared, txn, b"marker")
+    assert read_all(client, shared, patience=1) is None
+    client.transactions.end(txn, False, SOON)
+    with bridge.transaction() as open_one:
+        open_one.send(topic, b"x")
+        flush(open_one)
+        assert fence_topic(bridge) not in announced(bridge).topics
+        assert marker_topic_of(open_one) in announced(bridge).topics
+        assert read_all(client, marker_topic_of(open_one), patience=1) is None
+
+
+def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect
+) -> None:
+    bridge = open_bridge(timeout=7, pulsar={"longest_transaction": 10.0})
+    topic = new_topic(bridge)
+    for seconds, most in ((5, 5_000), (600, 10_000)):
+        with bridge.transaction(timeout=seconds) as txn:
+            txn.send(topic, b"x")
+            number = flush(txn)
+            told = admin(
+                pulsar_broker, "GET", f"transactions/transactionMetadata/{number.most}/{number.least}", version=3
+            )
+            assert most - 2_000 < told["timeoutAt"] <= most
+
+
+def test_naive_a_repeated_commit_is_told_that_there_is_no_such_transaction(client: Client, topic: str) -> None:
+    txn = begin(client, concrete(topic))
+    client.transactions.end(txn, True, SOON)
+    with pytest.raises(TransactionNotFound):
+        client.transactions.end(txn, True, SOON)
+
+
+# --- T15: what was committed is cleared away as if it had been aborted ----------------------------------------------
+
+HEADERS = ("marker-type", "txn-aborted", "txn-uncommitted")
+
+
+def told_by_rest(bridge: Bridge, name: str) -> dict[TxnId, list[Any]]:
+    """What the REST interface says of each transaction on a topic: of its message, of its marker there, and itself."""
+    rest, path, deadline = cluster_of(bridge).rest, path_of(name), Deadline(SOON)
+    assert rest is not None
+    stats = rest.get(f"/admin/v2/{path}/internalStats", deadline)
+    (ledger,) = [each["ledgerId"] for each in stats["ledgers"]]
+    told: dict[TxnId, list[Any]] = {}
+    for entry in range(stats["currentLedgerEntries"]):
+        found = rest.headers(f"/admin/v2/{path}/ledger/{ledger}/entry/{entry}", deadline)
+        txn = TxnId(int(found["x-pulsar-txnid-most-bits"]), int(found["x-pulsar-txnid-least-bits"]))
+        told.setdefault(txn, []).append([found.get(f"x-pulsar-{what}") for what in HEADERS])
+    buffered = f"/admin/v3/transactions/transactionInBufferStats/{name.removeprefix('persistent://')}"
+    for txn, all_told in told.items():
+        all_told.append(rest.get(f"{buffered}/{txn.most}/{txn.least}", deadline))
+    return told
+
+
+def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours_does_not(
+    bridge: Bridge, client: Client, pulsar_broker: brokers.Pulsar, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
+    name, register = concrete(topic), Transactions.register
+
+    def not_that(self: Transactions, txn: TxnId, timeout: float, topics: Any = (), subscriptions: Any = ()) -> None:
+        register(self, txn, timeout, [each for each in topics if each != name], subscriptions)
+
+    with monkeypatch.context() as patch, next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
+        patch.setattr(Transactions, "register", not_that)
+        with bridge.transaction() as txn:
+            txn.send(topic, b"committed")
+    token = str(caught.value.token)
+    how = how_of(token)
+    ended = {commit: begin(client, name) for commit in (True, False)}
+    for commit, number in ended.items():
+        send_in(client, name, number, b"another")
+        client.transactions.end(number, commit, SOON)
+    told = told_by_rest(bridge, name)
+    assert how.txn is not None and how.marked is not None
+    assert told[how.txn] == told[ended[False]] == [[None, "true", "false"], ["22", "true", "false"], {"aborted": True}]
+    assert told[ended[True]] == [[None, "false", "false"], ["21", "false", "false"], {"aborted": False}]
+    assert bridge.status(token).state is TokenState.COMMITTED
+    admin(pulsar_broker, "DELETE", f"{how.marked.topic.replace('://', '/')}?force=true")
+    lost = bridge.status(token)
+    assert (lost.state, lost.permanent) == (TokenState.UNKNOWN, True)
+
+
+# --- T5: after a restart nobody's time runs -------------------------------------------------------------------------
+
+
+# Of the transaction that somebody leaves open, and how long is waited beyond it for what must not happen.
+LEFT_OPEN_SECONDS = 6
+MUCH_LATER_SECONDS = 20
+
+
+def left_open(broker: brokers.Pulsar) -> str:
+    """The topic of a transaction whose process is gone."""
+    name = f"persistent://public/default/{unique('topic')}"
+    with Client(service(broker)) as client:
+        send_in(client, name, begin(client, name, ttl_ms=LEFT_OPEN_SECONDS * 1000), b"left open")
+    return name
+
+
+@pytest.fixture
+def nobody_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What starts brokers connects to their coordinator to see whether it answers, and so lets its clocks run."""
+    monkeypatch.setattr(_pulsar, "load_coordinator", lambda port: None)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("nobody_connects")
+def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bridge_is_opened(
+    start_pulsar: StartPulsar,
+) -> None:
+    broker = start_pulsar()
+    name = left_open(broker)
+    broker.restart()
+    with Client(service(broker)) as client:
+        assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
+        with connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
+            assert read_all(client, name, patience=EVERY_SECONDS / 2) == []
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("nobody_connects")
+def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_does_nothing_connects(
+    start_pulsar: StartPulsar,
+) -> None:
+    broker = start_pulsar()
+    with connect_to(broker.url, broker.admin_url):
+        name = left_open(broker)
+        broker.restart()
+        with Client(service(broker)) as client:
+            assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
+
+
+# --- a broker that is killed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartPulsar) -> None:
+    broker = start_pulsar()
+    values = [b"%d" % number for number in range(20_000)]
+    with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner"), timeout=120) as bridge:
+        topic = new_topic(bridge)
+        with bridge.transaction(prepare=True) as prepared:
+            prepared.send(topic, b"prepared")
+        with bridge.transaction() as txn:
+            txn.send_many(topic, values[:10_000])
+            flush(txn)
+            broker.kill()
+            broker.start()
+            txn.send_many(topic, values[10_000:])
+        assert txn.outcome is Outcome.COMMITTED
+        assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
+        with Client(service(broker)) as client:
+            assert read_all(client, concrete(topic)) == [b"prepared", *values]
+
+
+# --- T3: a broker as it comes drops what no subscription needs --------------------------------------------------------
+
+
+@pytest.mark.full
+def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is_deleted(
+    start_pulsar: StartPulsar,
+) -> None:
+    broker = start_pulsar(delete_unused=True, settings={"brokerDeleteInactiveTopicsFrequencySeconds": "1"})
+    id = unique("owner")
+    with connect_to(broker.url, broker.admin_url, transactional_id=id) as bridge:
+        topic = new_topic(bridge)
+        with bridge.transaction(prepare=True) as txn:
+            txn.send(topic, b"1")
+        assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+        fence = fence_topic(bridge)
+    with Client(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
+        naive = f"persistent://public/default/{unique('naive')}"
+        send_in(client, naive, None, b"a record of the greatest importance")
+        topics = cluster_of(onlooker).topics
+        eventually(lambda: not topics.look(naive, Deadline(SOON)), "the naive topic is deleted")
+        assert topics.look(fence, Deadline(SOON))
+        assert onlooker.status(str(txn.token)).state is TokenState.COMMITTED
+
+
+@pytest.mark.full
+def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_to_ours_and_the_doctor_warns(
+    start_pulsar: StartPulsar,
+) -> None:
+    """It is the broker's to keep or to delete: a subscription keeps it, and nothing that a writer does."""
+    broker = start_pulsar(delete_unused=True, settings={"brokerDeduplicationEnabled": "false"})
+    values = [b"%d" % number for number in range(1_000)]
+    with connect_to(broker.url, broker.admin_url) as bridge:
+        unread, grouped = new_topic(bridge), new_topic(bridge)
+        naive = f"persistent://public/default/{unique('naive')}"
+        with Client(service(broker)) as client:
+            client.subscribe(concrete(grouped), "group", timeout=SOON, start=EARLIEST).close(SOON)
+            number = begin(client, naive)
+            send_in(client, naive, number, *values)
+        with bridge.transaction() as txn:
+            for topic in (unread, grouped):
+                txn.send_many(topic, values)
+            flush(txn)
+            broker.restart()
+        assert txn.outcome is Outcome.COMMITTED
+        with Client(service(broker)) as client:
+            client.create_producer(naive, timeout=SOON).close(SOON)  # whoever uses a topic has it loaded
+            for name in (naive, concrete(unread), concrete(grouped)):
+                admin(broker, "POST", f"{path_of(name)}/trim")  # as brokers do by themselves every two minutes
+            client.transactions.end(number, True, SOON)
+            for name in (naive, concrete(unread)):
+                eventually(lambda name=name: read_all(client, name) == [], "it is deleted")  # type: ignore[misc]
+            assert read_all(client, concrete(grouped)) == values
+        (warned,) = [each for each in bridge.admin.check() if "retention is 0" in each.text]
+        assert unread in warned.text and grouped not in warned.text
+
+
+# --- T13: no answer at all ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_asked_again_by_ours(
+    start_pulsar: StartPulsar,
+) -> None:
+    broker = start_pulsar(settings={"maxActiveTransactionsPerCoordinator": "1"})
+    with Client(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
+        topic = new_topic(bridge)
+        first = client.transactions.begin(60_000, SOON)
+        with pytest.raises(DeadlineExceeded):
+            with bridge.transaction(timeout=0.5) as txn:
+                txn.send(topic, b"never")
+        with ThreadPoolExecutor(2) as pool:
+            naive = pool.submit(client.transactions.begin, 60_000, SOON)
+            ours = pool.submit(send, bridge, topic, b"1")
+            time.sleep(1)  # both have asked
+            client.transactions.end(first, False, SOON)
+            ours.result(SOON)
+            with pytest.raises(TimedOut):
+                naive.result()
+        assert read_all(client, concrete(topic)) == [b"1"]

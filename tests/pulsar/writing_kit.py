@@ -1,0 +1,150 @@
+"""What tests of the writer look at behind the public interface, and what they see without it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from txnbridge_conformance import brokers, faults
+from txnbridge_pulsar.broker import PulsarBroker
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.endings import How
+from txnbridge_pulsar.fence import newest_notice
+from txnbridge_pulsar.listing import list_open
+from txnbridge_pulsar.notices import Announced, Notice
+from txnbridge_pulsar.owner import Owner
+from txnbridge_pulsar.wire import (
+    Client,
+    InvalidTransactionStatus,
+    Single,
+    TransactionNotFound,
+    TxnId,
+    full_topic_name,
+)
+from txnbridge_pulsar.writer import PulsarWriter
+
+import txnbridge
+from tests.pulsar.kit import SOON, Connection, open_cluster
+from txnbridge import Bridge, Token, Transaction
+from txnbridge.spi import Deadline
+
+Connect = Callable[..., Bridge]
+
+
+def connect_to(url: str, admin_url: str, **settings: Any) -> Bridge:
+    """A bridge with one writer, unless told otherwise, whose topics are made as they are used."""
+    options = {"admin_url": admin_url, **settings.pop("pulsar", {})}
+    return txnbridge.connect(url, pulsar=options, **{"create_topics": 1, "writers": 1, "timeout": 60, **settings})
+
+
+def unique(what: str) -> str:
+    return f"{what}-{secrets.token_hex(4)}"
+
+
+def new_topic(bridge: Bridge, partitions: int = 1) -> str:
+    """A topic that nobody else uses, by the name that users have for it."""
+    name = unique("written")
+    cluster_of(bridge).topics.create(name, partitions, Deadline(SOON))
+    return name
+
+
+def cluster_of(bridge: Bridge) -> Cluster:
+    assert isinstance(bridge._broker, PulsarBroker)
+    return bridge._broker._cluster
+
+
+def owner_of(bridge: Bridge) -> Owner:
+    assert isinstance(bridge._broker, PulsarBroker) and bridge._broker._owner is not None
+    return bridge._broker._owner
+
+
+def writer_of(txn: Transaction) -> PulsarWriter:
+    assert isinstance(txn._writer, PulsarWriter)
+    return txn._writer
+
+
+def flush(txn: Transaction) -> TxnId:
+    """Let the broker have all of it, and the transaction stay open; its number."""
+    writer = writer_of(txn)
+    writer.flush(txn._begin.deadline)
+    assert writer._txn is not None
+    return writer._txn
+
+
+def announced(bridge: Bridge) -> Announced:
+    """What an owner says of its only transaction."""
+    (found,) = owner_of(bridge)._under_way.values()
+    return found
+
+
+def notice_of(bridge: Bridge) -> Notice:
+    """What stands on the fence topic of a bridge's id now."""
+    found = newest_notice(cluster_of(bridge), fence_topic(bridge), Deadline(SOON))
+    assert found is not None
+    return found[1]
+
+
+def fence_topic(bridge: Bridge) -> str:
+    fence = owner_of(bridge)._fence
+    assert fence is not None
+    return fence.topic
+
+
+def marker_topic_of(txn: Transaction) -> str:
+    """The full name of the marker topic of a transaction's writer."""
+    marked = writer_of(txn).marked
+    assert marked is not None
+    return marked.topic
+
+
+def proxied(proxy: faults.Proxy) -> str:
+    """A bridge's URL by way of a proxy."""
+    return proxy.url.partition("?")[0]
+
+
+def how_of(token: Token | str | None) -> How:
+    assert token is not None
+    return How.read(Token.parse(token).how)
+
+
+def end_all(broker: brokers.Pulsar) -> None:
+    """Abort whatever is open: while anything older is, brokers do not learn what they may refuse."""
+    connection = Connection(broker.url, admin_url=broker.admin_url)
+    try:
+        for found in list_open(open_cluster(connection), Deadline(SOON)):
+            with suppress(TransactionNotFound, InvalidTransactionStatus):
+                connection.client.transactions.end(found.txn, False, SOON)
+    finally:
+        connection.close()
+
+
+def concrete(topic: str, partition: int | None = 0) -> str:
+    """One partition's full name."""
+    full = full_topic_name(topic)
+    return full if partition is None else f"{full}-partition-{partition}"
+
+
+def read_all(client: Client, topic: str, patience: float = SOON) -> list[bytes | None] | None:
+    """What a reader of the wire client sees of a concrete topic up to now; None if something holds it back.
+
+    A plain message written behind all that is there tells: once it can be read, everything before it has been.
+    """
+    mark = secrets.token_bytes(12)
+    producer = client.create_producer(topic, timeout=SOON)
+    producer.send(Single(mark), timeout=SOON).result(SOON)
+    producer.close(SOON)
+    reader = client.read(topic, timeout=SOON)
+    found: list[bytes | None] = []
+    until = time.monotonic() + patience
+    try:
+        while mark not in found:
+            if time.monotonic() > until:
+                return None
+            for entry in reader.receive(min(1, patience)):
+                found += [message.value for message in entry.messages()]
+        return [value for value in found[:-1] if value is None or len(value) != len(mark)]
+    finally:
+        reader.close(SOON)
