@@ -1,0 +1,190 @@
+"""Answers what brokers ask about halves whose owner has not ended them: from the decision log, for the application."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from txnbridge.errors import EvidenceLost, TxnBridgeError
+from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
+from txnbridge_rocketmq.asking import ask
+from txnbridge_rocketmq.endings import PREPARE
+from txnbridge_rocketmq.ends import Ender, Turn
+from txnbridge_rocketmq.halves import Part, parts_as_json, parts_from_json
+from txnbridge_rocketmq.marks import Origin, mark_of, origin_of
+from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, Check, Property, Pulled, Record, reading
+
+_log = logging.getLogger("txnbridge")
+
+# Transactions are answered for one at a time, and what is not answered now is asked again. An answer may have to
+# publish thousands of messages, one after another.
+_ANSWER_SECONDS = 30.0
+# Transactions of which all is published, or of which nobody can tell: the broker asks about each of their halves.
+_REMEMBERED = 10_000
+
+
+class Checks:
+    """The bridge's answers. Silence means "undecided": the broker asks again.
+
+    Nobody answers that a half is aborted because nothing is known of it: that is first written down, and not before the
+    half's own deadline, or before somebody else has become the owner of its transactional id.
+    """
+
+    def __init__(self, ender: Ender) -> None:
+        self._ender = ender
+        self._cluster = ender.cluster
+        self._group = ender.cluster.settings.producer_group
+        self._lock = threading.Lock()
+        self._published: OrderedDict[str, None] = OrderedDict()
+        self._lost: OrderedDict[str, None] = OrderedDict()  # of which it was said that nobody can tell
+        self._deadlines: set[Deadline] = set()
+        self._closed = False
+
+    def start(self, deadline: Deadline) -> None:
+        """Be asked from now on about halves of this application, and look after those that are not asked about."""
+        self._cluster.members.answer_for(self._group, self.answer, deadline)
+        threading.Thread(target=self._look_after_discarded, name="txnbridge-rocketmq-discarded", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer nothing more; what is being answered ends at once."""
+        with self._lock:
+            self._closed = True
+            for deadline in self._deadlines:
+                deadline.at = 0.0
+
+    @contextmanager
+    def _in_time(self) -> Iterator[Deadline]:
+        deadline = Deadline(_ANSWER_SECONDS)
+        with self._lock:
+            self._deadlines.add(deadline)
+            if self._closed:
+                deadline.at = 0.0
+        try:
+            yield deadline
+        finally:
+            with self._lock:
+                self._deadlines.discard(deadline)
+
+    # --- halves that are asked about ----------------------------------------------------------------------------------
+
+    def answer(self, checks: Sequence[Check]) -> None:
+        """What brokers have asked meanwhile. Never raises an error of ours.
+
+        They ask about each half of a transaction, and again about each copy that they made when they asked: thousands
+        of questions, for which one look at the log is enough.
+        """
+        asked: dict[str, list[Check]] = {}
+        for check in checks:
+            if (mark := mark_of(check.record)) is not None:
+                asked.setdefault(mark.transaction, []).append(check)
+            else:
+                _log.debug("a half of this application that no bridge has sent")
+        for transaction, own in asked.items():
+            if self._settles(transaction, [check.record for check in own]):
+                # These may be copies of what was published before; of what is published this drops nothing.
+                copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
+                with self._in_time() as deadline:
+                    self._ender.drop(copies, deadline)
+
+    def _settles(self, transaction: str, halves: Sequence[Record]) -> bool:
+        """Have happen what was decided about a transaction; whether nothing is left to be published from these."""
+        try:
+            with self._in_time() as deadline:
+                return transaction in self._published or self._settle(transaction, halves, deadline)
+        except EvidenceLost as error:
+            if transaction not in self._lost:
+                _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+                self._remember(self._lost, transaction)
+        except TxnBridgeError as error:
+            _log.debug("the broker asks again about transaction %s: %s", transaction, error)
+        return False
+
+    def _settle(self, transaction: str, halves: Sequence[Record], deadline: Deadline) -> bool:
+        claim = self._decided(transaction, halves[0], deadline)
+        if claim is None:
+            return False
+        parts = parts_from_json(claim.data)
+        if claim.decision is Decision.ABORT or not any(_has(parts, half) for half in halves):
+            return True
+        with self._ender.alone(transaction, deadline) as turn:
+            if turn is not Turn.MINE:
+                return False
+            with self._cluster.context.events.step("step:publish", transaction, asked=True):
+                self._ender.publish(transaction, parts, deadline)
+        self._remember(self._published, transaction)
+        return True
+
+    def _decided(self, transaction: str, half: Record, deadline: Deadline) -> LedgerClaim | None:
+        origin = origin_of(half)
+        if origin is None:
+            return None
+        application = str(origin.log.get("log") or self._cluster.settings.application)
+        ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
+        claim = ledger.decided(transaction, deadline, log=origin.log)
+        late = time.time() * 1000 >= origin.deadline
+        if claim is None and (late or _is_left(ledger, transaction, origin, deadline)):
+            with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
+                claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
+        return claim
+
+    def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
+        with self._lock:
+            known[transaction] = None
+            if len(known) > _REMEMBERED:
+                known.popitem(last=False)
+
+    # --- and those that are not, any more -----------------------------------------------------------------------------
+
+    def _look_after_discarded(self) -> None:
+        """A broker that has asked often enough puts a half aside, also while nobody was there to be asked.
+
+        What was decided about it still holds. It is ended by its copies in the half topic: the record here stands in
+        another queue, and a broker that is told to end that takes it for whatever half has the same offset.
+        """
+        try:
+            with self._in_time() as deadline:
+                brokers = self._cluster.brokers.names(deadline)
+            for broker in brokers:
+                for transaction, half in self._discarded(broker):
+                    self._settles(transaction, [half])
+        except TxnBridgeError as error:
+            _log.debug("discarded halves are looked after by the next bridge: %s", error)
+
+    def _discarded(self, broker: str) -> Iterator[tuple[str, Record]]:
+        """One half of each transaction of this application that has some."""
+        seen: set[str] = set()
+        at: int | None = 0
+        while at is not None:
+            pulled = self._pull(broker, at)
+            for record in pulled.records:
+                mark = mark_of(record)
+                if mark and mark.transaction not in seen and record.properties.get(Property.GROUP) == self._group:
+                    seen.add(mark.transaction)
+                    yield mark.transaction, record
+            at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
+
+    def _pull(self, broker: str, at: int) -> Pulled:
+        request = reading.pull(DISCARDED_TOPIC, 0, at, self._group)
+        what = f"reading discarded halves of broker {broker}"
+        with self._in_time() as deadline:
+            return ask(self._cluster.client, broker, request, what, deadline)
+
+
+def _has(parts: Sequence[Part], half: Record) -> bool:
+    """Whether a half of a transaction is one of those that were decided on."""
+    mark, topic = mark_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+    return any(mark is not None and part.topic == topic and mark.number < part.count for part in parts)
+
+
+def _is_left(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadline) -> bool:
+    """Whether its owner can commit it no more, because he was replaced, and nobody else can, because of no token."""
+    if origin.opening is None:
+        return False
+    newest = ledger.newest_opening(deadline)
+    if newest is None or newest[0] == origin.opening:
+        return False
+    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline))

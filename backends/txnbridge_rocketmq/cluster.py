@@ -1,0 +1,25 @@
+"""What every part of a bridge to one cluster shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from txnbridge.spi import Context
+from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.brokers import Brokers
+from txnbridge_rocketmq.members import Members
+from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.topics import Topics
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The settings, and the ways to ask."""
+
+    id: str  # stable, and nobody else's
+    settings: Settings
+    client: remoting.Client
+    topics: Topics
+    brokers: Brokers
+    members: Members
+    context: Context

@@ -1,0 +1,216 @@
+"""What weakens a promise on a RocketMQ cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.brokers import BrokerSettings
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.topics import route_of
+
+# Halves that were ended at once were asked about all the same where brokers looked at those of 0.3 s, and were not
+# where these were a second old.
+_YOUNGEST_SECONDS = 1.0
+# For so long an application may be down without a half being given up: its repair may take until the next morning.
+_OUTAGE_SECONDS = 12 * 3600
+# What brokers keep as they come. An application that stands still for longer loses what only its log knew.
+_KEPT_SECONDS = 72 * 3600
+# By how much longer than needed records are kept, for clocks that differ: what the decision log allows, too.
+_SKEW_SECONDS = 300
+# Where brokers begin to look for what they may drop, and where they drop what they should keep.
+_NEARLY_FULL, _DROPS = 0.75, 0.85
+# So long after its deadline a transaction should have been aborted: brokers look every half minute as they come.
+_LATE_SECONDS = 90
+_HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
+
+
+def check_settings(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    """What a broker was told."""
+    yield from _check_switches(told)
+    yield from _check_intervals(told)
+    yield from _check_patience(told, settings)
+    yield from _check_retention(told, settings)
+    yield from _check_copies(told)
+
+
+def _check_switches(told: BrokerSettings) -> Iterator[Advice]:
+    if told.is_on("rejectTransactionMessage"):
+        yield _problem(
+            told, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
+        )
+    if not told.is_on("messageIndexEnable", True):
+        text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
+        yield _problem(told, text, "messageIndexEnable", "true")
+    if told.is_on("indexRocksDBEnable"):
+        yield _warning(
+            told,
+            "indexRocksDBEnable is true: looking messages up in that index was not tested",
+            "use the index as brokers come with it",
+        )
+
+
+def _check_intervals(told: BrokerSettings) -> Iterator[Advice]:
+    """The broker asks again about a half whose end it has not noted yet; whoever answers then publishes it twice."""
+    least = max(2 * told.note_interval, _YOUNGEST_SECONDS)
+    if told.transaction_timeout < least:
+        yield _problem(
+            told,
+            f"it asks about halves that are {told.transaction_timeout:g} s old (transactionTimeOut), and notes what has"
+            f" ended every {told.note_interval:g} s (transactionOpBatchInterval): healthy transactions are asked about"
+            " again, copied at each look, and doubled by checkers that do not look first",
+            "transactionTimeOut",
+            f"{least * 1000:.0f}",
+        )
+    if told.check_interval < told.note_interval:
+        yield _problem(
+            told,
+            f"it looks for open halves every {told.check_interval:g} s (transactionCheckInterval), and notes their ends"
+            f" only every {told.note_interval:g} s (transactionOpBatchInterval): what was answered is asked again",
+            "transactionOpMsgMaxSize",
+            "1",
+        )
+
+
+def _check_patience(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    asked = (
+        f"it asks {told.check_most} times (transactionCheckMax), every {told.check_interval:g} s: after"
+        f" {told.patience:g} s a half is discarded"
+    )
+    value = f"{_OUTAGE_SECONDS / max(told.check_interval, 0.001):.0f}"
+    longest = settings.timeout + (settings.hold or 0)
+    if told.patience <= longest + told.check_interval:
+        yield _problem(
+            told,
+            f"{asked}, and a transaction here may take {longest:g} s (timeout and hold)",
+            "transactionCheckMax",
+            value,
+        )
+    elif told.patience < _OUTAGE_SECONDS and told.half_topic == remoting.ROCKSDB_HALF_TOPIC:
+        yield Advice(
+            "problem",
+            f"broker {told.name}",
+            f"{asked}, also while nobody is there to be asked. Of one in RocksDB nothing tells then: what its owner had"
+            " decided and did not come to publish stays unpublished, unless its transactional id is opened again",
+            f"{_HOW.format(key='transactionCheckMax', value=value)}. A broker that is restarted with that asks again"
+            " about what it has given up",
+        )
+    elif told.patience < _OUTAGE_SECONDS:
+        yield _warning(
+            told,
+            f"{asked}, also while nobody is there to be asked; then only its token, or an administrator, ends it",
+            _HOW.format(key="transactionCheckMax", value=value),
+        )
+
+
+def _check_retention(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    kept = f"records are kept for {told.kept / 3600:g} h (fileReservedTime)"
+    if told.kept <= told.patience:
+        yield _problem(
+            told,
+            f"{kept}, and an open half is for {told.patience / 3600:g} h: it can outlive the record that decided it,"
+            " and then nobody may end it any more",
+            "fileReservedTime",
+            f"{told.patience / 3600 + 24:.0f}",
+        )
+    if told.kept <= settings.timeout + (settings.hold or 0) + _SKEW_SECONDS:
+        yield _problem(
+            told,
+            f"{kept}, and a transaction here may wait for {settings.timeout + (settings.hold or 0):g} s (timeout and"
+            " hold): the decision log would lose it before",
+            "fileReservedTime",
+            "72",
+        )
+    elif told.kept < _KEPT_SECONDS:
+        yield _warning(
+            told, f"{kept}: {_STOP}", "keep them for 72 h at least, or put the log elsewhere (decision_log=)"
+        )
+    else:
+        yield Advice("ok", f"broker {told.name}", f"{kept}: {_STOP}")
+
+
+_STOP = (
+    "when no bridge of an application runs for longer than that, the openings and positions in its decision log are"
+    " gone, and it has to say so instead of going on"
+)
+
+
+def _check_copies(told: BrokerSettings) -> Iterator[Advice]:
+    if told.told.get("flushDiskType") == "ASYNC_FLUSH":
+        yield _warning(
+            told,
+            "flushDiskType is ASYNC_FLUSH: what was committed survives kill -9, but its last moments no loss of power",
+            "SYNC_FLUSH where that matters",
+        )
+    if told.told.get("brokerRole") == "ASYNC_MASTER":
+        yield _warning(
+            told,
+            "brokerRole is ASYNC_MASTER: the last moments are lost with its disk, and a replica that takes over may"
+            " lack decisions",
+            "SYNC_MASTER with a replica, for the broker with our own topics at least",
+        )
+
+
+def check_places(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
+    """Topics that are spread over brokers."""
+    for name in topics:
+        route = route_of(cluster.client, name, deadline)
+        brokers = sorted({queue.broker for queue in route.readable + route.writable}) if route else []
+        if len(brokers) > 1:
+            yield Advice(
+                "warning",
+                f"topic {name}",
+                f"is on the brokers {', '.join(brokers)}, and is neither read nor written here",
+                "use a topic on one broker",
+            )
+
+
+def check_disk(broker: str, full: float) -> Iterator[Advice]:
+    """How full a broker's disk is, from 0 to 1."""
+    if full >= _NEARLY_FULL:
+        yield Advice(
+            "problem" if full >= _DROPS else "warning",
+            f"broker {broker}",
+            f"its disk is filled to {full:.0%}: beyond {_DROPS:.0%} it drops records whatever their age, those of"
+            " decision logs among them, and beyond 90% it takes no messages",
+            "make room; halves that nobody ends fill a disk, too, because each look writes them again",
+        )
+
+
+def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+    """What nobody ends."""
+    now = time.time() * 1000
+    for found in transactions:
+        if found.state == "discarded":
+            yield Advice(
+                "problem",
+                f"transaction {found.transaction}",
+                f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
+                "txnbridge transactions repair lets it ask again; commit or abort ends it",
+            )
+        elif found.state == "lost":
+            yield Advice(
+                "problem",
+                f"transaction {found.transaction}",
+                f"of {found.owner}: the records that would tell what became of it are gone, so nobody may end it",
+                "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
+            )
+        elif found.state == "ending" or now > (found.expires_at or now) + _LATE_SECONDS * 1000:
+            yield Advice(
+                "warning",
+                f"transaction {found.transaction}",
+                f"of {found.owner} is {found.state}, and nobody ends it: no bridge of that application is there to be"
+                " asked. Its halves are written again at each look",
+                f"open a bridge with application={found.owner!r}, or end it with txnbridge transactions",
+            )
+
+
+def _problem(told: BrokerSettings, text: str, key: str, value: str) -> Advice:
+    return Advice("problem", f"broker {told.name}", text, _HOW.format(key=key, value=value))
+
+
+def _warning(told: BrokerSettings, text: str, remedy: str) -> Advice:
+    return Advice("warning", f"broker {told.name}", text, remedy)

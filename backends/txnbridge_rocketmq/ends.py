@@ -1,0 +1,348 @@
+"""Ending halves: directly by their owner while they are fresh, by everybody else with a look first.
+
+A broker publishes a half each time it is told to, and keeps no record of it. So whoever does not know for certain that
+nobody has told it yet looks whether the message is there, tells it to publish the newest copy of the half, and looks
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.asking import AT_ONCE, ask, ask_all
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.errors import translate
+from txnbridge_rocketmq.halves import Part
+from txnbridge_rocketmq.marks import Mark, unique_key
+from txnbridge_rocketmq.remoting import Answer, Call, End, Half, Property, Queue, Record, end, groups, reading
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txnbridge")
+
+# What is published can be looked up a moment later: a millisecond mostly, 67 at most on a busy machine. Where nothing
+# was found, and somebody else may have told the broker a moment ago, the second look comes after this.
+_INDEX_SECONDS = 0.25
+# After that much more what the broker said that it has published should be there.
+_SURELY_INDEXED = 10.0
+_LOOK_SECONDS = 0.01
+# Halves are looked for in small numbers: each answer holds many copies, with what is in them.
+_HALVES_AT_ONCE = 16
+# A broker that is away, or busy, is asked again so soon.
+_PAUSE = 0.05
+# The locks that keep two resolvers from publishing the same transaction at once are hints: a broker forgets them after
+# a minute, and when it restarts.
+_LOCK_GROUP = "txnbridge-resolver"
+_REAL_QUEUE = "REAL_QID"
+
+
+class NotThere(BrokerUnavailable):
+    """What a broker says that it has published is not there."""
+
+
+class Turn(Enum):
+    """Who ends a transaction now."""
+
+    MINE = "whoever asks"
+    HERE = "another thread of this process"
+    ELSEWHERE = "another process, or one that died less than a minute ago"
+
+
+@dataclass
+class Line:
+    """One queue's halves in their order: each is ended when the one before it has been."""
+
+    queue: Queue
+    halves: deque[Half]
+    call: Call[None] | None = None
+    stopped: remoting.RemotingError | None = None  # by it the line ended early
+
+
+@dataclass
+class Ender:
+    """Ends halves for one bridge. Any thread may call."""
+
+    cluster: Cluster
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _under_way: set[str] = field(default_factory=set)
+    # Committed transactions of which nothing was seen when their broker said that it had published them.
+    doubtful: dict[str, Sequence[Part]] = field(default_factory=dict)
+    _trusted: set[str] = field(default_factory=set)  # brokers that have published what they said they had
+
+    # --- one at a time ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self, transaction: str, deadline: Deadline) -> Iterator[Turn]:
+        """Keep others from ending this transaction meanwhile, as far as others can be known of."""
+        with self._lock:
+            if transaction in self._under_way:
+                mine = False
+            else:
+                mine = True
+                self._under_way.add(transaction)
+        try:
+            if not mine:
+                yield Turn.HERE
+            else:
+                yield Turn.MINE if self._locked(transaction, deadline) else Turn.ELSEWHERE
+        finally:
+            if mine:
+                with self._lock:
+                    self._under_way.discard(transaction)
+                self._unlock(transaction)
+
+    @contextmanager
+    def as_owner(self, transaction: str) -> Iterator[None]:
+        """Keep this process from answering what brokers ask about a transaction that its owner is about to publish."""
+        with self._lock:
+            self._under_way.add(transaction)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way.discard(transaction)
+
+    def _locked(self, transaction: str, deadline: Deadline) -> bool:
+        queue = self._lock_of(transaction)
+        request = groups.lock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
+        return queue in ask(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
+
+    def _unlock(self, transaction: str) -> None:
+        queue = self._lock_of(transaction)
+        request = groups.unlock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
+        try:
+            self.cluster.client.submit(queue.broker, request, _SURELY_INDEXED)
+        except remoting.RemotingError as error:
+            _log.debug("a lock goes by itself: %s", error)
+
+    def _lock_of(self, transaction: str) -> Queue:
+        return Queue(hashlib.sha256(transaction.encode()).hexdigest()[:32], self.cluster.topics.home, 0)
+
+    # --- the owner's ends ---------------------------------------------------------------------------------------------
+
+    def publish_fresh(self, halves: Mapping[Queue, Sequence[Half]], deadline: Deadline) -> bool:
+        """Publish halves that nobody else knows of as long as they are fresh; whether all are published.
+
+        The broker refuses what is too old for that; then, or where an answer is lost, somebody has to look first.
+        """
+        lines = [Line(queue, deque(found)) for queue, found in halves.items()]
+        self._end_lines(lines, End.COMMIT, False, deadline)
+        self._let_pass(lines, deadline)
+        return not any(line.stopped for line in lines)
+
+    def look_once(self, halves: Mapping[Queue, Sequence[Half]], deadline: Deadline) -> None:
+        """See one message that each broker says it has published, if it was never seen to do so before.
+
+        What stands between may answer and do nothing, as proxies do. Raises `BrokerUnavailable`.
+        """
+        published: dict[str, _Wanted] = {}
+        for queue, found in halves.items():
+            if queue.broker not in self._trusted and self._keeps_index(queue.broker, deadline):
+                published[queue.broker] = _Wanted(found[0].topic, queue.broker, 0, found[0].unique_key)
+        try:
+            self._wait_for(list(published.values()), deadline)
+        except AccessDenied as error:
+            self._trusted.update(published)
+            _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
+
+    def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
+        """Without one nothing is ever found, and owners publish all the same."""
+        return self.cluster.brokers.known(broker, deadline).is_on("messageIndexEnable", True)
+
+    def drop(self, halves: Iterable[tuple[str, Half]], deadline: Deadline) -> None:
+        """Abort halves, as far as the broker is there; it asks about the others, and is told the same."""
+        waiting = deque(halves)
+        while waiting:
+            chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
+            try:
+                calls = [
+                    self.cluster.client.submit(broker, end(half, End.ABORT, from_check=True), deadline.left())
+                    for broker, half in chunk
+                ]
+                for call in calls:
+                    call.result()
+            except remoting.RemotingError as error:
+                _log.debug("a half stays until the broker asks about it: %s", error)
+                if not error.may_have_had_effect:
+                    return
+
+    def _end_lines(self, lines: Sequence[Line], how: End, from_check: bool, deadline: Deadline) -> None:
+        """End what the lines hold; a line stops at the first half of which it is not certain what became of it."""
+        going = [line for line in lines if line.halves]
+        while going:
+            paused = False
+            for line in going:
+                paused |= not self._ask(line, end(line.halves[0], how, from_check), deadline)
+            for line in going:
+                paused |= not self._hear(line, deadline)
+            going = [line for line in going if line.halves and line.stopped is None]
+            if paused and going:
+                time.sleep(_PAUSE)
+
+    def _ask(self, line: Line, request: remoting.Request[None], deadline: Deadline) -> bool:
+        try:
+            line.call = self.cluster.client.submit(line.queue.broker, request, deadline.left())
+        except remoting.RemotingError as error:
+            self._stop(line, error, deadline)
+            return False
+        return True
+
+    def _hear(self, line: Line, deadline: Deadline) -> bool:
+        call, line.call = line.call, None
+        if call is None:
+            return True
+        try:
+            call.result()
+        except remoting.RemotingError as error:
+            self._stop(line, error, deadline)
+            return False
+        line.halves.popleft()
+        return True
+
+    def _stop(self, line: Line, error: remoting.RemotingError, deadline: Deadline) -> None:
+        """Unless the same may be asked again soon, because it was certainly not carried out."""
+        passing = not error.may_have_had_effect and _code(error) != Answer.ILLEGAL_OPERATION
+        if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
+            line.stopped = error
+
+    # --- everybody else's ---------------------------------------------------------------------------------------------
+
+    def publish(self, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False) -> bool:
+        """Have every message of a committed transaction published; whether any was missing.
+
+        `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
+        `BrokerUnavailable`, and `EvidenceLost` where a half is gone.
+        """
+        missing = self._not_there(_wanted(transaction, parts), deadline)
+        if missing and not first:
+            # Somebody may have told the broker just now. Then it is there, and cannot be looked up yet.
+            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            missing = self._not_there(missing, deadline)
+        any_was_missing = bool(missing)
+        while missing:
+            lines = self._lines(missing, deadline)
+            self._end_lines(lines, End.COMMIT, True, deadline)
+            self._let_pass(lines, deadline)
+            left = {half.unique_key for line in lines for half in line.halves}
+            self._wait_for([each for each in missing if each.key not in left], deadline)
+            missing = self._not_there([each for each in missing if each.key in left], deadline)
+            deadline.check("publishing a transaction")
+        return any_was_missing
+
+    def missing(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> int:
+        """How many of its messages cannot be seen yet."""
+        return len(self._not_there(_wanted(transaction, parts), deadline))
+
+    def withdraw(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> None:
+        """Abort every half of an aborted transaction, as far as the brokers are there."""
+        found = self._copies(_wanted(transaction, parts), deadline)
+        self.drop([(each.broker, half_at(record)) for each, record in found], deadline)
+
+    def _not_there(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
+        """Those that are not in their topic."""
+        asked = [(each.broker, reading.by_unique_key(each.topic, each.key)) for each in wanted]
+        found = ask_all(self.cluster.client, asked, "looking for what is published", deadline)
+        return [each for each, records in zip(wanted, found, strict=True) if not records]
+
+    def _copies(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[tuple[_Wanted, Record]]:
+        """The newest copies of halves, of those of which there is one."""
+        found: list[tuple[_Wanted, Record]] = []
+        left = list(wanted)
+        for topic in (remoting.HALF_TOPIC, remoting.ROCKSDB_HALF_TOPIC):
+            looked_for, left = left, []
+            for at in range(0, len(looked_for), _HALVES_AT_ONCE):
+                chunk = looked_for[at : at + _HALVES_AT_ONCE]
+                asked = [(each.broker, reading.by_unique_key(topic, each.key)) for each in chunk]
+                answers = ask_all(self.cluster.client, asked, "looking for halves", deadline)
+                for each, records in zip(chunk, answers, strict=True):
+                    if records:
+                        found.append((each, replace(records[-1], body=b"")))
+                    else:
+                        left.append(each)
+        return found
+
+    def _lines(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[Line]:
+        """The halves of what is not published yet, by queue, in their order."""
+        until = Deadline(min(_SURELY_INDEXED, deadline.left()))
+        while len(found := self._copies(wanted, deadline)) < len(wanted):
+            if until.expired:
+                deadline.check("looking for halves")
+                raise EvidenceLost(
+                    f"{len(wanted) - len(found)} messages of a committed transaction are neither published nor kept by"
+                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator"
+                )
+            time.sleep(_LOOK_SECONDS)
+        lines: dict[Queue, Line] = {}
+        for each, record in sorted(found, key=lambda item: item[0].number):
+            queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE, record.queue)))
+            lines.setdefault(queue, Line(queue, deque())).halves.append(half_at(record))
+        return list(lines.values())
+
+    def _wait_for(self, published: Sequence[_Wanted], deadline: Deadline) -> None:
+        """Return when what the broker said that it has published can be seen."""
+        until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
+        left = published
+        while left := self._not_there(left, deadline):
+            if until.expired:
+                deadline.check("looking for what is published")
+                raise NotThere(
+                    f"broker {left[0].broker} says that it has published a message to {left[0].topic}, and it"
+                    " is not there: is that the address of a proxy? Those answer so, and do nothing"
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._trusted.update(each.broker for each in published)
+
+    def _let_pass(self, lines: Sequence[Line], deadline: Deadline) -> None:
+        """A request that was not answered may wait at the broker for some time before it is carried out."""
+        doubtful = {line.queue.broker for line in lines if line.stopped and line.stopped.may_have_had_effect}
+        if not doubtful:
+            return
+        deadline.check("publishing a transaction")
+        known = [self.cluster.brokers.known(broker, deadline) for broker in doubtful]
+        longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
+        time.sleep(min(longest / 1000 + _INDEX_SECONDS, deadline.left()))
+        deadline.check("publishing a transaction")
+
+
+class _Wanted(NamedTuple):
+    """One message that is to be published, and the key by which it and its half are found."""
+
+    topic: str
+    broker: str
+    number: int
+    key: str
+
+
+def _wanted(transaction: str, parts: Sequence[Part]) -> list[_Wanted]:
+    return [
+        _Wanted(part.topic, part.broker, number, unique_key(part.topic, Mark(transaction, number)))
+        for part in parts
+        for number in range(part.count)
+    ]
+
+
+def half_at(record: Record) -> Half:
+    """What ends a copy of a half that was found in the half topic."""
+    return Half(
+        record.properties.get(Property.REAL_TOPIC, record.topic),
+        record.properties.get(Property.GROUP, ""),
+        record.queue_offset,
+        record.log_offset,
+        record.unique_key or "",
+    )
+
+
+def _code(error: remoting.RemotingError) -> int | None:
+    return error.code if isinstance(error, remoting.Refused) else None

@@ -1,0 +1,40 @@
+"""Whose halves brokers ask a bridge about."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq.asking import again
+from txnbridge_rocketmq.remoting import Check, Client, Membership
+
+
+@dataclass
+class Questions:
+    """Whom to ask when a broker asks; a client needs it before there is anybody."""
+
+    answers: dict[str, Callable[[Sequence[Check]], None]] = field(default_factory=dict)  # by producer group
+
+    def ask(self, checks: Sequence[Check]) -> None:
+        """What became of halves; silence means that it is asked again."""
+        for group, answer in list(self.answers.items()):
+            if own := [check for check in checks if check.half.group == group]:
+                answer(own)
+
+
+class Members:
+    """The producer groups that the client of a bridge is in, all told together. Any thread may call."""
+
+    def __init__(self, client: Client, questions: Questions) -> None:
+        self._client = client
+        self._questions = questions
+        self._lock = threading.Lock()
+
+    def answer_for(self, group: str, answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
+        """Be asked about the halves of a producer group, from now on; those that came meanwhile come together."""
+        with self._lock:
+            self._questions.answers[group] = answer
+            membership = Membership(frozenset(self._questions.answers))
+            again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)

@@ -1,0 +1,140 @@
+"""Requests that read: from a queue by offset, a queue's bounds, one message by its key or its address."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from txnbridge_rocketmq.remoting.codes import Answer, Code
+from txnbridge_rocketmq.remoting.frames import Command
+from txnbridge_rocketmq.remoting.records import Record, decode_records
+from txnbridge_rocketmq.remoting.requests import Request, fields
+
+# Brokers give so many at most whatever is asked for, with their settings as they come.
+PULL_MOST = 32
+
+_SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
+_PULLED = frozenset(
+    map(int, (Answer.SUCCESS, Answer.PULL_NOT_FOUND, Answer.PULL_RETRY_IMMEDIATELY, Answer.PULL_OFFSET_MOVED))
+)
+_QUERIED = frozenset({int(Answer.SUCCESS), int(Answer.QUERY_NOT_FOUND)})
+# Messages are looked up by when they were stored, by the broker's clock: what is stored now counts in any case.
+_CLOCKS_DIFFER_MS = 60_000
+
+
+class PullStatus(IntEnum):
+    """What a pull found."""
+
+    FOUND = Answer.SUCCESS
+    NOTHING_NEW = Answer.PULL_NOT_FOUND
+    AGAIN = Answer.PULL_RETRY_IMMEDIATELY
+    """Nothing here, perhaps more at `next_offset`."""
+    OUT_OF_RANGE = Answer.PULL_OFFSET_MOVED
+    """The offset is before the queue's first or behind its end; `next_offset` is one that is not."""
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What a pull brought, and the queue's bounds at that time: its first offset, and the one behind its last."""
+
+    status: PullStatus
+    next_offset: int
+    min_offset: int
+    max_offset: int
+    records: list[Record] = field(repr=False)
+
+
+def pull(topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST, wait: float = 0.0) -> Request[Pulled]:
+    """Read a queue from an offset on. The group need not exist.
+
+    With `wait` the broker holds the answer back until there is a message, up to five seconds longer than that: the
+    call needs a time that allows for it.
+    """
+
+    def read(answer: Command) -> Pulled:
+        return Pulled(
+            PullStatus(answer.code),
+            int(answer.fields["nextBeginOffset"]),
+            int(answer.fields["minOffset"]),
+            int(answer.fields["maxOffset"]),
+            decode_records(answer.body) if answer.code == Answer.SUCCESS else [],
+        )
+
+    return Request(
+        f"reading queue {queue} of topic {topic} at {offset}",
+        Code.PULL_MESSAGE,
+        read,
+        fields(
+            consumerGroup=group,
+            topic=topic,
+            queueId=queue,
+            queueOffset=offset,
+            maxMsgNums=count,
+            sysFlag=_SUBSCRIPTION | (_SUSPEND if wait else 0),
+            commitOffset=0,
+            suspendTimeoutMillis=int(wait * 1000),
+            subscription="*",
+            subVersion=0,
+            expressionType="TAG",
+        ),
+        accepted=_PULLED,
+    )
+
+
+def min_offset(topic: str, queue: int) -> Request[int]:
+    """The offset of the first message that a queue still has."""
+    return _offset("first offset", Code.GET_MIN_OFFSET, topic, queue)
+
+
+def max_offset(topic: str, queue: int) -> Request[int]:
+    """The offset that a queue's next message will have, as far as readers see: a stored one counts a moment later."""
+    return _offset("end", Code.GET_MAX_OFFSET, topic, queue, committed=True)
+
+
+def offset_at(topic: str, queue: int, timestamp: int) -> Request[int]:
+    """The offset of the first message stored at or after a time (milliseconds since 1970), or the queue's end."""
+    return _offset("offset by time", Code.SEARCH_OFFSET_BY_TIMESTAMP, topic, queue, timestamp=timestamp)
+
+
+def by_unique_key(topic: str, unique_key: str) -> Request[list[Record]]:
+    """The messages of a topic with this unique key, in the order in which they were stored.
+
+    Of many the newest: a broker gives as many as it is set to (`defaultQueryMaxNum`, 32), whatever is asked for.
+    """
+
+    def read(answer: Command) -> list[Record]:
+        if answer.code == Answer.QUERY_NOT_FOUND:
+            return []
+        # The broker's index knows keys by a hash of four bytes, so it finds others too.
+        found = (each for each in decode_records(answer.body) if (each.topic, each.unique_key) == (topic, unique_key))
+        return sorted(found, key=lambda record: record.log_offset)
+
+    asked = fields(
+        topic=topic,
+        key=unique_key,
+        maxNum=32,
+        beginTimestamp=0,
+        endTimestamp=int(time.time() * 1000) + _CLOCKS_DIFFER_MS,
+        _UNIQUE_KEY_QUERY=True,
+    )
+    return Request(f"looking up a message of topic {topic}", Code.QUERY_MESSAGE, read, asked, accepted=_QUERIED)
+
+
+def at_log_offset(topic: str, log_offset: int) -> Request[Record]:
+    """The message at a place of the commit log, whatever it is.
+
+    The result raises `Refused` with SYSTEM_ERROR where no message begins.
+    """
+
+    def read(answer: Command) -> Record:
+        (record,) = decode_records(answer.body)
+        return record
+
+    what = f"reading a message of topic {topic} by its address"
+    return Request(what, Code.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
+
+
+def _offset(name: str, code: Code, topic: str, queue: int, **more: object) -> Request[int]:
+    what = f"asking for the {name} of queue {queue} of topic {topic}"
+    return Request(what, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more))

@@ -1,0 +1,30 @@
+"""Who asks: signatures for brokers that control access, and the checks that go with secrets."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_ACCESS_KEY, _SECURITY_TOKEN, _SIGNATURE = "AccessKey", "SecurityToken", "Signature"
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """A user of the broker. The secret is used for signing and never sent; no text of ours shows it."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+    security_token: str | None = field(default=None, repr=False)
+
+    def sign(self, fields: Mapping[str, str], body: bytes) -> dict[str, str]:
+        """The fields of a request with those that prove who sends it."""
+        named = {**fields, _ACCESS_KEY: self.access_key}
+        if self.security_token is not None:
+            named[_SECURITY_TOKEN] = self.security_token
+        # The values alone, in the order of their names. Java orders by UTF-16, which for the names in use is the same.
+        content = "".join(named[name] for name in sorted(named)).encode() + body
+        digest = hmac.new(self.secret_key.encode(), content, hashlib.sha1).digest()
+        return {**named, _SIGNATURE: base64.b64encode(digest).decode()}

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
+from txnbridge_conformance.plugin import Much
+from txnbridge_rocketmq.remoting import Client, administration
+
+import txnbridge
+from tests.rocketmq import writing_kit
+from txnbridge import Bridge
+from txnbridge.errors import TxnBridgeError
+
+HERE = Path(__file__).parent
+LONG = 30.0
+# Without --full: one of the suite's walks, some of the random worlds, and what does not take half a minute.
+WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
+RARE = re.compile(r"test_demo\.py|test_whatever_is_lost.*\[([89]|\d\d)\]|what_does_not_count\[200|reads_stay_short")
+
+_numbers = count(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        rare = RARE.search(item.nodeid) or ("wherever" in item.name and item.name != WALK)
+        if rare and item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.full)
+
+
+@pytest.fixture(scope="module")
+def start_shared() -> Iterator[StartRocketMQ]:
+    """RocketMQ as a module wants it, for all its tests."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: stack.enter_context(rocketmq_or_skip(**options))
+
+
+@pytest.fixture
+def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
+    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+        yield client
+
+
+@pytest.fixture
+def topic(rocketmq_broker: brokers.RocketMQ) -> str:
+    """A new topic with one queue."""
+    name = f"topic-{next(_numbers)}"
+    rocketmq_broker.create_topic(name, queues=1, kind="TRANSACTION")
+    return name
+
+
+@pytest.fixture
+def group(rocketmq_broker: brokers.RocketMQ) -> str:
+    """A new consumer group."""
+    name = f"group-{next(_numbers)}"
+    rocketmq_broker.create_group(name)
+    return name
+
+
+@pytest.fixture
+def settings(client: Client) -> Iterator[Callable[..., None]]:
+    """Changes settings of the broker for a test."""
+    before: dict[str, str] = {}
+
+    def change(**wanted: object) -> None:
+        now = client.call("broker-1", administration.broker_settings(), LONG)
+        for name in wanted:
+            before.setdefault(name, now[name])
+        text = {name: str(value) for name, value in wanted.items()}
+        client.call("broker-1", administration.change_broker_settings(text), LONG)
+
+    yield change
+    if before:
+        client.call("broker-1", administration.change_broker_settings(before), LONG)
+
+
+@pytest.fixture
+def open_bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Callable[..., Bridge]]:
+    """Opens bridges of the writing tests' application, which are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda url=rocketmq_broker.url, **settings: stack.enter_context(writing_kit.open_bridge(url, **settings))
+
+
+# --- what the conformance suite asks for ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def txnbridge_url(rocketmq_broker: brokers.RocketMQ) -> str:
+    return rocketmq_broker.url
+
+
+@pytest.fixture
+def side_by_side() -> int:
+    return 4  # the broker is small, and each process waits for it
+
+
+@pytest.fixture
+def much() -> Much:
+    """Somewhat more than the 1 MiB that is held back: the broker copies each half that stays open every second."""
+    return lambda text: [text * (40_000 // len(text))] * 30
+
+
+@pytest.fixture
+def kill_broker(rocketmq_broker: brokers.RocketMQ) -> Callable[[], object]:
+    def kill_and_start() -> None:
+        rocketmq_broker.kill()
+        rocketmq_broker.start()
+
+    return kill_and_start
+
+
+@pytest.fixture(scope="session")
+def administrator(txnbridge_url: str) -> Iterator[Bridge]:
+    with txnbridge.connect(txnbridge_url, application="administrators") as bridge:
+        yield bridge
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Brokers write anew what is open each time they ask about it, and what dead programs left they would for ever."""
+    if request.path.name != "test_suite.py":
+        yield
+        return
+    admin = request.getfixturevalue("administrator").admin
+    yield
+    for left in admin.transactions():
+        with contextlib.suppress(TxnBridgeError):  # it was ended meanwhile
+            admin.abort(left.transaction)

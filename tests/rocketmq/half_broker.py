@@ -1,0 +1,259 @@
+"""A broker of a few lines that keeps halves as RocketMQ does: whoever says "commit" gets another copy, each time."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from txnbridge_rocketmq.brokers import BrokerSettings
+from txnbridge_rocketmq.checks import Checks
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.ends import Ender
+from txnbridge_rocketmq.owner import Owner
+from txnbridge_rocketmq.remoting import (
+    HALF_TOPIC,
+    Answer,
+    Check,
+    Code,
+    ConnectionLost,
+    Half,
+    OffsetId,
+    Property,
+    Queue,
+    Request,
+)
+from txnbridge_rocketmq.remoting.frames import Command
+from txnbridge_rocketmq.remoting.records import decode_records, unpack_properties
+from txnbridge_rocketmq.writer import PreparedWriter, RocketMQWriter
+
+from tests.core.decisions_kit import MemoryLog
+from tests.rocketmq.kit import context_for, pairs, settings_for, stored
+from txnbridge._decisions import Decisions
+from txnbridge.spi import Begin, Deadline, Identity
+
+HOME = "broker-1"
+# Long enough for whatever is not meant to wait, short enough for what is.
+TOLD = {"transactionTimeOut": "60000", "waitTimeMillsInTransactionQueue": "1"}
+
+
+class Killed(BaseException):
+    """The process was killed at this very point."""
+
+
+@dataclass
+class Kept:
+    """A half, or a copy of one, in the half topic."""
+
+    topic: str
+    queue: int
+    properties: dict[str, str]
+    body: bytes
+    queue_offset: int
+    log_offset: int
+
+    @property
+    def key(self) -> str:
+        return self.properties[Property.UNIQUE_KEY]
+
+
+@dataclass
+class HalfBroker:
+    """Answers the requests of many clients. `fault` says of each request what goes wrong with it, if anything."""
+
+    halves: list[Kept] = field(default_factory=list)
+    open: set[int] = field(default_factory=set)  # the offsets in the half topic of those that have not ended
+    published: list[tuple[str, int, dict[str, str], bytes]] = field(default_factory=list)
+    locks: dict[str, str] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
+    fault: Callable[[Request[Any]], str | int | None] = lambda request: None
+    late: bool = False  # whether all halves are older than their owner's time
+
+    def answer(self, request: Request[Any]) -> Command:
+        match request.code:
+            case Code.SEND_MESSAGE_V2:
+                return self._store(request)
+            case Code.END_TRANSACTION:
+                return self._end(request.fields)
+            case Code.QUERY_MESSAGE:
+                return self._found(request.fields["topic"], request.fields["key"])
+            case Code.LOCK_BATCH_MQ | Code.UNLOCK_BATCH_MQ:
+                return self._lock(request)
+        raise AssertionError(f"{request.what}: nobody asks this here")
+
+    def _store(self, request: Request[Any]) -> Command:
+        assert request.fields["f"] == "4", "only halves are sent here"
+        properties = unpack_properties(request.fields["i"])
+        self._keep(request.fields["b"], int(request.fields["e"]), dict(properties), request.body)
+        half = self.halves[-1]
+        offset_id = OffsetId("127.0.0.1", 1, half.log_offset)
+        return _ok(msgId=str(offset_id), queueId=half.queue, queueOffset=half.queue_offset)
+
+    def _keep(self, topic: str, queue: int, properties: dict[str, str], body: bytes) -> Kept:
+        number = len(self.halves)
+        self.halves.append(Kept(topic, queue, properties, body, number, 1000 + number))
+        self.open.add(number)
+        return self.halves[-1]
+
+    def _end(self, fields: Mapping[str, str]) -> Command:
+        half = self.halves[int(fields["commitLogOffset"]) - 1000]
+        assert half.queue_offset == int(fields["tranStateTableOffset"])
+        assert half.properties[Property.GROUP] == fields["producerGroup"]
+        if self.late and fields["fromTransactionCheck"] != "true":
+            return Command(Answer.ILLEGAL_OPERATION, 0, 1, remark="immunity is over")
+        if fields["commitOrRollback"] == "8":
+            self.published.append((half.topic, half.queue, half.properties, half.body))
+        self.open.discard(half.queue_offset)
+        return _ok()
+
+    def _found(self, topic: str, key: str) -> Command:
+        found = b""
+        if topic == HALF_TOPIC:
+            for half in self.halves:
+                if half.key == key:
+                    found += self._record(half)
+        else:
+            for number, (at, queue, properties, body) in enumerate(self.published):
+                if (at, properties[Property.UNIQUE_KEY]) == (topic, key):
+                    found += stored(body, topic, pairs(**properties), queue=queue, log_offset=5000 + number)
+        return Command(Answer.SUCCESS if found else Answer.QUERY_NOT_FOUND, 0, 1, body=found)
+
+    def _record(self, half: Kept) -> bytes:
+        own = {Property.REAL_TOPIC: half.topic, "REAL_QID": str(half.queue)}
+        properties = pairs(**half.properties, **own)
+        return stored(
+            half.body, HALF_TOPIC, properties, queue=0, queue_offset=half.queue_offset, log_offset=half.log_offset
+        )
+
+    def _lock(self, request: Request[Any]) -> Command:
+        asked = json.loads(request.body)
+        held = []
+        for each in asked["mqSet"]:
+            if request.code == Code.UNLOCK_BATCH_MQ:
+                if self.locks.get(each["topic"]) == asked["clientId"]:
+                    del self.locks[each["topic"]]
+            elif self.locks.setdefault(each["topic"], asked["clientId"]) == asked["clientId"]:
+                held.append(each)
+        return Command(0, 0, 1, body=json.dumps({"lockOKMQSet": held}).encode())
+
+    def ask(self) -> list[Check]:
+        """Look at what is open: each half is copied, and its newest copy asked about."""
+        asked = []
+        for number in sorted(self.open):
+            old = self.halves[number]
+            times = int(old.properties.get(Property.CHECKS, 0)) + 1
+            self.open.discard(number)
+            half = self._keep(old.topic, old.queue, {**old.properties, Property.CHECKS: str(times)}, old.body)
+            (record,) = decode_records(self._record(half))
+            group = half.properties[Property.GROUP]
+            place = Half(half.topic, group, half.queue_offset, half.log_offset, half.key)
+            asked.append(Check(place, record, HOME))
+        return asked
+
+    def seen(self, topic: str, queue: int = 0) -> list[bytes]:
+        """What a reader of this queue sees, with all repeats."""
+        return [body for at, number, _, body in self.published if (at, number) == (topic, queue)]
+
+
+def _ok(**fields: object) -> Command:
+    return Command(0, 0, 1, {name: str(value) for name, value in fields.items()})
+
+
+class HalfClient:
+    """One process's connection to it."""
+
+    def __init__(self, broker: HalfBroker, client_id: str) -> None:
+        self.broker, self.client_id = broker, client_id
+
+    def submit(self, broker: str, request: Request[Any], timeout: float) -> Any:
+        return _Call(self.broker, request)
+
+    def call(self, broker: str, request: Request[Any], timeout: float) -> Any:
+        return _Call(self.broker, request).result()
+
+
+class _Call:
+    """Carried out at once; "lose request", "lose answer" or a code say what its sender hears of it."""
+
+    def __init__(self, broker: HalfBroker, request: Request[Any]) -> None:
+        self.request = request
+        self._error = ConnectionLost(f"{request.what}: lost", may_have_had_effect=True)
+        fault = broker.fault(request)
+        self._heard = fault is None or isinstance(fault, int)
+        if isinstance(fault, int):
+            self._answer = Command(fault, 0, 1)
+        elif fault != "lose request":
+            self._answer = broker.answer(request)
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> Any:
+        if not self._heard:
+            raise self._error
+        return self.request.result(self._answer)
+
+
+class _Topics:
+    home = HOME
+
+    def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
+        return tuple(Queue(topic, HOME, number) for number in range(2))
+
+
+@dataclass
+class _Brokers:
+    broker: HalfBroker
+
+    def known(self, name: str, deadline: Deadline) -> BrokerSettings:
+        return BrokerSettings(name, self.broker.told)
+
+
+class Process:
+    """One process of an application, with all of the writing side but the connection."""
+
+    def __init__(self, broker: HalfBroker, log: MemoryLog, name: str, id: str | None = None) -> None:
+        self.decisions = Decisions(log, timeout=5, name="tests", host=name)
+        client = cast(Any, HalfClient(broker, name))
+        context = context_for(ledger=lambda application, id: self.decisions.ledger(id))
+        self.cluster = Cluster(
+            "cluster",
+            settings_for("rocketmq://x:1"),
+            client,
+            cast(Any, _Topics()),
+            cast(Any, _Brokers(broker)),
+            cast(Any, None),
+            context,
+        )
+        self.ender = Ender(self.cluster)
+        self.checks = Checks(self.ender)
+        identity = Identity(id or name, id is not None, "tests", name)
+        self.owner = Owner(self.cluster, identity, self.decisions.ledger(identity.name), self.ender)
+        self.id = identity.name
+
+    def begin(self, number: int = 1, timeout: float = 5, hold: float | None = None) -> RocketMQWriter:
+        """A writer with an open transaction, to be prepared if it has a `hold`."""
+        deadline = Deadline(5)
+        if hold is None:
+            (writer,) = self.owner.open_writers(1, deadline)
+        else:
+            writer = self.owner.prepare_writer(deadline)
+        assert isinstance(writer, RocketMQWriter | PreparedWriter)
+        writer.begin(Begin(f"{self.id}/x/{number}", Deadline(timeout), hold is not None, hold))
+        return writer
+
+
+def send(writer: RocketMQWriter, topic: str, *values: bytes) -> None:
+    for value in values:
+        writer.send(topic, value, None, None, 0, None)
+
+
+def choose(random: random.Random, **chances: float) -> str | None:
+    """One of the names, each with its chance; None otherwise."""
+    draw = random.random()
+    for name, chance in chances.items():
+        if (draw := draw - chance) < 0:
+            return name.replace("_", " ")
+    return None

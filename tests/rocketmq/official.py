@@ -1,0 +1,94 @@
+"""What the official client for Python does for tests, in an environment of its own.
+
+`python official.py ADDRESS TOPIC GROUP` takes lines of JSON, a name and arguments, and answers each with one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from typing import Any
+
+rocketmq: Any = importlib.import_module("rocketmq")
+
+AWAIT, HIDDEN, PATIENCE = 5, 60, 60
+
+
+class Asked(rocketmq.TransactionChecker):  # type: ignore[misc]
+    """Leaves every half undecided, and notes which it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.about: list[str] = []
+
+    def check(self, message: Any) -> Any:
+        self.about.append(message.message_id)
+        return rocketmq.TransactionResolution.TRANSACTION_RESOLUTION_UNSPECIFIED
+
+
+class Official:
+    def __init__(self, address: str, topic: str, group: str) -> None:
+        configuration = rocketmq.ClientConfiguration(address, rocketmq.Credentials())
+        self._topic = topic
+        self._open: dict[str, Any] = {}
+        self._asked = Asked()
+        self._producer = rocketmq.Producer(configuration, (topic,), checker=self._asked)
+        self._producer.startup()
+        self._consumer = rocketmq.SimpleConsumer(configuration, group, {topic: rocketmq.FilterExpression("*")}, AWAIT)
+        self._consumer.startup()
+        until = time.monotonic() + PATIENCE
+        while True:  # the proxy fails until it has taken in what a consumer has told it of itself
+            try:
+                self._consumer.receive(32, HIDDEN)
+                break
+            except Exception:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+
+    def half(self, body: str) -> str:
+        """Store a half and leave it open; the id of its message."""
+        message = rocketmq.Message()
+        message.topic, message.body, message.keys = self._topic, body.encode(), "their-key"
+        message.add_property("their", "header")
+        transaction = self._producer.begin_transaction()
+        receipt = self._producer.send(message, transaction)
+        self._open[receipt.message_id] = transaction
+        return str(receipt.message_id)
+
+    def commit(self, half: str) -> None:
+        self._open.pop(half).commit()
+
+    def asked(self) -> list[str]:
+        return self._asked.about
+
+    def read(self, last: str) -> list[list[Any]]:
+        """Body, keys and properties of all messages up to the one with this body."""
+        found: list[list[Any]] = []
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            for message in self._consumer.receive(32, HIDDEN):
+                self._consumer.ack(message)
+                found.append([message.body.decode(), sorted(message.keys), message.properties])
+                if found[-1][0] == last:
+                    return found
+        raise TimeoutError(f"no message {last!r} came")
+
+
+def say(answer: object) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+def main(*arguments: str) -> None:
+    client = Official(*arguments)
+    say("ready")
+    for line in sys.stdin:
+        name, *given = json.loads(line)
+        say(getattr(client, name)(*given))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

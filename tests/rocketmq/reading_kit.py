@@ -1,0 +1,123 @@
+"""What tests of readers share: readers as the core has them, and messages made for real."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from txnbridge_rocketmq.broker import RocketMQBroker
+from txnbridge_rocketmq.ends import Ender
+from txnbridge_rocketmq.halves import parts_as_json
+from txnbridge_rocketmq.marks import Mark, Origin, properties, unique_key
+from txnbridge_rocketmq.messages import to_wire
+from txnbridge_rocketmq.reader import RocketMQReader
+from txnbridge_rocketmq.remoting import Client, End, Half, administration, end, half_of, send, send_half
+from txnbridge_rocketmq.sharing import Sharing
+
+import txnbridge
+from tests.core.reading_kit import SOON, Listener, Polling, by_partition
+from tests.rocketmq.kit import BROKER, LONG
+from txnbridge import Bridge
+from txnbridge.spi import Deadline, Decision, LedgerClaim, Subscription
+
+
+def connect_to(url: str, **settings: Any) -> Bridge:
+    """A bridge whose topics are made as they are used."""
+    return txnbridge.connect(url, **{"create_topics": 1, "writers": 1, "timeout": 60, **settings})
+
+
+def unique(what: str) -> str:
+    return f"{what}-{uuid.uuid4().hex[:8]}"
+
+
+def new_topic(client: Client, queues: int = 1) -> str:
+    """A topic that nobody else uses."""
+    name = unique("read")
+    client.call(BROKER, administration.create_topic(name, queues, "TRANSACTION"), LONG)
+    while (found := client.route(name, LONG, fresh=True)) is None or len(found.readable) < queues:
+        pass
+    return name
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+def publish(client: Client, topic: str, *values: bytes, queue: int = 0, **more: Any) -> None:
+    """Messages without a transaction."""
+    for value in values:
+        client.call(BROKER, send(to_wire(topic, value, None, None, more.get("timestamp")), "tests", queue), LONG)
+
+
+def store_half(client: Client, topic: str, value: bytes, *, group: str = "tests", number: int = 0, **how: Any) -> Half:
+    """A half as a writer stores it, of a transaction of its own."""
+    transaction = how.pop("transaction", None) or uuid.uuid4().hex
+    mark = Mark(transaction, number)
+    own = properties(mark, Origin({"at": [0], "id": "tests"}, 0))
+    message = to_wire(topic, value, None, None, None, own=own, unique_key=unique_key(topic, mark))
+    return half_of(topic, group, client.call(BROKER, send_half(message, group, how.get("queue", 0)), LONG))
+
+
+def commit(client: Client, half: Half, times: int = 1) -> None:
+    """End a half; each time publishes it."""
+    for _ in range(times):
+        client.call(BROKER, end(half, End.COMMIT, from_check=True), LONG)
+
+
+# --- readers ------------------------------------------------------------------------------------------------------
+
+
+class Member(Polling):
+    """A reader on a bridge's broker, with its listener."""
+
+    reader: RocketMQReader
+
+    def __init__(self, bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> None:
+        assert isinstance(bridge._broker, RocketMQBroker)
+        self.cluster = bridge._broker._cluster
+        self.listener = Listener()
+        topics = (topics,) if isinstance(topics, str) else topics
+        self.reader = RocketMQReader(
+            Ender(self.cluster), Subscription(topics, group, **how), self.listener, Deadline(SOON)
+        )
+
+    @property
+    def sharing(self) -> Sharing:
+        assert self.reader._sharing is not None
+        return self.reader._sharing
+
+    def up_to(self, marker):
+        """The values before a message with this value, which is waited for."""
+        found: list[Any] = []
+        deadline = Deadline(SOON)
+        while marker not in found:
+            found += [message.value for message in self.poll()]
+            deadline.check("waiting for a marker")
+        return found[: found.index(marker)]
+
+    def acks(self, messages, **more):
+        """What a claim carries that acknowledges these."""
+        return self.reader.ack_context().acks(by_partition(messages), Deadline(SOON), **more)
+
+    def acknowledge(self, messages) -> LedgerClaim:
+        """Commit a transaction that acknowledges these and does nothing else."""
+        return self.claim(self.acks(messages))
+
+    def claim(self, acks, transaction: str | None = None) -> LedgerClaim:
+        ledger = self.cluster.context.ledger(self.cluster.context.application, unique("writer"))
+        log = ledger.begin(Deadline(SOON))
+        name = transaction or uuid.uuid4().hex
+        return ledger.claim(name, Decision.COMMIT, parts_as_json(()), Deadline(SOON), log=log, acks=acks)
+
+    def close(self) -> None:
+        self.reader.close(Deadline(SOON))
+
+
+@contextmanager
+def member(bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> Iterator[Member]:
+    found = Member(bridge, topics, group, **how)
+    try:
+        yield found
+    finally:
+        found.close()

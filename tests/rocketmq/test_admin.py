@@ -1,0 +1,310 @@
+"""Topics and the doctor: on a live broker, and on settings as brokers have them."""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+import pytest
+from txnbridge_rocketmq.brokers import BrokerSettings
+from txnbridge_rocketmq.doctor import check_disk, check_settings
+from txnbridge_rocketmq.remoting import Message, administration, send
+
+from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
+from tests.rocketmq.reading_kit import connect_to
+from tests.rocketmq.writing_kit import broker_of
+from txnbridge.errors import InvalidOption, NotFound, NotSupported
+from txnbridge.spi import Deadline
+
+live = pytest.mark.timeout(600)  # the first start fetches RocketMQ
+
+
+def soon():
+    return Deadline(LONG)
+
+
+@pytest.fixture
+def name():
+    return f"administered-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def admin(rocketmq_broker):
+    with connect_to(rocketmq_broker.url) as bridge:
+        yield bridge._broker.admin
+
+
+def named(admin, name):
+    return [topic for topic in admin.topics(soon()) if topic.name == name]
+
+
+# --- topics -----------------------------------------------------------------------------------------------------------
+
+
+@live
+def test_a_topic_is_created_grown_and_deleted(admin, client, name):
+    assert admin.create_topic(name, 2, soon()) is True
+    assert admin.create_topic(name, 2, soon()) is False
+    with pytest.raises(InvalidOption, match="2 partitions"):
+        admin.create_topic(name, 3, soon())
+    client.call("broker-1", send(Message(name, b"kept"), "tests", 0), LONG)
+    admin.grow_topic(name, 4, soon())
+    (found,) = named(admin, name)
+    assert (found.partitions, found.internal, found.retention_seconds) == (4, False, 72 * 3600)
+    assert bodies(client, name) == [b"kept"]
+    with pytest.raises(InvalidOption, match="fewer"):
+        admin.grow_topic(name, 1, soon())
+    admin.delete_topic(name, soon())
+    assert named(admin, name) == []
+    for call in (lambda: admin.delete_topic(name, soon()), lambda: admin.grow_topic(name, 2, soon())):
+        with pytest.raises(NotFound, match=name):
+            call()
+
+
+@live
+def test_growing_leaves_a_topic_of_the_kind_that_it_was(admin, rocketmq_broker, client, name):
+    rocketmq_broker.create_topic(name, queues=1, kind="FIFO")
+    admin.grow_topic(name, 2, soon())
+    assert client.call("broker-1", administration.topic_attributes(name), LONG) == {"message.type": "FIFO"}
+
+
+@live
+def test_the_official_client_may_send_transactions_to_a_topic_that_we_create(admin, client, name):
+    admin.create_topic(name, 1, soon())
+    assert client.call("broker-1", administration.topic_attributes(name), LONG) == {"message.type": "TRANSACTION"}
+
+
+@live
+@pytest.mark.parametrize("kept", [{"retention_seconds": 90}, {"retention_bytes": 1}], ids=str)
+def test_a_retention_of_its_own_no_topic_has(admin, name, kept):
+    with pytest.raises(NotSupported, match="fileReservedTime"):
+        admin.create_topic(name, 1, soon(), **kept)
+    assert named(admin, name) == []
+
+
+@live
+def test_the_topics_of_the_broker_and_of_ours_are_internal(admin, name):
+    admin.create_topic(name, 1, soon())
+    internal = {topic.name for topic in admin.topics(soon()) if topic.internal}
+    assert {"RMQ_SYS_TRANS_HALF_TOPIC", "SCHEDULE_TOPIC_XXXX", "broker-1", "BenchmarkTest"} < internal
+    assert "_txnbridge-cluster" in internal
+    assert len([each for each in internal if each.startswith("cluster-")]) == 2  # the cluster's own, and its replies
+    assert name not in internal
+
+
+@live
+def test_the_bounds_of_a_topic_are_where_it_begins_and_ends(admin, client, name):
+    admin.create_topic(name, 2, soon())
+    for _ in range(3):
+        client.call("broker-1", send(Message(name, b"1"), "tests", 1), LONG)
+    bodies(client, name)  # what is read is stored, and a marker is sent to the first queue
+    assert admin.bounds([name], soon()) == {(name, 0): ((0,), (1,)), (name, 1): ((0,), (3,))}
+    with pytest.raises(NotFound, match="missing"):
+        admin.bounds(["missing"], soon())
+
+
+@live
+@pytest.mark.parametrize("bad", ["a b", "a/b", "", "x" * 128, "ü"])
+def test_a_name_that_no_topic_can_have_is_refused(admin, bad):
+    with pytest.raises(InvalidOption, match="no name of a topic"):
+        admin.create_topic(bad, 1, soon())
+
+
+@live
+@pytest.mark.parametrize("port", ["proxy", "broker"])
+def test_the_port_of_a_proxy_or_a_broker_is_no_name_server(rocketmq_broker, port):
+    address = rocketmq_broker.broker_address(1)
+    if port == "proxy":
+        address = f"127.0.0.1:{rocketmq_broker._proxy_remoting[1]}"
+    with pytest.raises(InvalidOption, match=f"{address} is a broker or a proxy"):
+        cluster_for(f"rocketmq://{address}")
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+AS_THEY_COME = {
+    "transactionTimeOut": "6000",
+    "transactionCheckInterval": "30000",
+    "transactionOpBatchInterval": "3000",
+    "transactionCheckMax": "15",
+    "fileReservedTime": "72",
+    "messageIndexEnable": "true",
+    "rejectTransactionMessage": "false",
+    "indexRocksDBEnable": "false",
+    "flushDiskType": "ASYNC_FLUSH",
+    "brokerRole": "ASYNC_MASTER",
+}
+AS_THEY_SHOULD_BE = AS_THEY_COME | {
+    "transactionOpBatchInterval": "100",
+    "transactionCheckMax": "1440",
+    "flushDiskType": "SYNC_FLUSH",
+    "brokerRole": "SYNC_MASTER",
+}
+
+
+def found(told, level="problem", **given):
+    settings = settings_for("rocketmq://localhost:9876", **given)
+    return [each for each in check_settings(BrokerSettings("b", told), settings) if each.level == level]
+
+
+def test_a_broker_that_is_set_well_has_nothing_to_hear():
+    assert found(AS_THEY_SHOULD_BE, "problem") == found(AS_THEY_SHOULD_BE, "warning") == []
+    (about,) = found(AS_THEY_SHOULD_BE, "ok")
+    assert "72 h" in about.text
+
+
+def test_a_broker_as_it_comes_is_safe_for_healthy_transactions_and_weak_in_a_crash():
+    assert found(AS_THEY_COME) == []
+    told = " ".join(each.text for each in found(AS_THEY_COME, "warning"))
+    assert all(word in told for word in ("after 450 s a half is discarded", "ASYNC_FLUSH", "ASYNC_MASTER"))
+
+
+# Time-out, interval, and when ends are noted, in milliseconds; whether healthy transactions were asked about when this
+# was measured on a live broker.
+MEASURED = [
+    (6000, 1000, 3000, False),
+    (2000, 2000, 3000, True),
+    (2000, 1000, 3000, True),
+    (2000, 1000, 100, False),
+    (1000, 500, 100, False),
+    (300, 300, 50, True),
+]
+
+
+@pytest.mark.parametrize(("timeout", "interval", "noted", "doubled"), MEASURED)
+def test_settings_under_which_healthy_commits_double_are_a_problem(timeout, interval, noted, doubled):
+    told = AS_THEY_SHOULD_BE | {
+        "transactionTimeOut": str(timeout),
+        "transactionCheckInterval": str(interval),
+        "transactionOpBatchInterval": str(noted),
+        "transactionCheckMax": "100000",
+    }
+    problems = [each for each in found(told) if "healthy transactions" in each.text]
+    assert bool(problems) is doubled
+    assert all("-k transactionTimeOut -v" in each.remedy for each in problems)
+
+
+def test_ends_that_are_noted_one_by_one_wait_for_no_interval():
+    told = AS_THEY_SHOULD_BE | {"transactionOpMsgMaxSize": "1", "transactionOpBatchInterval": "2147483647"}
+    assert found(told) == []
+
+
+def test_ends_that_are_noted_less_often_than_halves_are_looked_for_are_a_problem():
+    told = AS_THEY_SHOULD_BE | {"transactionCheckInterval": "1000", "transactionOpBatchInterval": "3000"}
+    (problem,) = [
+        each for each in found(told | {"transactionCheckMax": "100000"}) if "looks for open halves" in each.text
+    ]
+    assert "-k transactionOpMsgMaxSize -v 1" in problem.remedy  # each end is noted at once
+
+
+def test_a_broker_that_notes_each_end_at_once_may_ask_early():
+    told = AS_THEY_SHOULD_BE | {
+        "transactionTimeOut": "2000",
+        "transactionCheckInterval": "2000",
+        "transactionOpBatchInterval": "3000",
+        "transactionOpMsgMaxSize": "1",
+        "transactionCheckMax": "50000",
+    }
+    assert found(told) == []
+
+
+def test_a_half_that_is_discarded_before_its_transaction_may_end_is_a_problem():
+    assert found(AS_THEY_COME, timeout=30.0, hold=380.0) == []
+    (problem,) = found(AS_THEY_COME, timeout=30.0, hold=420.0)
+    assert "450 s" in problem.text and "-k transactionCheckMax -v 1440" in problem.remedy
+
+
+def test_a_broker_that_discards_halves_without_a_trace_soon_is_a_problem():
+    told = AS_THEY_COME | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
+    (problem,) = found(told)
+    assert "450 s" in problem.text and "stays unpublished" in problem.text
+    assert "-k transactionCheckMax -v 1440" in problem.remedy
+    assert found(told | {"transactionCheckMax": "1440"}) == []
+
+
+def test_decisions_that_are_dropped_before_the_halves_they_decide_are_a_problem():
+    (problem,) = found(AS_THEY_SHOULD_BE | {"transactionCheckMax": "10000"})
+    assert "outlive the record that decided it" in problem.text
+
+
+def test_a_log_that_is_dropped_within_a_transactions_life_is_a_problem():
+    told = AS_THEY_SHOULD_BE | {"fileReservedTime": "1", "transactionCheckMax": "100"}
+    assert [each for each in found(told, hold=3500.0) if "decision log" in each.text]
+    assert [each for each in found(told, "warning") if "no bridge of an application runs" in each.text]
+    assert found(told) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "level"),
+    [
+        ("rejectTransactionMessage", "true", "problem"),
+        ("messageIndexEnable", "false", "problem"),
+        ("indexRocksDBEnable", "true", "warning"),
+    ],
+)
+def test_a_switch_that_takes_a_promise_away_is_named(key, value, level):
+    (advice,) = found(AS_THEY_SHOULD_BE | {key: value}, level)
+    assert key in advice.text
+
+
+def test_of_a_broker_that_says_nothing_its_own_defaults_are_taken():
+    told = BrokerSettings("b", {"transactionTimeOut": "?"})
+    assert (told.transaction_timeout, told.check_interval, told.check_most, told.note_interval) == (6, 30, 15, 3)
+    assert (told.patience, told.kept, told.message_bytes) == (450, 72 * 3600, 4 << 20)
+    assert told.half_topic == "RMQ_SYS_TRANS_HALF_TOPIC"
+
+
+@pytest.mark.parametrize(
+    ("rocksdb", "original", "rocks"),
+    [("true", "false", True), ("true", "true", False), ("false", "false", False)],
+)
+def test_the_topic_in_which_halves_wait_is_told_by_two_settings(rocksdb, original, rocks):
+    told = BrokerSettings("b", {"transRocksDBEnable": rocksdb, "transWriteOriginTransHalfEnable": original})
+    assert ("ROCKSDB" in told.half_topic) is rocks
+
+
+@pytest.mark.parametrize(("full", "levels"), [(0.74, []), (0.8, ["warning"]), (0.86, ["problem"])])
+def test_a_disk_that_makes_a_broker_drop_decisions_is_told_of(full, levels):
+    found = list(check_disk("b", full))
+    assert [each.level for each in found] == levels
+    assert all(f"{full:.0%}" in each.text for each in found)
+
+
+@live
+def test_a_broker_tells_how_full_its_disk_is(rocketmq_broker, client):
+    told = client.call("broker-1", administration.disk_ratio(), LONG)
+    disk = os.statvfs(rocketmq_broker.folder)
+    used = disk.f_blocks - disk.f_bfree
+    assert told == pytest.approx(used / (used + disk.f_bavail), abs=0.1)
+
+
+@live
+def test_the_doctor_tells_what_a_broker_is_set_to_now(admin, settings):
+    def problems():
+        return [
+            each.text for each in admin.check(soon()) if each.level == "problem" and each.subject == "broker broker-1"
+        ]
+
+    assert problems() == []
+    settings(transactionOpBatchInterval=3000, transactionOpMsgMaxSize=4096)
+    assert any("healthy transactions" in text for text in problems())
+
+
+@live
+@pytest.mark.full
+def test_a_topic_on_two_brokers_is_refused_by_name(start_rocketmq):
+    broker = start_rocketmq(nodes=2)
+    broker.create_topic("spread", queues=2)
+    with connect_to(broker.url) as bridge:
+        admin = broker_of(bridge).admin
+        topics = broker_of(bridge)._cluster.topics
+        for call in (topics.queues, lambda topic, deadline: topics.require(topic, 0, deadline)):
+            with pytest.raises(NotSupported, match=r"spread.*broker-1, broker-2"):
+                call("spread", soon())
+        assert [each.subject for each in admin.check(soon()) if "neither read nor written" in each.text] == [
+            "topic spread"
+        ]
+        admin.create_topic("here", 2, soon())
+        assert {queue.broker for queue in topics.queues("here", soon())} == {"broker-1"}
+        admin.delete_topic("spread", soon())
+        assert named(admin, "spread") == []

@@ -1,0 +1,99 @@
+"""RocketMQ's transactions, decided on another broker or in a database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.looking import take
+from txnbridge_rocketmq.remoting import Client
+
+from tests.core.reading_kit import SOON
+from tests.log_contract import place_of
+from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import becomes_true, bodies
+from tests.rocketmq.reading_kit import new_topic, publish, unique
+from txnbridge import Bridge, Outcome, TokenState
+from txnbridge.errors import InvalidToken, PositionLost
+from txnbridge.testing import Child
+
+Open = Callable[..., Bridge]
+
+
+@pytest.fixture(params=["sqlite", "embedded", "kafka", pytest.param("pulsar", marks=pytest.mark.full)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where decisions are kept: what `decision_log` takes."""
+    return str(place_of(request.param, request, tmp_path))
+
+
+@pytest.fixture
+def application() -> str:
+    """One that no other test is: what it decides elsewhere nobody else could look up."""
+    return unique("elsewhere")
+
+
+@pytest.fixture
+def bridge(open_bridge: Open, application: str, place: str) -> Bridge:
+    return open_bridge(application=application, decision_log=place)
+
+
+@pytest.fixture
+def topic(client: Client) -> str:
+    return new_topic(client)
+
+
+def test_what_is_read_and_what_is_sent_is_decided_there_together(
+    open_bridge: Open, bridge: Bridge, client: Client, topic: str, application: str
+) -> None:
+    results = new_topic(client)
+    publish(client, topic, b"1", b"2")
+    group = unique("group")
+    with bridge.consumer(topic, group=group) as consumer:
+        for message in take(consumer, 2):
+            with bridge.transaction() as txn:
+                txn.send(results, message.value + b"0")
+                txn.ack([message])
+    with bridge.consumer(topic, group=group) as consumer:
+        assert not consumer.poll(timeout=1)
+    assert bodies(client, results) == [b"10", b"20"]
+    # Who looks for decisions elsewhere neither skips nor repeats what it does not know of.
+    with open_bridge(application=application).consumer(topic, group=group) as consumer:
+        with pytest.raises(PositionLost, match="this application's decision log does not know it"):
+            consumer.poll(timeout=SOON)
+
+
+def test_a_token_is_committed_from_another_process_that_decides_there_too(
+    rocketmq_broker: brokers.RocketMQ,
+    open_bridge: Open,
+    bridge: Bridge,
+    client: Client,
+    topic: str,
+    application: str,
+    place: str,
+) -> None:
+    with Child(
+        writing_kit.prepare_some, rocketmq_broker.url, [topic], 3, 60.0, application, place, kill="status/before"
+    ) as child:
+        token = child.told()
+        child.stopped()
+    with pytest.raises(InvalidToken, match="connect with the same decision_log"):
+        open_bridge(application=application).commit(token)
+    assert bridge.status(token).state is TokenState.PREPARED
+    assert bridge.commit(token) is Outcome.COMMITTED
+    assert bodies(client, topic) == [b"0", b"1", b"2"]
+
+
+def test_what_a_dead_owner_decided_there_is_published_by_others(
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, topic: str, application: str, place: str
+) -> None:
+    """The broker asks the living members of the application, and they look there."""
+    with faults.proxy(rocketmq_broker) as proxy:
+        with Child(writing_kit.commit_some, proxy.url, [topic], 3, 30, None, application, place) as child:
+            held = proxy.hold(requests="END_TRANSACTION", count=None)
+            held.wait()
+            child.kill()
+        held.drop()
+    assert becomes_true(lambda: len(bodies(client, topic)) >= 3)
+    assert bodies(client, topic) == [b"0", b"1", b"2"]

@@ -1,0 +1,467 @@
+"""Groups on a live broker: where they begin and stand, what acknowledges, and who reads which partition."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
+from txnbridge_rocketmq.remoting.frames import Command
+from txnbridge_rocketmq.sharing import _LOCKED_SECONDS, shares
+
+from tests.core.reading_kit import SOON, values
+from tests.rocketmq.kit import BROKER, LONG, becomes_true
+from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
+from txnbridge import Bridge
+from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, PositionLost
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+
+@pytest.fixture(scope="module")
+def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
+    with connect_to(rocketmq_broker.url) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def group() -> str:
+    return unique("group")
+
+
+@pytest.fixture
+def join(bridge: Bridge) -> Iterator[Callable[..., Member]]:
+    """Members that are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda *given, **how: stack.enter_context(member(how.pop("bridge", bridge), *given, **how))
+
+
+Join = Callable[..., Member]
+
+
+def stands(reader: Member) -> dict[Any, Any]:
+    """Where the group is, by the decision log."""
+    assert reader.reader._group is not None
+    return reader.reader._group.positions(Deadline(SOON))[0]
+
+
+# --- where a group begins and stands ----------------------------------------------------------------------------------
+
+
+def test_where_a_group_begins_is_decided_before_a_message_is_handed_out(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 2)
+    publish(client, topic, b"old")
+    with pytest.MonkeyPatch.context() as patch:
+        reader = join(topic, group, start="latest")
+        patch.setattr(reader.reader, "_hand_out", lambda limit: [])
+        reader.has(2)
+        assert stands(reader) == {(topic, 0): 1, (topic, 1): 0}
+
+
+def test_the_first_batch_of_a_group_that_starts_at_the_latest_is_not_lost_with_its_first_member(
+    join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client)
+    first = join(topic, group, start="latest")
+    first.has(1)
+    publish(client, topic, b"first")
+    first.take(1)
+    first.close()
+    assert values(join(topic, group, start="latest").take(1)) == [b"first"]
+
+
+def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0")
+    readers = [join(topic, group, start=start) for start in ("earliest", "latest")]
+    both = [reader.reader._group for reader in readers]
+    queues = readers[0].reader._queues
+    wishes = {(topic, 0): None}
+    found: list[Any] = []
+    barrier = threading.Barrier(2)
+
+    def settle(starts: Any) -> None:
+        barrier.wait()
+        found.append(starts.settle(wishes, queues, Deadline(SOON)).known)
+
+    threads = [threading.Thread(target=settle, args=(starts,)) for starts in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == stands(readers[0])
+
+
+def test_a_partition_that_was_added_since_a_group_began_is_read_from_its_beginning(
+    join: Join, bridge: Bridge, client: Client, group: str
+) -> None:
+    topic = new_topic(client)
+    reader = join(topic, group, start="latest")
+    reader.has(1)
+    bridge.admin.grow_topic(topic, 2)
+    publish(client, topic, b"there already", queue=1)
+    assert values(reader.take(1)) == [b"there already"]
+
+
+def test_what_was_acknowledged_is_not_read_again_by_seeking(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1", b"2")
+    reader = join(topic, group)
+    messages = reader.take(3)
+    reader.acknowledge(messages[:1])
+    reader.seek({(topic, 0): (0,)})
+    assert values(reader.take(2)) == [b"1", b"2"]
+    reader.seek_to_time(1, Deadline(SOON))
+    assert values(reader.take(2)) == [b"1", b"2"]
+
+
+def test_a_group_skips_what_a_seek_passes_over(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1", b"2", b"3")
+    reader = join(topic, group)
+    reader.take(1)
+    reader.seek({(topic, 0): (2,)})
+    reader.acknowledge(reader.take(1))
+    assert stands(reader) == {(topic, 0): 3}
+
+
+def test_a_group_of_which_the_broker_knows_more_than_the_log_does_not_begin_again(
+    join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client, 2)
+    publish(client, topic, b"0", b"1")
+    join(topic, group).has(2)
+    other = unique("other")
+    join(new_topic(client), other).has(1)  # so that the broker has a group of that name
+    client.call(BROKER, groups.commit_offset(other, topic, 0, 1), LONG)
+    reader = join(topic, other)
+    with pytest.raises(PositionLost, match=r"another application.*seek"):
+        reader.until(lambda: False)
+    reader.seek({(topic, 0): (1,)})
+    assert values(reader.take(1)) == [b"1"]
+    found = stands(reader)
+    assert {number: found[topic, number] for number in range(2)} == {0: 1, 1: 0}
+
+
+def test_a_group_whose_log_is_gone_does_not_begin_again(
+    join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = new_topic(client)
+    reader = join(topic, group)
+    assert reader.reader._group is not None
+
+    def positions(group: str, deadline: Deadline) -> Any:
+        raise EvidenceLost("it was trimmed")
+
+    monkeypatch.setattr(reader.reader._group._ledger, "positions", positions)
+    with pytest.raises(PositionLost, match="trimmed"):
+        reader.until(lambda: False)
+
+
+def test_the_broker_is_told_where_a_group_stands(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1")
+    reader = join(topic, group)
+    reader.acknowledge(reader.take(2))
+    reader.close()
+    asked = groups.committed_offset(group, topic, 0)
+    assert becomes_true(lambda: client.call(BROKER, asked, LONG) == 2)
+
+
+# --- acknowledging ----------------------------------------------------------------------------------------------------
+
+
+def at_once(join: Join, topic: str, group: str) -> tuple[Member, Member]:
+    """Two members that both take all partitions for theirs, as when one of them was asleep."""
+    members = join(topic, group), join(topic, group)
+    for each in members:
+        sharing: Any = each.sharing
+        sharing._members = lambda broker, deadline, me=sharing.client.client_id: [me]
+    for each in members:
+        each.has(1)
+    return members
+
+
+def test_of_two_members_that_read_the_same_the_first_decision_counts(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    one, two = at_once(join, topic, group)
+    publish(client, topic, b"0", b"1", b"2")
+    late, early = one.take(2), two.take(1)
+    one_acks, two_acks = one.acks(late), two.acks(early)
+    assert two.claim(two_acks).decision.value == "commit"
+    with pytest.raises(Conflict):
+        one.claim(one_acks)
+    assert stands(one) == {(topic, 0): 1}
+
+
+def test_who_was_overtaken_learns_it_and_goes_on_behind(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    one, two = at_once(join, topic, group)
+    publish(client, topic, b"0", b"1", b"2")
+    late = one.take(2)
+    two.acknowledge(two.take(1))
+    with pytest.raises(Conflict, match="does not stand"):
+        one.acks(late)
+    one.seek({(topic, 0): late[0].position})  # as the core does when the transaction has aborted
+    again = one.take(2)
+    assert values(again) == [b"1", b"2"]
+    one.acknowledge(again)
+    assert stands(one) == {(topic, 0): 3}
+
+
+def test_an_earlier_transaction_that_is_undecided_is_not_passed_over(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1", b"2")
+    reader = join(topic, group)
+    first, rest = reader.take(1), reader.take(2)
+    prepared = reader.acks(first)
+    with pytest.raises(Conflict, match="undecided"):
+        reader.acks(rest)
+    reader.seek({(topic, 0): rest[0].position})
+    assert values(reader.take(3)) == [b"0", b"1", b"2"]  # it may never be committed
+    reader.seek({(topic, 0): rest[0].position})
+    rest = reader.take(2)
+    reader.claim(prepared)
+    reader.acknowledge(rest)
+    assert stands(reader) == {(topic, 0): 3}
+
+
+def test_several_acknowledgements_of_one_transaction_are_one(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 2)
+    publish(client, topic, b"0", b"1", b"2")
+    publish(client, topic, b"a", queue=1)
+    reader = join(topic, group)
+    messages = sorted(reader.take(4), key=lambda message: (message.partition, message.position))
+    acks = reader.acks(messages[:1])
+    acks = reader.acks(messages[1:3], so_far=acks)
+    acks = reader.acks(messages[3:], so_far=acks)
+    reader.claim(acks)
+    assert stands(reader) == {(topic, 0): 3, (topic, 1): 1}
+
+
+def test_what_left_a_reader_cannot_be_acknowledged(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 2)
+    for queue in range(2):
+        publish(client, topic, b"0", queue=queue)
+    one = join(topic, group)
+    messages = one.take(2)
+    two = join(topic, group)
+    one.has(1)
+    two.has(1)
+    left = [message for message in messages if (message.topic, message.partition) not in one.positions()]
+    with pytest.raises(Conflict, match="left this reader"):
+        one.acks(left)
+    with pytest.raises(InvalidState, match="without a group"):
+        join(topic).ack_context()
+
+
+def test_consume_transform_produce_of_two_members_at_once_happens_once(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    source, target = new_topic(client), new_topic(client)
+    publish(client, source, *(b"%d" % number for number in range(30)))
+    done: list[bytes] = []
+
+    def work(bridge: Bridge) -> None:
+        with bridge.consumer(source, group) as consumer:
+            reader: Any = consumer._reader
+            me = reader._sharing.client.client_id
+            reader._sharing._members = lambda broker, deadline: [me]  # neither knows of the other
+            while len(done) < 30:
+                for message in consumer.poll(3, timeout=0.2):
+                    try:
+                        with bridge.transaction() as txn:
+                            txn.send(target, message.value)
+                            txn.ack(message)
+                    except Conflict:
+                        break
+                    done.append(message.value)
+
+    with ExitStack() as stack:
+        bridges = [stack.enter_context(connect_to(rocketmq_broker.url)) for _ in range(2)]
+        threads = [threading.Thread(target=work, args=(each,)) for each in bridges]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    publish(client, target, b"end")
+    assert join(target).up_to(b"end") == sorted(done, key=int) == [b"%d" % number for number in range(30)]
+
+
+# --- who reads which partition ----------------------------------------------------------------------------------------
+
+
+def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
+    queues = [Queue("orders", BROKER, number) for number in range(10)]
+    for count in (1, 2, 3, 7, 12):
+        readers = [f"m{number:02}" for number in range(count)]
+        found = shares(queues, readers)
+        assert sorted(each.queue for mine in found.values() for each in mine) == list(range(10))
+        sizes = [len(found.get(each, ())) for each in readers]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_for_members_that_sleep_the_one_before_them_reads() -> None:
+    queues = [Queue("orders", BROKER, number) for number in range(4)]
+    readers = ["a", "b", "c", "d"]
+    awake, asleep = shares(queues, readers), shares(queues, readers, {"c", "d"})
+    assert asleep["a"] == awake["a"]
+    assert sorted(map(str, asleep["b"])) == sorted(map(str, awake["b"] + awake["c"] + awake["d"]))
+    assert shares(queues, readers, set(readers)) == {}
+
+
+def test_a_new_member_gets_its_share_and_all_when_the_others_leave(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 4)
+    one = join(topic, group)
+    one.has(4)
+    two = join(topic, group)
+    one.has(2)
+    two.has(2)
+    assert sorted({*one.positions(), *two.positions()}) == [(topic, number) for number in range(4)]
+    one.close()
+    began = time.monotonic()
+    two.has(4)
+    assert time.monotonic() - began < 5  # not by a timeout
+
+
+def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
+    join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client, 2)
+    one = join(topic, group)
+    one.has(2)
+    two = join(topic, group)
+    two.until(lambda: bool(two.sharing._waits))  # it knows its share, and may not read it
+    assert two.positions() == {}
+    one.has(1)
+    two.has(1)
+    assert [how for how, _ in one.listener.told] == ["assigned", "assigned", "revoking"]
+
+
+def test_members_of_other_topics_in_the_same_group_share_nothing(join: Join, client: Client, group: str) -> None:
+    topics = new_topic(client), new_topic(client)
+    one, two = (join(topic, group) for topic in topics)
+    one.has(1)
+    two.has(1)
+
+
+def test_another_application_in_the_same_group_is_refused(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client)
+    join(topic, group).has(1)
+    with connect_to(rocketmq_broker.url, application="another") as bridge:
+        with pytest.raises(InvalidOption, match="application="):
+            join(topic, group, bridge=bridge).until(lambda: False)
+
+
+def hold(url: str, topic: str, group: str) -> None:
+    """Be a member with all partitions until killed."""
+    with connect_to(url) as bridge, member(bridge, topic, group) as reader:
+        reader.until(reader.positions)
+        tell(sorted(reader.positions()))
+        reader.until(lambda: False, 600)
+
+
+def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client, 2)
+    with Child(hold, rocketmq_broker.url, topic, group) as other:
+        assert len(other.told()) == 2
+        other.kill()
+    reader = join(topic, group)
+    reader.has(2)
+    queues = {Queue(topic, BROKER, number) for number in range(2)}
+    assert client.call(BROKER, groups.lock(group, reader.sharing.client.client_id, queues), LONG) == set()
+
+
+def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client, 2)
+    reader = join(topic, group)
+    reader.has(2)
+    with Child(hold, rocketmq_broker.url, topic, group) as other:
+        reader.has(1)
+        assert len(other.told()) == 1
+        other.kill()
+        began = time.monotonic()
+        reader.has(2)
+    assert time.monotonic() - began < _LOCKED_SECONDS  # it gave up the lock for the dead
+
+
+def pass_one_on(url: str, source: str, target: str, group: str) -> None:
+    with connect_to(url) as bridge, bridge.consumer(source, group) as consumer:
+        message = next(iter(consumer))
+        with bridge.transaction() as txn:
+            txn.send(target, message.value)
+            txn.ack(message)
+
+
+def test_what_a_killed_member_decided_is_published_before_the_next_one_reads_on(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    source, target = new_topic(client), new_topic(client)
+    publish(client, source, b"1", b"2")
+    with Child(pass_one_on, rocketmq_broker.url, source, target, group, kill="step:publish/before") as child:
+        child.stopped()
+    assert values(join(source, group).take(1)) == [b"2"]
+    publish(client, target, b"end")
+    assert join(target).up_to(b"end") == [b"1"]
+
+
+@pytest.mark.full
+def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 2)
+    one = join(topic, group)
+    one.has(2)
+    queues = [Queue(topic, BROKER, number) for number in range(2)]
+    one.sharing.let_go(queues)
+    assert becomes_true(lambda: len(client.call(BROKER, groups.lock(group, "a ghost", queues), LONG)) == 2)
+    two = join(topic, group)
+    two.has(1)
+
+
+@pytest.mark.full
+def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+) -> None:
+    topic = new_topic(client, 2)
+    with Child(hold, rocketmq_broker.url, topic, group) as other:
+        other.told()
+        one = join(topic, group)
+        one.has(1)
+        os.kill(other.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        one.has(2)
+        assert time.monotonic() - began < 50  # brokers drop silent clients after two minutes
+        os.kill(other.pid, signal.SIGCONT)
+        one.has(1)
+
+
+def test_only_who_is_connected_and_does_not_answer_is_asleep(join: Join, client: Client, group: str) -> None:
+    reader = join(new_topic(client), group)
+    for name in (reader.sharing.client.client_id, "nobody"):
+        assert client.call(BROKER, groups.is_asleep(group, name), LONG) is False
+    assert groups.is_asleep(group, "somebody").result(Command(Answer.CONSUME_MSG_TIMEOUT)) is True
+
+
+def test_locks_of_a_member_that_is_gone_are_given_up_for_it(join: Join, client: Client, group: str) -> None:
+    topic = new_topic(client, 2)
+    queues = {Queue(topic, BROKER, number) for number in range(2)}
+    one, two = join(topic, group), join(topic, group)
+    one.has(1)
+    two.has(1)
+    name = two.sharing.client.client_id
+    two.sharing.client.close()  # as if it had died: nothing is unlocked
+    one.has(2)
+    assert client.call(BROKER, groups.lock(group, one.sharing.client.client_id, queues), LONG) == queues
+    assert client.call(BROKER, groups.lock(group, name, queues), LONG) == set()

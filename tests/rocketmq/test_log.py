@@ -1,0 +1,428 @@
+"""Decision logs on a live broker: the contract, and what faults make of it."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from txnbridge_rocketmq.log import RocketMQLog
+from txnbridge_rocketmq.naming import name_of
+from txnbridge_rocketmq.remoting import Answer, Client, Code, Message, Queue, send
+
+from tests.in_time import paused, takes
+from tests.log_contract import *  # noqa: F403
+from tests.log_contract import append, bounds, keeping, read
+from tests.log_faults import *  # noqa: F403
+from tests.log_faults import append_until_clear
+from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
+from txnbridge import Decision
+from txnbridge._decisions import Decisions
+from txnbridge.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    EvidenceLost,
+    InvalidOption,
+    OutcomeUnknown,
+    PositionLost,
+    StorageFailed,
+)
+from txnbridge.spi import Deadline
+
+
+class OpenLog(RocketMQLog):
+    """With connections of its own, as another process has it."""
+
+    def __init__(self, url, name, timeout=LONG, **given):
+        self.cluster = cluster_for(url, timeout, **given)
+        try:
+            topic = self.cluster.settings.log_topic(name)
+            super().__init__(self.cluster.client, self.cluster.topics.internal(topic, Deadline(timeout)))
+        except BaseException:
+            self.cluster.client.close()
+            raise
+
+    def close(self):
+        super().close()
+        self.cluster.client.close()
+
+
+@pytest.fixture
+def topic(name):
+    """Its topic."""
+    return f"_txnbridge-log-{name}"
+
+
+@pytest.fixture
+def opened():
+    yield from keeping(OpenLog)
+
+
+@pytest.fixture
+def open_named(rocketmq_broker, opened):
+    return lambda name, url=rocketmq_broker.url: opened(url, name)
+
+
+@pytest.fixture
+def logs_broker(rocketmq_broker):
+    return rocketmq_broker
+
+
+@pytest.fixture
+def append_request():
+    return "SEND_MESSAGE_V2"
+
+
+# --- the contract, besides what all logs promise ----------------------------------------------------------------------
+
+
+def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
+    append(log, b"0", b"1")
+    assert read(log, (9,)) == []
+
+
+def test_a_record_of_the_largest_size_is_stored_and_one_that_is_too_large_refused(log):
+    largest = os.urandom(900_000)
+    append(log, largest)
+    with pytest.raises(InvalidOption, match="MESSAGE_ILLEGAL"):
+        append(log, b"x" * 5_300_000)
+    append(log, b"next")
+    assert [record for _, record in read(log)] == [largest, b"next"]
+
+
+def test_any_application_has_a_log(rocketmq_broker, opened, name):
+    logs = [opened(rocketmq_broker.url, f"{name}{rest}") for rest in (" b", "/b", "ü", "%20b", ".b", "~", "|", "")]
+    for number, log in enumerate(logs):
+        append(log, b"%d" % number)
+    assert [[record for _, record in read(log)] for log in logs] == [[b"%d" % number] for number in range(8)]
+
+
+def test_an_application_whose_name_no_topic_can_have_is_refused(rocketmq_broker):
+    with pytest.raises(InvalidOption, match="1 to 127"):
+        OpenLog(rocketmq_broker.url, "x" * 120)
+
+
+# --- its topic --------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_with_two_queues_is_no_log(rocketmq_broker, name, topic):
+    rocketmq_broker.create_topic(topic, queues=2)
+    with pytest.raises(InvalidOption, match=f"{topic} must have one queue"):
+        OpenLog(rocketmq_broker.url, name)
+
+
+def test_a_trimmed_log_begins_later_for_all_and_what_is_before_can_still_be_read(log, open_named, name):
+    at = append(log, b"0", b"1", b"2")
+    log.trim(at[1], Deadline(LONG))
+    for each in (log, open_named(name)):
+        assert bounds(each) == (at[1], at[2])
+        assert read(each) == [(at[1], b"1"), (at[2], b"2")]
+        assert read(each, at[0]) == [(at[0], b"0"), (at[1], b"1"), (at[2], b"2")]
+
+
+def test_a_log_that_was_trimmed_beyond_its_end_begins_where_it_did(log):
+    at = append(log, b"0", b"1")
+    log.trim((99,), Deadline(LONG))
+    assert bounds(log) == (at[0], at[1])
+
+
+def test_a_log_whose_topic_is_made_anew_begins_at_its_first_record(log, open_named, name, topic):
+    at = append(log, b"0", b"1")
+    log.trim(at[1], Deadline(LONG))
+    log.cluster.topics.delete(topic, Deadline(LONG))
+    anew = open_named(name)
+    at = append(anew, b"new", b"next")
+    assert at[0] == anew.origin
+    assert bounds(anew) == (at[0], at[1])
+
+
+# --- records that are gone, by a broker of a few lines ----------------------------------------------------------------
+
+
+class Trimmed:
+    """A broker whose queue has lost records; `pulls` answers each pull by its offset."""
+
+    address = ""
+
+    def __init__(self, first, end, pulls):
+        self._first, self._end, self._pulls = first, end, pulls
+
+    def __call__(self, peer, command):
+        if command.code == Code.GET_BROKER_CLUSTER_INFO:
+            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
+            peer.answer(command, body=table.encode())
+        elif command.code == Code.GET_MIN_OFFSET:
+            peer.answer(command, fields={"offset": str(self._first)})
+        elif command.code == Code.GET_MAX_OFFSET:
+            peer.answer(command, fields={"offset": str(self._end)})
+        elif command.code == Code.QUERY_CONSUMER_OFFSET:
+            peer.answer(command, int(Answer.QUERY_NOT_FOUND))
+        else:
+            at = int(command.fields["queueOffset"])  # some are asked for before they are needed
+            code, following, offsets = self._pulls.get(at, (Answer.PULL_NOT_FOUND, at, []))
+            body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
+            told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
+            fields = {name: str(value) for name, value in told.items()}
+            peer.answer(command, int(code), fields=fields, body=body)
+
+
+@contextmanager
+def trimmed(first, end, pulls):
+    reply = Trimmed(first, end, pulls)
+    with FakeBroker(reply) as broker, Client([broker.address]) as client:
+        reply.address = broker.address
+        yield RocketMQLog(client, Queue("log", "b", 0))
+
+
+LOST = {
+    "dropped in front": {3: (Answer.PULL_OFFSET_MOVED, 5, []), 5: (Answer.SUCCESS, 8, [5, 6, 7])},
+    "dropped, and not yet counted as dropped": {3: (Answer.PULL_RETRY_IMMEDIATELY, 5, []), 5: (Answer.SUCCESS, 8, [5])},
+    "dropped on the way": {3: (Answer.SUCCESS, 5, [3, 4]), 5: (Answer.PULL_RETRY_IMMEDIATELY, 7, [])},
+    "dropped within an answer": {3: (Answer.SUCCESS, 8, [3, 5])},
+}
+
+
+@pytest.mark.parametrize("pulls", LOST.values(), ids=LOST)
+def test_a_log_with_a_hole_is_not_read_over_it(pulls):
+    with trimmed(3, 8, pulls) as log, pytest.raises(PositionLost, match=r"no record [345] any more"):
+        read(log, (3,))
+
+
+def test_a_log_begins_with_the_first_record_that_is_there():
+    pulls = {3: (Answer.PULL_RETRY_IMMEDIATELY, 5, []), 5: (Answer.SUCCESS, 6, [5])}
+    with trimmed(3, 8, pulls) as log:
+        assert bounds(log) == ((5,), (7,))
+
+
+def test_a_log_of_which_nothing_is_left_has_no_begin():
+    with trimmed(8, 8, {}) as log:
+        assert bounds(log) == (None, None)
+        assert read(log) == []
+        assert log.was_used(Deadline(LONG))
+
+
+def test_a_log_that_became_shorter_while_it_was_read_ends_early():
+    pulls = {3: (Answer.SUCCESS, 5, [3, 4]), 5: (Answer.PULL_NOT_FOUND, 5, [])}
+    with trimmed(3, 8, pulls) as log:
+        assert read(log) == [((3,), b"3"), ((4,), b"4")]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
+def test_nothing_hangs_while_the_broker_does(rocketmq_broker, log, name, opened, used):
+    first = (0,)
+    if used:
+        append(log, b"0", b"1")
+        read(log)
+    with paused(rocketmq_broker):
+        takes(0.5, DeadlineExceeded, log.begin)
+        takes(0.5, DeadlineExceeded, log.end)
+        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(first, first, deadline)))
+        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
+        # A record that was handed to a connection may be stored.
+        takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"maybe", deadline))
+        takes(0.5, DeadlineExceeded, lambda deadline: OpenLog(rocketmq_broker.url, "other", deadline.seconds))
+    position = append_until_clear(log, b"last")
+    begin = [b"0", b"1"] if used else []
+    assert [record for _, record in read(log, None, position)] in [[*begin, b"last"], [*begin, b"maybe", b"last"]]
+
+
+def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
+    """No replica is there: the broker stores the record, and says so."""
+    append(log, b"0")
+    settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
+    with pytest.raises(OutcomeUnknown, match=r"SLAVE_NOT_AVAILABLE|FLUSH_SLAVE_TIMEOUT|IN_SYNC"):
+        log.append(b"1", Deadline(LONG))
+
+
+def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
+    broker = start_rocketmq(settings={"autoCreateTopicEnable": "true"})
+    log = opened(broker.url, "kept")
+    kept = dict(zip(append(log, b"0", b"1"), (b"0", b"1"), strict=True))
+    maybe = {b"maybe-0", b"maybe-1", b"maybe-2"}
+    reading = iter(log.read(None, None, Deadline(90)))
+    seen = [next(reading)]
+    broker.kill()
+    for record in maybe:
+        with pytest.raises((OutcomeUnknown, BrokerUnavailable)):
+            log.append(record, Deadline(0.3))
+    with pytest.raises(DeadlineExceeded):
+        log.end(Deadline(0.3))
+    with ThreadPoolExecutor(3) as pool:  # they wait for the broker to come back
+        appending = pool.submit(log.append, b"back", Deadline(90))
+        ending = pool.submit(log.end, Deadline(90))
+        broker.start()
+        kept[appending.result(90)] = b"back"
+        assert ending.result(90) is not None
+    seen += reading
+    found = dict(read(log))
+    assert dict(seen).items() <= found.items()
+    assert kept.items() <= found.items()
+    assert set(found.values()) <= {*kept.values(), *maybe}
+    # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
+    delete_topic(log, "_txnbridge-log-kept")
+    takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
+    assert log.cluster.topics.look("_txnbridge-log-kept", Deadline(LONG)) == ()
+
+
+@pytest.mark.full
+def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
+    """As it comes, a broker drops what is older than three days; this one does so at once, file by file."""
+    hours = ";".join(f"{hour:02}" for hour in range(24))
+    broker = start_rocketmq(
+        settings={
+            "mappedFileSizeCommitLog": str(8 << 20),
+            "fileReservedTime": "0",
+            "deleteWhen": hours,
+            "cleanResourceInterval": "500",
+        }
+    )
+    log = opened(broker.url, "dropped")
+    large = b"x" * 900_000
+    at = append(log, b"first", *[large] * 40)
+    deadline = Deadline(200)  # the first look is after a minute
+    while log.begin(Deadline(LONG)) == at[0]:
+        deadline.check("waiting for the broker to drop the first file")
+        time.sleep(0.5)
+    with pytest.raises(PositionLost):
+        read(log, at[0])
+    begin, end = bounds(log)
+    assert at[0] < begin <= end == at[-1]
+    left = read(log)
+    assert [position for position, _ in left] == at[at.index(begin) :]
+    # Nobody takes it for a new one.
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        Decisions(log, timeout=20).claim("id", Decision.COMMIT)
+
+
+# --- a topic that is not the same any more ----------------------------------------------------------------------------
+
+
+def delete_topic(log, topic):
+    log.cluster.topics.delete(topic, Deadline(LONG))
+
+
+def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log, topic):
+    append(log, b"0")
+    delete_topic(log, topic)
+    assert bounds(log) == (None, None)
+    error = takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
+    assert "topic is not there" in str(error)
+    assert log.cluster.topics.look(topic, Deadline(LONG)) == ()
+
+
+def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(rocketmq_broker, log, name, topic, opened):
+    old = Decisions(log, timeout=20)
+    old.claim("id", Decision.COMMIT)
+    old.claim("other", Decision.COMMIT)
+    begin = old.begin()
+    delete_topic(log, topic)
+    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
+    assert young.claim("id", Decision.ABORT).decision is Decision.ABORT
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        old.claim("more", Decision.COMMIT)
+    for number in range(5):  # it grows beyond what the old one has read
+        young.claim(("grow", number), Decision.COMMIT)
+    for ask in (lambda: old.read("other"), lambda: young.read("token", begin=begin)):
+        with pytest.raises(EvidenceLost):
+            ask()
+    assert young.claim("id", Decision.COMMIT).decision is Decision.ABORT
+
+
+# --- the cluster's own name -------------------------------------------------------------------------------------------
+
+
+def named(url, **given):
+    settings = settings_for(url, **given)
+    with Client(settings.name_servers) as client:
+        return name_of(settings, client, Deadline(LONG))
+
+
+def remove(cluster, *topics):
+    for topic in topics:
+        cluster.topics.delete(topic, Deadline(LONG))
+
+
+def test_all_who_ask_at_once_are_told_one_name(rocketmq_broker, name):
+    prefix = f"{name}-"
+    with ThreadPoolExecutor(8) as pool:
+        names = set(pool.map(lambda _: named(rocketmq_broker.url, prefix=prefix), range(8)))
+    assert len(names) == 1
+    assert names == {named(rocketmq_broker.url, prefix=prefix)}
+    assert named(rocketmq_broker.url, prefix=f"{name}x-") not in names
+
+
+@pytest.fixture
+def of_the_prefix(rocketmq_broker, name):
+    """A cluster of its own, as long as nobody else uses the prefix."""
+    cluster = cluster_for(rocketmq_broker.url, prefix=f"{name}-")
+    yield cluster
+    cluster.client.close()
+
+
+def repeated(cluster):
+    return f"{cluster.settings.cluster_topic}-{cluster.id}-{cluster.topics.home}"
+
+
+def test_a_name_outlives_the_record_that_made_it(rocketmq_broker, of_the_prefix, name):
+    remove(of_the_prefix, of_the_prefix.settings.cluster_topic)
+    assert named(rocketmq_broker.url, prefix=f"{name}-").id == of_the_prefix.id
+
+
+def test_a_name_outlives_the_topic_that_repeats_it(rocketmq_broker, of_the_prefix, name):
+    remove(of_the_prefix, repeated(of_the_prefix))
+    assert named(rocketmq_broker.url, prefix=f"{name}-").id == of_the_prefix.id
+    assert repeated(of_the_prefix) in of_the_prefix.topics.all(Deadline(LONG))
+
+
+def test_a_lost_name_is_not_made_up_anew_beside_other_topics_of_ours(rocketmq_broker, of_the_prefix, name):
+    of_the_prefix.topics.internal(f"{name}-log-here", Deadline(LONG))
+    remove(of_the_prefix, of_the_prefix.settings.cluster_topic, repeated(of_the_prefix))
+    with pytest.raises(StorageFailed, match=f"{name}-cluster"):
+        named(rocketmq_broker.url, prefix=f"{name}-")
+
+
+def test_of_two_names_none_is_believed(rocketmq_broker, of_the_prefix, name):
+    rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
+    with pytest.raises(StorageFailed, match="several names"):
+        named(rocketmq_broker.url, prefix=f"{name}-")
+
+
+def test_a_foreign_record_is_no_name(rocketmq_broker, name, client):
+    rocketmq_broker.create_topic(f"{name}-cluster", queues=1)
+    client.call("broker-1", send(Message(f"{name}-cluster", b"something else"), "other", 0), LONG)
+    with pytest.raises(StorageFailed, match="prefix"):
+        named(rocketmq_broker.url, prefix=f"{name}-")
+
+
+# --- several brokers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(start_rocketmq, opened):
+    broker = start_rocketmq(nodes=2)
+    log = opened(broker.url, "home")
+    assert log.cluster.topics.home == "broker-1"
+    append(log, b"0")
+    # The same log on both: refused by name.
+    broker.create_topic("_txnbridge-log-both", queues=1)
+    with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
+        OpenLog(broker.url, "both")
+    broker.kill(1)
+    with Client(settings_for(broker.url).name_servers) as client:
+        deadline = Deadline(180)
+        while "broker-1" in client.brokers(LONG):
+            deadline.check("waiting until the name server forgets the broker")
+            time.sleep(0.1)
+    # Whoever comes now knows where it was, and finds it there when it is back.
+    takes(1, DeadlineExceeded, lambda deadline: OpenLog(broker.url, "home", deadline.seconds))
+    broker.start(1)
+    again = opened(broker.url, "home", 90)
+    assert again.cluster.id == log.cluster.id
+    append(again, b"1")
+    assert [record for _, record in read(again)] == [b"0", b"1"]

@@ -1,0 +1,27 @@
+"""Decisions on a log of RocketMQ, whose brokers drop records when they like."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from tests.log_decisions import *  # noqa: F403
+from tests.log_decisions import Anywhere
+from tests.rocketmq.test_log import OpenLog
+from txnbridge import PositionLost
+
+
+class Dropping(Anywhere):
+    """Offsets begin again with each other log: those of records that are gone are others' there."""
+
+    def read(self, first, last, deadline=None):
+        if first is not None and first < (self.next,) and all(first != position for position, _ in self.records):
+            raise PositionLost("it was dropped")
+        yield from super().read(first, last, deadline)
+
+
+@pytest.fixture
+def mirror(rocketmq_broker):
+    new = lambda: OpenLog(rocketmq_broker.url, uuid.uuid4().hex[:12])  # noqa: E731
+    return lambda origin=None: Dropping(new, origin, beyond=(1 << 60,))

@@ -1,0 +1,20 @@
+"""Processes that decide at once on one log of RocketMQ: they are killed, lose answers, and so does their broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.races import race
+from tests.rocketmq.test_log import OpenLog
+
+SECONDS = 90  # a broker that was killed is back within twenty, also on a busy machine
+
+
+@pytest.mark.parametrize(
+    ("races", "dying", "kills"),
+    [(20, 0.02, 1), pytest.param(1_000, 0.004, 10, marks=pytest.mark.full)],
+    ids=["some", "a-thousand"],
+)
+@pytest.mark.timeout(3600)
+def test_four_processes_race_and_nobody_disagrees(rocketmq_broker, tmp_path, races, dying, kills):
+    race(OpenLog, rocketmq_broker.url, tmp_path, races, dying, SECONDS, rocketmq_broker, kills).close()

@@ -1,0 +1,93 @@
+"""The official client for Python beside ours, over gRPC: it reads what we publish, and we see what it leaves open."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from txnbridge_rocketmq.remoting import administration
+
+from benchmarks._peers import environment, peer
+from benchmarks._rocketmq import OFFICIAL
+from tests.rocketmq.kit import BROKER, LONG, becomes_true
+from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.writing_kit import flush
+from txnbridge import Abort, Outcome
+
+PROGRAM = Path(__file__).with_name("official.py")
+
+
+@pytest.fixture(scope="module")
+def python():
+    try:
+        return environment(OFFICIAL)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"needs the official client, which pip cannot install here: {error}")
+
+
+@pytest.fixture
+def topic(client):
+    return new_topic(client)
+
+
+@pytest.fixture
+def official(rocketmq_broker, client, topic, python, tmp_path):
+    """It reads what is written from now on."""
+    group = unique("official")
+    client.call(BROKER, administration.create_group(group), LONG)
+    with peer(python, PROGRAM, rocketmq_broker.grpc_address(), topic, group, home=tmp_path) as client:
+        assert client.answer() == "ready"
+        yield client
+
+
+def test_the_official_client_reads_what_we_commit_once_and_nothing_that_is_aborted_or_open(
+    official, open_bridge, client, topic
+):
+    other = new_topic(client)
+    bridge = open_bridge()
+    with bridge.transaction() as txn:
+        txn.send(topic, b"one", key=b"our-key", headers=[("our", b"header")])
+        txn.send(topic, b"two")
+        txn.send(other, b"beside")
+    with bridge.transaction() as txn:
+        txn.send(topic, b"aborted")
+        raise Abort
+    with bridge.transaction(prepare=True) as prepared:
+        prepared.send(topic, b"prepared")
+    with open_bridge().transaction() as still_open:
+        still_open.send(topic, b"open")
+        flush(still_open)
+        with bridge.transaction() as txn:
+            txn.send(topic, b"end")
+        found = official.ask("read", "end")
+        assert [body for body, _, _ in found] == ["one", "two", "end"]
+        assert found[0][1] == ["our-key"] and found[0][2]["our"] == "header"
+        assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
+        assert [body for body, _, _ in official.ask("read", "prepared")] == ["prepared"]
+    assert [body for body, _, _ in official.ask("read", "open")] == ["open"]
+    assert [message.value for message in bridge.read(other, limit=1)] == [b"beside"]
+
+
+def test_what_the_official_client_commits_we_read_and_nothing_that_it_leaves_open(official, open_bridge, topic):
+    half, left = official.ask("half", "theirs"), official.ask("half", "left")
+    consumer = open_bridge().consumer(topic)
+    official.ask("commit", half)
+    (found,) = consumer.poll(timeout=LONG)
+    assert (found.value, found.key) == (b"theirs", b"their-key")
+    assert found.headers["their"] == "header"
+    official.ask("commit", official.ask("half", "end"))
+    assert [message.value for message in consumer.poll(timeout=LONG)] == [b"end"]
+    official.ask("commit", left)
+
+
+def test_a_half_of_the_official_client_is_listed_asked_about_and_can_be_aborted(official, open_bridge, topic):
+    admin = open_bridge(application="observers").admin
+    half = official.ask("half", "left")
+    assert becomes_true(lambda: half in official.ask("asked"))
+    (found,) = [each for each in admin.transactions() if each.transaction == half]
+    assert (found.state, found.partitions, found.token) == ("open", ((topic, 0),), None)
+    assert admin.abort(half) is Outcome.ABORTED
+    assert becomes_true(lambda: half not in [each.transaction for each in admin.transactions()])
+    official.ask("commit", official.ask("half", "end"))
+    assert [body for body, _, _ in official.ask("read", "end")] == ["end"]

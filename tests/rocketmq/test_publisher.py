@@ -1,0 +1,237 @@
+"""Sends without a transaction on a live broker: once each and in order, through all that goes wrong."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from contextlib import suppress
+
+import pytest
+from txnbridge_conformance import faults
+from txnbridge_rocketmq.messages import partition_of
+from txnbridge_rocketmq.publisher import RocketMQPublisher
+
+from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+
+
+@pytest.fixture
+def publisher(rocketmq_broker):
+    """Open a publisher; it is closed in the end, with its connections."""
+    clusters, publishers = [], []
+
+    def opened(url=None, **given):
+        clusters.append(cluster_for(url or rocketmq_broker.url, **given))
+        publishers.append(RocketMQPublisher(clusters[-1]))
+        return publishers[-1]
+
+    yield opened
+    for publisher in publishers:
+        with suppress(TxnBridgeError):  # some have failed
+            publisher.close(Deadline(1))
+    for cluster in clusters:
+        cluster.client.close()
+
+
+@pytest.fixture
+def wide(rocketmq_broker):
+    """A topic with several queues."""
+    name = f"published-{uuid.uuid4().hex[:12]}"
+    rocketmq_broker.create_topic(name, queues=4)
+    return name
+
+
+def send(publisher, topic, value, *, key=None, partition=None, sequence=None, seconds=LONG):
+    publisher.send(topic, value, key, None, partition, None, sequence, Deadline(seconds))
+
+
+def send_all(publisher, topic, values):
+    for value in values:
+        send(publisher, topic, value)
+    publisher.flush(Deadline(LONG))
+
+
+def numbered(count):
+    return [b"%d" % number for number in range(count)]
+
+
+def test_messages_are_stored_once_and_in_order_and_a_closed_publisher_takes_none(publisher, topic, client):
+    plain = publisher()
+    for value in numbered(500):
+        send(plain, topic, value)
+    plain.close(Deadline(LONG))
+    assert bodies(client, topic) == numbered(500)
+    plain.close(Deadline(LONG))
+    with pytest.raises(InvalidState, match="closed"):
+        send(plain, topic, b"late")
+
+
+def test_a_message_is_stored_also_if_nobody_waits_for_it(publisher, topic, client):
+    plain = publisher()
+    for value in numbered(3):
+        send(plain, topic, value)
+    deadline = Deadline(LONG)
+    while bodies(client, topic) != numbered(3):
+        deadline.check("waiting for the messages")
+        time.sleep(0.05)
+
+
+def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, wide):
+    plain = publisher()
+    for number in range(40):
+        send(plain, wide, b"%d" % number, key=b"key-%d" % (number % 7))
+    for number in range(8):
+        send(plain, wide, b"spread-%d" % number)
+    send(plain, wide, b"chosen", partition=3)
+    plain.flush(Deadline(LONG))
+    found: dict[int, list[bytes]] = {}
+    for queue in range(4):
+        found[queue] = everything(plain, wide, queue)
+    for number in range(40):
+        assert b"%d" % number in found[partition_of(b"key-%d" % (number % 7), 4)]
+    assert [sum(body.startswith(b"spread") for body in found[queue]) for queue in range(4)] == [2, 2, 2, 2]
+    assert b"chosen" in found[3]
+
+
+def everything(publisher, topic, queue):
+    from txnbridge_rocketmq.remoting import reading
+
+    client, at, bodies = publisher._cluster.client, 0, []
+    end = client.call("broker-1", reading.max_offset(topic, queue), LONG)
+    while at < end:
+        pulled = client.call("broker-1", reading.pull(topic, queue, at, "tests"), LONG)
+        bodies += [record.payload() for record in pulled.records]
+        at = pulled.next_offset
+    return bodies
+
+
+def test_a_lost_answer_makes_no_copy(rocketmq_broker, publisher, topic, client):
+    with faults.proxy(rocketmq_broker) as proxy:
+        plain = publisher(proxy.url)
+        send_all(plain, topic, [b"0"])
+        hold = proxy.hold(answers="SEND_MESSAGE_V2")
+        send(plain, topic, b"1")
+        hold.answered()
+        proxy.cut()
+        hold.drop()
+        send_all(plain, topic, [b"2"])
+    assert bodies(client, topic) == [b"0", b"1", b"2"]
+
+
+def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_broker, publisher, topic, client):
+    with faults.proxy(rocketmq_broker) as proxy:
+        plain = publisher(proxy.url)
+        send_all(plain, topic, [b"0"])
+        hold = proxy.hold(requests="SEND_MESSAGE_V2")
+        send(plain, topic, b"1")
+        hold.wait()
+        send(plain, topic, b"2")  # behind it
+        proxy.cut()
+        for _ in range(2):
+            with pytest.raises(DeliveryFailed, match="not found"):
+                plain.flush(Deadline(LONG))
+        with pytest.raises(DeliveryFailed):
+            send(plain, topic, b"3")
+        hold.release()
+        hold.answered()
+        with pytest.raises(DeliveryFailed):
+            plain.close(Deadline(LONG))
+    assert bodies(client, topic) == [b"0", b"1"]
+
+
+def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, topic, settings):
+    plain = publisher()
+    settings(brokerRole="SYNC_MASTER", inSyncReplicas=2, minInSyncReplicas=1, slaveTimeout=200)
+    send(plain, topic, b"1")
+    with pytest.raises(DeliveryFailed, match="not as safely"):
+        plain.flush(Deadline(LONG))
+
+
+def test_nothing_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, client):
+    plain = publisher()
+    send_all(plain, topic, [b"0"])
+    rocketmq_broker.pause()
+    try:
+        send(plain, topic, b"1")
+        for call in (plain.flush, plain.close):
+            started = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match="1 messages"):
+                call(Deadline(0.5))
+            assert time.monotonic() - started < 5
+        with pytest.raises(InvalidState):
+            plain.flush(Deadline(1))
+    finally:
+        rocketmq_broker.resume()
+
+
+@pytest.mark.full
+def test_messages_wait_for_a_broker_that_is_away(start_rocketmq, publisher):
+    broker = start_rocketmq()
+    broker.create_topic("kept", queues=1)
+    plain = publisher(broker.url)
+    send_all(plain, "kept", [b"0"])
+    broker.kill()
+    send(plain, "kept", b"1")
+    with pytest.raises(DeadlineExceeded):
+        plain.flush(Deadline(0.5))
+    broker.start()
+    plain.flush(Deadline(90))
+    assert [record.payload() for record in read_all(plain._cluster.client, "kept")] == [b"0", b"1"]
+
+
+def test_there_is_room_for_a_bounded_number_of_messages(rocketmq_broker, publisher, topic):
+    plain = publisher()
+    send_all(plain, topic, [b"0"])
+    rocketmq_broker.pause()
+    try:
+        with pytest.raises(DeadlineExceeded, match="room"):
+            for number in range(3000):
+                send(plain, topic, b"%d" % number, seconds=0.3)
+        assert 500 < number < 3000
+    finally:
+        rocketmq_broker.resume()
+    plain.flush(Deadline(60))
+
+
+def test_a_missing_topic_or_partition_is_named(publisher, topic):
+    plain = publisher()
+    with pytest.raises(NotFound, match="nowhere"):
+        send(plain, "nowhere", b"0")
+    with pytest.raises(NotFound, match="partition 1"):
+        send(plain, topic, b"0", partition=1)
+    with pytest.raises(NotFound, match="from 0"):
+        send(plain, topic, b"0", partition=-1)
+    send_all(plain, topic, [b"0"])
+
+
+def test_a_missing_topic_is_created_where_that_is_allowed(publisher):
+    name = f"published-{uuid.uuid4().hex[:12]}"
+    plain = publisher(create_topics=3)
+    send_all(plain, name, numbered(6))
+    assert len(plain._cluster.topics.look(name, Deadline(LONG))) == 3
+
+
+def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, topic, client):
+    plain = publisher()
+    with pytest.raises(InvalidOption, match="the broker takes 4194304"):
+        send(plain, topic, b"x" * (4194304 + 1))
+    largest = b"x" * 4194304
+    send_all(plain, topic, [largest])
+    assert bodies(client, topic) == [largest]
+
+
+def test_a_sequence_is_refused(publisher, topic):
+    plain = publisher()
+    with pytest.raises(NotSupported, match="sequence"):
+        send(plain, topic, b"0", sequence=0)
+    with pytest.raises(NotSupported, match="sequence"):
+        plain.last_sequence(topic, Deadline(LONG))

@@ -1,0 +1,290 @@
+"""Reading queues of a live broker, alone: order, repeats made for real, and messages of others."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.remoting import Check, Client, End, Membership, end, reading, send
+
+from tests.core.reading_kit import SOON, values
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all
+from tests.rocketmq.reading_kit import (
+    Member,
+    commit,
+    connect_to,
+    member,
+    new_topic,
+    publish,
+    store_half,
+    unique,
+)
+from txnbridge import Bridge
+from txnbridge.errors import InvalidState, NotFound, NotSupported, PositionLost
+from txnbridge.spi import Deadline
+
+NOW = int(time.time() * 1000)
+
+
+@pytest.fixture(scope="module")
+def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
+    with connect_to(rocketmq_broker.url) as bridge:
+        yield bridge
+
+
+# --- order and positions ----------------------------------------------------------------------------------------------
+
+
+def test_every_queue_is_read_in_order_however_long_it_is(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client, 3)
+    for queue in range(3):
+        publish(client, topic, *(b"%d" % number for number in range(100)), queue=queue)
+    with member(bridge, topic) as reader:
+        found = reader.take(300)
+        assert reader.positions() == {(topic, number): (100,) for number in range(3)}
+        assert set(reader.lag(Deadline(SOON)).values()) == {0}
+    for queue in range(3):
+        assert values(m for m in found if m.partition == queue) == [b"%d" % number for number in range(100)]
+
+
+def test_a_reader_waits_at_the_end_and_gets_what_comes_at_once(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    with member(bridge, topic) as reader:
+        assert reader.poll(timeout=0.3) == []
+        publish(client, topic, b"new")
+        began = time.monotonic()
+        assert values(reader.take(1)) == [b"new"]
+        assert time.monotonic() - began < 4  # and not when the broker looks again, which it does each five seconds
+
+
+def test_reading_begins_at_the_latest_or_at_a_time(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"old")
+    for stamp in (NOW + 1, NOW + 2):
+        publish(client, topic, b"%d" % stamp, timestamp=stamp)
+    with member(bridge, topic, start="latest") as latest, member(bridge, topic, start=NOW - 1000) as since:
+        publish(client, topic, b"end")
+        assert latest.up_to(b"end") == []
+        assert since.up_to(b"end") == [b"old", b"%d" % (NOW + 1), b"%d" % (NOW + 2)]
+
+
+def test_a_time_is_that_which_the_sender_set(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    for number in range(40):
+        publish(client, topic, b"%d" % number, timestamp=1_600_000_000_000 + number)
+    with member(bridge, topic, start=1_600_000_000_037) as reader:
+        assert values(reader.take(3)) == [b"37", b"38", b"39"]
+        reader.seek_to_time(1_600_000_000_005, Deadline(SOON))
+        assert values(reader.take(1)) == [b"5"]
+
+
+def test_a_seek_goes_anywhere_that_is_kept(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1", b"2")
+    with member(bridge, topic) as reader:
+        reader.take(3)
+        reader.seek({(topic, 0): (1,)})
+        assert reader.positions() == {(topic, 0): (1,)}
+        assert values(reader.take(2)) == [b"1", b"2"]
+        with pytest.raises(InvalidState, match="is not with this reader"):
+            reader.seek({(topic, 7): (1,)})
+
+
+def test_a_queue_that_ends_before_the_position_is_no_reason_to_begin_again(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0")
+    with member(bridge, topic) as reader:
+        reader.seek({(topic, 0): (9,)})
+        with pytest.raises(PositionLost, match="the queue ends at 1"):
+            reader.until(lambda: False)
+        assert reader.positions() == {(topic, 0): (9,)}
+        reader.seek({(topic, 0): (0,)})
+        assert values(reader.take(1)) == [b"0"]
+
+
+def test_what_was_given_back_comes_again_and_says_so(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1")
+    with member(bridge, topic) as reader:
+        messages = reader.take(2)
+        reader.nack({(topic, 0): [messages[0].position]})
+        assert [(m.value, m.deliveries) for m in reader.take(2)] == [(b"0", 2), (b"1", 2)]
+
+
+def test_a_paused_queue_holds_its_place(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client, 2)
+    with member(bridge, topic) as reader:
+        reader.pause([(topic, 0)])
+        for number in range(3):
+            for queue in range(2):
+                publish(client, topic, b"%d" % number, queue=queue)
+            assert [(m.partition, m.value) for m in reader.take(1)] == [(1, b"%d" % number)]
+        reader.resume([(topic, 0)])
+        assert [(m.partition, m.value) for m in reader.take(3)] == [(0, b"0"), (0, b"1"), (0, b"2")]
+
+
+def test_queues_that_are_added_are_read_from_their_beginning(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    with member(bridge, topic, start="latest") as reader:
+        bridge.admin.grow_topic(topic, 2)
+        publish(client, topic, b"there already", queue=1)
+        assert [(m.partition, m.value) for m in reader.take(1)] == [(1, b"there already")]
+
+
+def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: brokers.RocketMQ) -> None:
+    with connect_to(rocketmq_broker.url, create_topics=0) as bridge:
+        with pytest.raises(NotFound, match="txnbridge topics create"):
+            Member(bridge, unique("missing"))
+
+
+def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    before = set(threading.enumerate())
+    for group in (None, unique("group")):
+        with member(bridge, topic, group) as reader:
+            reader.until(lambda reader=reader: reader.positions())
+    assert becomes_true(lambda: set(threading.enumerate()) <= before)
+
+
+@pytest.mark.full
+def test_a_reader_goes_on_behind_a_broker_that_was_killed(start_rocketmq: Callable[..., brokers.RocketMQ]) -> None:
+    broker = start_rocketmq(start_timeout=300)
+    group = unique("group")
+    with connect_to(broker.url) as bridge:
+        topic = unique("read")
+        bridge.admin.create_topic(topic, 2)
+        with member(bridge, topic) as alone, member(bridge, topic, group) as grouped:
+            cluster = alone.cluster
+            publish(cluster.client, topic, b"before")
+            assert [values(each.take(1)) for each in (alone, grouped)] == [[b"before"]] * 2
+            broker.kill()
+            assert [each.poll(timeout=0.2) for each in (alone, grouped)] == [[], []]
+            broker.start()
+            assert becomes_true(lambda: _publishes(cluster.client, topic, b"behind"))
+            assert [values(each.take(1)) for each in (alone, grouped)] == [[b"behind"]] * 2
+
+
+def _publishes(client: Client, topic: str, value: bytes) -> bool:
+    try:
+        publish(client, topic, value)
+    except remoting.RemotingError as error:
+        if error.may_have_had_effect:
+            raise
+        return False
+    return True
+
+
+# --- repeats ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_half_that_was_committed_again_and_again_is_one_message(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    with member(bridge, topic) as reader:
+        for number in range(5):
+            commit(client, store_half(client, topic, b"%d" % number), times=3)
+        publish(client, topic, b"end")
+        assert reader.up_to(b"end") == [b"%d" % number for number in range(5)]
+        assert set(reader.lag(Deadline(SOON)).values()) == {0}
+    assert len(read_all(client, topic)) == 16
+
+
+def test_who_begins_between_a_message_and_its_repeat_does_not_see_the_repeat(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    half, late = store_half(client, topic, b"early"), store_half(client, topic, b"late")
+    commit(client, half)
+    publish(client, topic, b"between")
+    with member(bridge, topic, start="latest") as reader:
+        reader.until(lambda: reader.positions())
+        commit(client, half, times=2)
+        commit(client, late)
+        publish(client, topic, b"end")
+        assert reader.up_to(b"end") == [b"late"]
+    for start in range(1, 6):
+        with member(bridge, topic) as reader:
+            reader.seek({(topic, 0): (start,)})
+            assert reader.up_to(b"end") == {1: [b"between", b"late"]}.get(start, [b"late"] if start < 5 else [])
+
+
+def test_two_halves_of_one_message_are_one_message(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    transaction = unique("transaction")
+    halves = [store_half(client, topic, b"once", transaction=transaction, number=7) for _ in range(2)]
+    halves += [store_half(client, topic, b"the next", transaction=transaction, number=8)]
+    for half in halves:
+        commit(client, half)
+    publish(client, topic, b"end")
+    with member(bridge, topic) as reader:
+        assert reader.up_to(b"end") == [b"once", b"the next"]
+
+
+def test_a_commit_behind_an_abort_and_a_copy_that_a_check_made_are_still_one_message(
+    bridge: Bridge, rocketmq_broker: brokers.RocketMQ
+) -> None:
+    checked: list[Check] = []
+    group = unique("producers")
+
+    def publish_again(checks: Sequence[Check]) -> None:
+        for check in checks:
+            threading.Thread(target=client.call, args=(BROKER, end(check.half, End.COMMIT, True), LONG)).start()
+        checked.extend(checks)
+
+    address = rocketmq_broker.url.removeprefix("rocketmq://")
+    with Client([address], on_checks=publish_again) as client:
+        client.join(Membership(producers=frozenset({group})), LONG)
+        topic = new_topic(client)
+        half = store_half(client, topic, b"once", group=group)
+        assert becomes_true(lambda: bool(checked))  # the broker has copied the half, and publishes the copy
+        client.call(BROKER, end(half, End.ABORT, True), LONG)
+        commit(client, half)
+        with member(bridge, topic) as reader:
+            found = reader.take(1)
+            assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) >= 2)
+            publish(client, topic, b"end")
+            assert values(found) + reader.up_to(b"end") == [b"once"]
+        for start in (1, 2):
+            with member(bridge, topic) as reader:
+                reader.seek({(topic, 0): (start,)})
+                assert reader.up_to(b"end") == []
+
+
+# --- messages of others -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_foreign_producer_compressed_is_unpacked(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    plain = send(remoting.Message(topic, b"?", {"colour": "red"}, ["k1"], "tag"), "others", 0)
+    zipped = dataclasses.replace(plain, fields={**plain.fields, "f": "1"}, body=zlib.compress(b"long" * 2000))
+    client.call(BROKER, zipped, LONG)
+    with member(bridge, topic) as reader:
+        (message,) = reader.take(1)
+    assert message.value == b"long" * 2000
+    assert (message.key, message.headers["colour"]) == (b"k1", "red")
+
+
+def test_what_cannot_be_unpacked_is_neither_skipped_nor_handed_out(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    plain = send(remoting.Message(topic, b"not lz4"), "others", 0)
+    client.call(BROKER, dataclasses.replace(plain, fields={**plain.fields, "f": str(0x101)}), LONG)
+    publish(client, topic, b"behind")
+    with member(bridge, topic) as reader:
+        for _ in range(2):
+            with pytest.raises(NotSupported, match=r"LZ4.*\(1,\)"):
+                reader.until(lambda: False)
+        reader.seek({(topic, 0): (1,)})
+        assert values(reader.take(1)) == [b"behind"]
+
+
+def test_foreign_halves_with_one_id_are_different_messages(bridge: Bridge, client: Client) -> None:
+    topic = new_topic(client)
+    for body in (b"one", b"two"):  # forked processes of the official client make the same ids
+        message = remoting.Message(topic, body, unique_key="0" * 32)
+        stored = client.call(BROKER, remoting.send_half(message, "others", 0), LONG)
+        commit(client, remoting.half_of(topic, "others", stored))
+    with member(bridge, topic) as reader:
+        assert values(reader.take(2)) == [b"one", b"two"]

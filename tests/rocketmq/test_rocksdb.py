@@ -1,0 +1,147 @@
+"""A broker that keeps halves in RocksDB: they are found by their keys there, and end as they are decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
+from txnbridge_rocketmq.checks import Checks
+from txnbridge_rocketmq.marks import Mark, unique_key
+from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC, Client, Record, reading
+
+from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
+from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.writing_kit import broker_of, flush, numbered, prepare
+from txnbridge import Bridge, Capability, NotSupported, Outcome
+from txnbridge.spi import Deadline, Token
+from txnbridge.testing import Child
+
+Open = Callable[..., Bridge]
+
+
+@pytest.fixture(scope="module")
+def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
+    return start_shared(settings={"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"})
+
+
+@pytest.fixture
+def one(client: Client) -> str:
+    return new_topic(client)
+
+
+def halves(client: Client, topic: str) -> int:
+    """How many were ever stored in a half topic."""
+    return client.call(BROKER, reading.max_offset(topic, 0), LONG)
+
+
+def test_halves_wait_there_and_what_cannot_be_done_with_them_is_said(
+    open_bridge: Open, client: Client, one: str
+) -> None:
+    bridge = open_bridge()
+    with bridge.transaction() as txn:
+        txn.send_many(one, numbered(3))
+        flush(txn)
+        assert halves(client, ROCKSDB_HALF_TOPIC) >= 3
+        assert halves(client, HALF_TOPIC) == 0
+    assert bodies(client, one) == numbered(3)
+    for capability in (Capability.LIST_OPEN, Capability.END_OPEN):
+        assert "RocksDB" in bridge.capabilities[capability].note
+    with pytest.raises(NotSupported, match="RocksDB"):
+        bridge.admin.transactions()
+
+
+def test_what_is_aborted_is_never_seen_and_not_asked_about_for_ever(
+    open_bridge: Open, client: Client, one: str
+) -> None:
+    bridge = open_bridge()
+    with bridge.transaction() as txn:
+        txn.send(one, b"never")
+        flush(txn)
+        txn.abort()
+    with bridge.transaction() as txn:
+        txn.send(one, b"seen")
+    assert becomes_true(lambda: bodies(client, one) == [b"seen"])
+
+
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_a_token_ends_what_waits_there_from_another_process_after_a_kill_of_the_broker(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str, decision: str
+) -> None:
+    token = prepare(open_bridge(), one, *numbered(4))
+    rocketmq_broker.restart()
+    other = open_bridge()
+    outcome = other.commit(token) if decision == "commit" else other.abort(token)
+    assert outcome is (Outcome.COMMITTED if decision == "commit" else Outcome.ABORTED)
+    assert open_bridge().status(token).state.value == outcome.value
+    assert bodies(client, one) == (numbered(4) if decision == "commit" else [])
+
+
+def test_what_a_dead_owner_decided_is_published_by_others_once_and_in_order(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str
+) -> None:
+    with faults.proxy(rocketmq_broker) as proxy, Child(writing_kit.commit_some, proxy.url, [one], 4) as child:
+        held = proxy.hold(requests="END_TRANSACTION", count=None)
+        held.wait()
+        child.kill()
+        held.drop()
+    open_bridge()  # of the same application: the broker asks it
+    assert becomes_true(lambda: len(bodies(client, one)) >= 4)
+    assert bodies(client, one) == numbered(4)
+
+
+@pytest.mark.full  # a broker is patient, and is restarted
+def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_patience_and_the_doctor_says_so(
+    rocketmq_broker: brokers.RocketMQ,
+    settings: Callable[..., None],
+    open_bridge: Open,
+    client: Client,
+    one: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings(transactionCheckMax=4)
+    application, id, owned = unique("application"), unique("owner"), new_topic(client)
+    given_up = [
+        left_decided(rocketmq_broker.url, [one], 3, 2.0, None, application),
+        left_decided(rocketmq_broker.url, [owned], 3, 2.0, id, application),
+    ]
+    asked = Counter[str]()
+
+    def stay_silent(checks: Checks, transaction: str, halves: Sequence[Record]) -> bool:
+        asked[transaction] += 1
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checks, "_settles", stay_silent)
+        later = prepared(open_bridge(timeout=2), client)
+        # It was asked once more than that; and so was what is older, though nobody heard it.
+        assert becomes_true(lambda: asked[later] == 5)
+        heir = open_bridge(application=application, timeout=2)
+        last = prepared(heir, client)
+        assert becomes_true(lambda: asked[last] == 2)
+    assert not asked.keys() & given_up
+    key = unique_key(one, Mark(given_up[0], 0))
+    assert client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG) == []
+    assert bodies(client, one) == bodies(client, owned) == []
+    open_bridge(transactional_id=id, application=application)
+    assert (bodies(client, one), bodies(client, owned)) == ([], numbered(3))
+    assert any("stays unpublished" in each.text for each in broker_of(heir).admin.check(Deadline(LONG)))
+    settings(transactionCheckMax=1000)  # what a broker is told so, it also writes to its file
+    rocketmq_broker.restart()
+    assert becomes_true(lambda: bodies(client, one) == numbered(3))
+
+
+def left_decided(*what: Any) -> str:
+    """A transaction whose owner died when it was committed, and before anything of it was published."""
+    with Child(writing_kit.commit_some, *what, kill="step:publish/before") as child:
+        child.stopped()
+    return str(child.told())
+
+
+def prepared(bridge: Bridge, client: Client) -> str:
+    """A transaction that the broker is going to ask about."""
+    return Token.parse(prepare(bridge, new_topic(client), b"1", hold=1)).transaction

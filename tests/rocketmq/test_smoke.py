@@ -1,0 +1,39 @@
+"""RocketMQ in every run: one node, and of each kind of promise the test that would fail first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
+from txnbridge_conformance.plugin import topic  # noqa: F401
+from txnbridge_conformance.suite import (  # noqa: F401
+    test_a_processor_passes_every_message_on_once,
+    test_all_topics_and_partitions_of_a_committed_transaction_are_seen,
+    test_another_process_ends_what_a_killed_one_prepared,
+    test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
+)
+
+from tests.rocketmq import test_writing
+from tests.rocketmq.reading_kit import new_topic
+
+pytestmark = pytest.mark.timeout(600)  # the first start fetches RocketMQ
+
+
+@pytest.fixture(scope="module")
+def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
+    """Gone with this module: brokers do not run beside each other."""
+    with rocketmq_or_skip() as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def txnbridge_url(rocketmq_broker: brokers.RocketMQ) -> str:
+    return rocketmq_broker.url
+
+
+def test_ends_that_come_late_publish_nothing_again(rocketmq_broker, open_bridge, client):
+    test_writing.test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
+        rocketmq_broker, open_bridge(), client, new_topic(client)
+    )

@@ -1,0 +1,31 @@
+"""RocketMQ passes the whole suite."""
+
+from collections import Counter
+
+import pytest
+from txnbridge_conformance.plugin import topic  # noqa: F401
+from txnbridge_conformance.suite import *  # noqa: F403
+from txnbridge_rocketmq.remoting import Client, reading
+
+from tests.rocketmq.kit import BROKER, LONG
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_was_published_twice(rocketmq_broker, administrator):
+    """Our readers would drop what comes twice; other clients would not."""
+    yield
+    found: Counter[tuple[str, str]] = Counter()
+    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+        for name in (each.name for each in administrator.admin.topics() if each.name.startswith("conformance-")):
+            for (_, queue), (_, (end,)) in administrator.admin.bounds(name).items():
+                found.update(unique_keys(client, name, queue, end))
+    twice = [key for key, times in found.items() if times > 1]
+    assert twice == []
+
+
+def unique_keys(client, topic, queue, end):  # noqa: F811
+    at = client.call(BROKER, reading.min_offset(topic, queue), LONG)
+    while at < end:
+        pulled = client.call(BROKER, reading.pull(topic, queue, at, "counting"), LONG)
+        yield from ((topic, record.unique_key) for record in pulled.records)
+        at = max(at, pulled.next_offset)

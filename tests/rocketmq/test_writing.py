@@ -1,0 +1,638 @@
+"""A writer's transactions, as a live broker and a plain client see them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers, faults
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
+from txnbridge_rocketmq.checks import Checks
+from txnbridge_rocketmq.ends import Ender, Line
+from txnbridge_rocketmq.marks import Mark, origin_of, unique_key
+from txnbridge_rocketmq.remoting import (
+    DISCARDED_TOPIC,
+    Answer,
+    Client,
+    Message,
+    NotDurable,
+    Record,
+    TimedOut,
+    reading,
+    send,
+)
+
+from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
+from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.writing_kit import broker_of, copies, flush, numbered, prepare, times_asked
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Capability,
+    DeliveryFailed,
+    Fenced,
+    InvalidOption,
+    Outcome,
+    OutcomeUnknown,
+    TokenState,
+)
+from txnbridge.spi import Deadline, Token
+from txnbridge.testing import Child
+
+Open = Callable[..., Bridge]
+
+
+@pytest.fixture
+def bridge(open_bridge: Open) -> Bridge:
+    return open_bridge()
+
+
+@pytest.fixture
+def one(client: Client) -> str:
+    return new_topic(client)
+
+
+@pytest.fixture
+def two(client: Client) -> str:
+    return new_topic(client)
+
+
+@pytest.fixture
+def proxy(rocketmq_broker: brokers.RocketMQ) -> Iterator[faults.Proxy]:
+    with faults.proxy(rocketmq_broker) as found:
+        yield found
+
+
+@contextmanager
+def lost(proxy: faults.Proxy, **what: Any) -> Iterator[None]:
+    """The next request or answer of a kind never arrives, and all connections end."""
+    held = proxy.hold(**what)
+
+    def lose() -> None:
+        held.wait()
+        held.drop()
+        proxy.cut()
+
+    with ThreadPoolExecutor(1) as other:
+        losing = other.submit(lose)
+        try:
+            yield
+        finally:
+            losing.result()
+
+
+# --- plain transactions ---------------------------------------------------------------------------------------------
+
+
+def test_three_messages_over_two_topics_are_seen_when_they_are_committed(
+    bridge: Bridge, client: Client, one: str, two: str
+) -> None:
+    with bridge.transaction() as txn:
+        txn.send(one, b"1")
+        txn.send(two, b"2")
+        txn.send(two, b"3")
+        flush(txn)
+        assert (bodies(client, one), bodies(client, two)) == ([], [])
+    assert txn.outcome is Outcome.COMMITTED
+    assert (bodies(client, one), bodies(client, two)) == ([b"1"], [b"2", b"3"])
+
+
+def test_what_is_aborted_is_never_seen(bridge: Bridge, client: Client, one: str) -> None:
+    with bridge.transaction() as txn:
+        txn.send(one, b"never")
+        flush(txn)
+        txn.abort()
+    with pytest.raises(ZeroDivisionError), bridge.transaction() as txn:
+        txn.send(one, b"never")
+        1 / 0  # noqa: B018
+    assert bodies(client, one) == []
+
+
+def test_a_reader_sees_a_part_of_a_transaction_while_it_is_published(
+    open_bridge: Open, proxy: faults.Proxy, client: Client, one: str
+) -> None:
+    bridge = open_bridge(proxy.url, application=unique("alone"))  # so nobody else is asked, and publishes the others
+
+    def write() -> Outcome | None:
+        with bridge.transaction() as txn:
+            txn.send_many(one, numbered(3))
+        return txn.outcome
+
+    with ThreadPoolExecutor(1) as pool:
+        first = proxy.hold(requests="END_TRANSACTION")
+        writing = pool.submit(write)
+        first.wait()
+        others = proxy.hold(requests="END_TRANSACTION", count=None)
+        first.release()
+        others.wait()
+        assert bodies(client, one) == [b"0"]
+        others.release()
+        assert writing.result(LONG) is Outcome.COMMITTED
+    assert bodies(client, one) == numbered(3)
+    assert not bridge.capabilities[Capability.ISOLATION]
+
+
+def test_messages_of_one_queue_come_in_the_order_in_which_they_were_sent(
+    bridge: Bridge, client: Client, one: str, two: str
+) -> None:
+    with bridge.transaction() as txn:
+        for value in numbered(300):
+            txn.send(one, value)
+            txn.send(two, value)
+    assert bodies(client, one) == bodies(client, two) == numbered(300)
+
+
+def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_same_hash(
+    open_bridge: Open, client: Client, one: str
+) -> None:
+    token = prepare(open_bridge(), one, b"1")
+    assert open_bridge().commit(token) is Outcome.COMMITTED
+    key = unique_key(one, Mark(Token.parse(token).transaction, 0))
+    # The broker's index knows of "…ab" only 31 * a + b.
+    same_hash = key[:-2] + chr(ord(key[-2]) - 1) + chr(ord(key[-1]) + 31)
+    client.call(BROKER, send(Message(one, b"2", unique_key=same_hash), "tests", 0), LONG)
+    assert becomes_true(lambda: bool(client.call(BROKER, reading.by_unique_key(one, same_hash), LONG)))
+    assert open_bridge().commit(token) is Outcome.COMMITTED
+    assert bodies(client, one) == [b"1", b"2"]
+
+
+def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(
+    bridge: Bridge, client: Client, one: str
+) -> None:
+    with bridge.transaction() as txn:
+        for value in numbered(5):
+            txn.send(one, value)
+        flush(txn)
+        # The broker has looked at them by then, and refuses ends from those who may not know what became of them.
+        assert becomes_true(lambda: len(copies(client, one, txn.id)) > 1)
+        time.sleep(2)
+        txn.send(one, b"5")
+    assert bodies(client, one) == numbered(6)
+
+
+def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
+    open_bridge: Open, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
+    answered: list[bool] = []
+    settles = Checks._settles
+
+    def settle(checks: Checks, transaction: str, halves: Sequence[Record]) -> bool:
+        answered.append(settles(checks, transaction, halves))
+        return answered[-1]
+
+    def be_asked(*_: object) -> bool:
+        assert becomes_true(lambda: len(answered) > 1)
+        return False  # what was stored so long ago is no owner's alone
+
+    monkeypatch.setattr(Checks, "_settles", settle)
+    with monkeypatch.context() as patched:
+        patched.setattr(Ender, "publish_fresh", be_asked)
+        with bridge.transaction() as txn:
+            txn.send(one, b"1")
+    assert answered[:2] == [False, False]
+    assert bodies(client, one) == [b"1"]
+
+
+def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_commit(
+    bridge: Bridge, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txnbridge_rocketmq.writer._MOST_MESSAGES", 3)
+    with bridge.transaction() as txn:
+        for value in numbered(3):
+            txn.send(one, value)
+        with pytest.raises(InvalidOption, match="at most 3"):
+            txn.send(one, b"refused")
+    assert bodies(client, one) == numbered(3)
+
+
+def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit(
+    bridge: Bridge, client: Client, one: str
+) -> None:
+    with bridge.transaction() as txn:
+        txn.send(one, b"1")
+        with pytest.raises(InvalidOption, match="bytes"):
+            txn.send(one, b"x" * (4 * 1024 * 1024 + 1))
+        with pytest.raises(InvalidOption, match="headers"):
+            txn.send(one, b"2", headers={"h": "x" * 40_000})
+    assert bodies(client, one) == [b"1"]
+
+
+def test_a_transaction_that_may_outlive_its_halves_is_refused(
+    settings: Callable[..., None], open_bridge: Open, one: str
+) -> None:
+    settings(transactionCheckMax=5)
+    bridge = open_bridge(timeout=30)
+    with bridge.transaction(timeout=4) as txn:
+        txn.send(one, b"1")
+    with bridge.transaction(timeout=10) as txn:
+        with pytest.raises(InvalidOption, match="transactionCheckMax"):
+            txn.send(one, b"2")
+        txn.abort()
+
+
+# --- who owns an id -------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_owner_shuts_out_the_older_in_the_middle_of_a_transaction(
+    open_bridge: Open, client: Client, one: str
+) -> None:
+    id = unique("owner")
+    older = open_bridge(transactional_id=id)
+    with pytest.raises(Fenced), older.transaction() as txn:
+        txn.send(one, b"zombie")
+        newer = open_bridge(transactional_id=id)
+    assert txn.outcome is Outcome.ABORTED
+    with newer.transaction() as txn:
+        txn.send(one, b"newer")
+    assert bodies(client, one) == [b"newer"]
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_commits_from_another_process_what_a_killed_one_prepared(
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str, two: str
+) -> None:
+    with Child(writing_kit.prepare_some, rocketmq_broker.url, [one, two], 3, 60.0, kill="status/before") as child:
+        token = child.told()
+        child.stopped()
+    assert bridge.status(token).state is TokenState.PREPARED
+    assert bodies(client, one) == []
+    assert bridge.commit(token) is Outcome.COMMITTED
+    assert bodies(client, one) == bodies(client, two) == numbered(3)
+
+
+def test_a_second_commit_and_an_abort_after_it_change_nothing(
+    open_bridge: Open, bridge: Bridge, client: Client, one: str
+) -> None:
+    token, other = prepare(bridge, one, b"once"), open_bridge()
+    assert [bridge.commit(token), other.commit(token), other.abort(token), bridge.commit(token)] == [
+        Outcome.COMMITTED
+    ] * 4
+    assert bodies(client, one) == [b"once"]
+
+
+def test_a_commit_after_an_abort_publishes_nothing(open_bridge: Open, bridge: Bridge, client: Client, one: str) -> None:
+    token, other = prepare(bridge, one, b"never"), open_bridge()
+    assert [bridge.abort(token), other.commit(token), bridge.commit(token)] == [Outcome.ABORTED] * 3
+    assert bodies(client, one) == []
+
+
+def test_a_token_of_many_messages_is_short(bridge: Bridge, client: Client, one: str, two: str) -> None:
+    with bridge.transaction(prepare=True, hold=60) as txn:
+        for value in numbered(200):
+            txn.send(one, value)
+            txn.send(two, value)
+    assert len(str(txn.token)) < 400
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+    assert bodies(client, one) == bodies(client, two) == numbered(200)
+
+
+def test_what_the_broker_has_asked_about_again_and_again_is_committed_once_by_its_token(
+    bridge: Bridge, client: Client, one: str
+) -> None:
+    with bridge.transaction(prepare=True, hold=60) as txn:
+        txn.send(one, b"1")
+    # Undecided, and so it is asked again, of a new copy each time.
+    assert becomes_true(lambda: times_asked(client, one, txn.id) >= 2)
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+    # One that was sent later has been asked about: so the broker would have asked about this one again before.
+    with bridge.transaction(prepare=True, hold=60) as later:
+        later.send(one, b"later")
+    assert becomes_true(lambda: times_asked(client, one, later.id) >= 2)
+    assert bodies(client, one) == [b"1"]
+    bridge.abort(str(later.token))
+
+
+def test_what_nobody_ends_is_aborted_when_its_time_is_over(bridge: Bridge, client: Client, one: str) -> None:
+    with bridge.transaction(timeout=1, prepare=True, hold=0.5) as txn:
+        txn.send(one, b"forgotten")
+    assert becomes_true(lambda: bridge.status(str(txn.token)).state is TokenState.ABORTED)
+    assert bridge.commit(str(txn.token)) is Outcome.ABORTED
+    assert bodies(client, one) == []
+
+
+def test_bridges_that_commit_the_same_tokens_at_once_publish_each_message_once(
+    open_bridge: Open, client: Client, one: str
+) -> None:
+    rivals = [open_bridge() for _ in range(3)]
+    tokens = [prepare(rivals[0], one, value) for value in numbered(8)]
+    with ThreadPoolExecutor(6) as pool:
+        told = list(pool.map(lambda job: job[0].commit(job[1]), [(r, t) for t in tokens for r in (*rivals, *rivals)]))
+    assert set(told) == {Outcome.COMMITTED}
+    assert sorted(bodies(client, one)) == numbered(8)
+
+
+# --- the failure table ----------------------------------------------------------------------------------------------
+
+
+def test_a_message_whose_answer_is_lost_aborts_all(
+    open_bridge: Open, proxy: faults.Proxy, bridge: Bridge, client: Client, one: str, two: str
+) -> None:
+    by_proxy = open_bridge(proxy.url)
+    with by_proxy.transaction() as txn:
+        txn.send(one, b"first")
+    with pytest.raises(DeliveryFailed), by_proxy.transaction() as txn:
+        txn.send(one, b"never")
+        flush(txn)
+        txn.send(two, b"never")
+        with lost(proxy, answers="SEND_MESSAGE_V2"):
+            flush(txn)
+    assert txn.outcome is Outcome.ABORTED
+    # What was stored without an answer is asked about, and aborted by what stands in the log.
+    assert becomes_true(lambda: times_asked(client, two, txn.id) >= 1)
+    assert (bodies(client, one), bodies(client, two)) == ([b"first"], [])
+
+
+def test_a_message_that_is_plainly_refused_aborts_all(
+    bridge: Bridge, settings: Callable[..., None], client: Client, one: str, two: str
+) -> None:
+    with pytest.raises(DeliveryFailed, match="sending a message"), bridge.transaction() as txn:
+        txn.send(one, b"never")
+        flush(txn)
+        settings(rejectTransactionMessage="true")
+        txn.send(two, b"never")
+    assert txn.outcome is Outcome.ABORTED
+    settings(rejectTransactionMessage="false")
+    with bridge.transaction() as txn:
+        txn.send(two, b"1")
+    assert (bodies(client, one), bodies(client, two)) == ([], [b"1"])
+
+
+def test_a_message_that_a_paused_broker_does_not_answer_in_time_aborts_all(
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+) -> None:
+    with bridge.transaction() as txn:
+        txn.send(one, b"first")
+    try:
+        with pytest.raises(DeliveryFailed, match="no answer"), bridge.transaction(timeout=2) as txn:
+            txn.send(one, b"never")
+            rocketmq_broker.pause()
+            assert becomes_true(lambda: is_silent(client, one))  # its threads do not all stop at once
+    finally:
+        rocketmq_broker.resume()
+    assert txn.outcome is Outcome.ABORTED
+    # The broker stores it when it wakes, and is told that it is aborted when it asks.
+    assert becomes_true(lambda: bool(copies(client, one, txn.id)))
+    assert becomes_true(lambda: decision(bridge, client, one, txn.id) == "abort")
+    assert bodies(client, one) == [b"first"]
+
+
+def is_silent(client: Client, topic: str) -> bool:
+    try:
+        client.call(BROKER, reading.max_offset(topic, 0), 0.2)
+    except TimedOut:
+        return True
+    return False
+
+
+def test_local_work_is_not_begun_while_a_message_is_not_plainly_stored(
+    bridge: Bridge, settings: Callable[..., None], client: Client, one: str
+) -> None:
+    local_work: list[str] = []
+
+    def write() -> None:
+        with bridge.transaction(prepare=True, hold=60) as txn:
+            txn.send(one, b"1")
+        local_work.append("done")
+        assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+
+    settings(rejectTransactionMessage="true")
+    with pytest.raises(DeliveryFailed):
+        write()
+    assert local_work == []
+    settings(rejectTransactionMessage="false")
+    write()
+    assert local_work == ["done"]
+    assert bodies(client, one) == [b"1"]
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["in the block", "with the token in hand"])
+def test_local_work_that_raises_aborts_what_it_was_to_decide(
+    bridge: Bridge, client: Client, one: str, prepared: bool
+) -> None:
+    txn: Any = None
+
+    def write() -> None:
+        nonlocal txn
+        with bridge.transaction(prepare=True, hold=60) as txn:
+            txn.send(one, b"never")
+            flush(txn)
+            assert prepared or 1 / 0
+        try:
+            1 / 0  # noqa: B018
+        except ZeroDivisionError:
+            bridge.abort(str(txn.token))
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        write()
+    assert decision(bridge, client, one, txn.id) == "abort"
+    assert bodies(client, one) == []
+
+
+def test_a_message_that_is_stored_but_not_as_asked_aborts_all(
+    bridge: Bridge, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DeliveryFailed, match="not as safely"), bridge.transaction() as txn:
+        txn.send(one, b"1")
+        txn.send(one, b"2")
+        flush(txn)
+        second = txn._writer._halves._sent[1]  # type: ignore[attr-defined]
+        second.stored = None
+        monkeypatch.setattr(
+            second.call, "result", raises(NotDurable(Answer.FLUSH_DISK_TIMEOUT, "", "sending", "0" * 32))
+        )
+        flush(txn)
+    assert txn.outcome is Outcome.ABORTED
+    assert bodies(client, one) == []
+
+
+def raises(error: Exception) -> Callable[[], None]:
+    def result() -> None:
+        raise error
+
+    return result
+
+
+def test_an_owner_that_dies_before_the_decision_has_published_nothing_and_never_will(
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+) -> None:
+    with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, 3.0, kill="step:decide/before") as child:
+        transaction = child.told()
+        child.stopped()
+    assert becomes_true(lambda: decision(bridge, client, one, transaction) == "abort")
+    assert bodies(client, one) == []
+
+
+def decision(bridge: Bridge, client: Client, topic: str, transaction: str) -> str | None:
+    """What stands in the log about a transaction, found by what its half says."""
+    origin = origin_of(copies(client, topic, transaction)[0])
+    assert origin is not None
+    ledger = broker_of(bridge)._cluster.context.ledger(writing_kit.APPLICATION, transaction.rsplit("/", 2)[0])
+    claim = ledger.decided(transaction, Deadline(30), log=origin.log)
+    return claim.decision.value if claim else None
+
+
+@pytest.mark.parametrize("ended", [0, 2], ids=["before it published anything", "when it had published some"])
+def test_what_an_owner_decided_and_did_not_publish_others_publish_once_and_in_order(
+    rocketmq_broker: brokers.RocketMQ,
+    proxy: faults.Proxy,
+    bridge: Bridge,
+    client: Client,
+    one: str,
+    two: str,
+    ended: int,
+) -> None:
+    with Child(writing_kit.commit_some, proxy.url, [one, two], 4) as child:
+        # Of each topic one message is ended at a time.
+        first = proxy.hold(requests="END_TRANSACTION", count=ended or 2)
+        first.wait()
+        others = proxy.hold(requests="END_TRANSACTION", count=None)
+        if ended:
+            first.release()
+            others.wait()
+        child.kill()
+    for held in (first, others):
+        held.drop()
+    assert becomes_true(lambda: len(bodies(client, one) + bodies(client, two)) >= 8)
+    assert bodies(client, one) == bodies(client, two) == numbered(4)
+
+
+@pytest.mark.parametrize("what", ["requests", "answers"])
+def test_ends_that_are_lost_on_their_way_are_made_good_by_their_owner(
+    open_bridge: Open, proxy: faults.Proxy, client: Client, one: str, what: str
+) -> None:
+    by_proxy = open_bridge(proxy.url)
+    with by_proxy.transaction() as txn:
+        txn.send(one, b"0")
+    with lost(proxy, **{what: "END_TRANSACTION"}), by_proxy.transaction() as txn:
+        txn.send_many(one, [b"1", b"2"])
+    assert txn.outcome is Outcome.COMMITTED
+    assert bodies(client, one) == numbered(3)
+
+
+def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_it_is_published(
+    open_bridge: Open, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
+
+    def swallow(ender: Ender, lines: Sequence[Line], *_: object) -> None:
+        for line in lines:
+            line.halves.clear()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ender, "_end_lines", swallow)
+        unknown = pytest.raises(OutcomeUnknown, match="may not be published")
+        with unknown as caught, bridge.transaction(timeout=2) as txn:
+            txn.send_many(one, numbered(3))
+        assert txn.outcome is Outcome.UNKNOWN
+        assert bodies(client, one) == []
+    token = str(caught.value.token)
+    assert becomes_true(lambda: bridge.status(token).state is TokenState.COMMITTED)  # by what the broker asks us
+    assert bodies(client, one) == numbered(3)
+
+
+def test_an_owner_that_slept_until_others_published_adds_nothing_when_it_wakes(
+    rocketmq_broker: brokers.RocketMQ, bridge: Bridge, client: Client, one: str
+) -> None:
+    with Child(writing_kit.commit_some, rocketmq_broker.url, [one], 3, pause="step:publish/before") as sleeper:
+        sleeper.told()
+        sleeper.stopped()
+        # Only half of the questions come to us while it sleeps.
+        assert becomes_true(lambda: len(bodies(client, one)) == 3, 60)
+        sleeper.resume()
+        assert sleeper.result() == "committed"
+    assert bodies(client, one) == numbered(3)
+
+
+# --- what the broker forgets, repeats and discards ------------------------------------------------------------------
+
+
+@pytest.mark.timeout(180)
+def test_a_bridge_that_comes_while_the_broker_restarts_waits_for_it(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open
+) -> None:
+    rocketmq_broker.kill()
+    try:
+        # The name server knows of no broker, once it has noticed.
+        assert becomes_true(lambda: fails_to_connect(open_bridge, "no broker was known to the name server"))
+    finally:
+        with ThreadPoolExecutor(1) as pool:
+            opening = pool.submit(open_bridge, timeout=60)
+            rocketmq_broker.start()
+            bridge = opening.result()
+    assert bridge.cluster
+
+
+def fails_to_connect(open_bridge: Open, text: str) -> bool:
+    with pytest.raises(BrokerUnavailable) as caught:
+        open_bridge(timeout=1)
+    return text in str(caught.value)
+
+
+def test_tokens_are_prepared_after_a_kill_of_the_broker_and_end_as_decided(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: Open, client: Client, one: str, two: str
+) -> None:
+    bridge = open_bridge()
+    kept, given_up = prepare(bridge, one, *numbered(4)), prepare(bridge, two, *numbered(4))
+    rocketmq_broker.restart()
+    other = open_bridge()
+    assert [other.status(token).state for token in (kept, given_up)] == [TokenState.PREPARED] * 2
+    assert (other.abort(given_up), other.commit(kept)) == (Outcome.ABORTED, Outcome.COMMITTED)
+    assert [bridge.status(token).state for token in (kept, given_up)] == [TokenState.COMMITTED, TokenState.ABORTED]
+    # One that was sent later has been asked about twice: so what is open of these has been, too.
+    later = Token.parse(prepare(other, one, b"later")).transaction
+    assert becomes_true(lambda: times_asked(client, one, later) >= 2)
+    assert (bodies(client, one), bodies(client, two)) == (numbered(4), [])
+
+
+@pytest.mark.full  # brings its own broker, and kills it
+def test_what_a_killed_broker_asks_about_again_is_not_published_again(
+    start_rocketmq: StartRocketMQ, open_bridge: Open
+) -> None:
+    """Which halves have ended it notes only now and then; of the last ones it has forgotten that."""
+    slow_notes = {
+        "transactionOpMsgMaxSize": "4096",
+        "transactionOpBatchInterval": "3000",
+        "transactionTimeOut": "4000",
+    }
+    with start_rocketmq(settings=slow_notes) as broker:
+        bridge = open_bridge(broker.url)
+        with Client([broker.url.removeprefix("rocketmq://")]) as client:
+            topic = new_topic(client)
+            tokens = [prepare(bridge, topic, b"token %d" % number, hold=600) for number in range(3)]
+            for number in range(30):
+                with bridge.transaction() as txn:
+                    txn.send(topic, b"%d" % number)
+            broker.kill()
+            broker.start()
+            assert [bridge.commit(token) for token in tokens] == [Outcome.COMMITTED] * 3
+            # It has asked about what was undecided when it has asked twice about what came later.
+            with bridge.transaction(prepare=True, hold=60) as later:
+                later.send(topic, b"later")
+            assert becomes_true(lambda: times_asked(client, topic, later.id) >= 2, 60)
+            assert sorted(bodies(client, topic)) == sorted(numbered(30) + [b"token %d" % n for n in range(3)])
+
+
+@pytest.mark.full  # a broker is patient
+def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
+    rocketmq_broker: brokers.RocketMQ, settings: Callable[..., None], open_bridge: Open, client: Client, one: str
+) -> None:
+    settings(transactionCheckMax=4)
+    application = unique("application")
+    with Child(
+        writing_kit.commit_some, rocketmq_broker.url, [one], 3, 2.0, None, application, kill="step:publish/before"
+    ) as child:
+        child.stopped()
+    key = unique_key(one, Mark(child.told(), 0))
+    assert becomes_true(lambda: bool(client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, key), LONG)), 60)
+    assert bodies(client, one) == []
+    open_bridge(application=application, timeout=2)
+    assert becomes_true(lambda: bodies(client, one) == numbered(3))

@@ -1,0 +1,95 @@
+"""What tests of writers share: programs that die, and what brokers have, seen without the bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from txnbridge_rocketmq.broker import RocketMQBroker
+from txnbridge_rocketmq.marks import Mark, unique_key
+from txnbridge_rocketmq.remoting import HALF_TOPIC, Client, Property, Record, reading
+
+from tests.rocketmq.kit import BROKER, LONG
+from tests.rocketmq.reading_kit import connect_to
+from txnbridge import Bridge, Transaction
+from txnbridge.testing import tell
+
+APPLICATION = "writing-tests"
+
+
+def open_bridge(url: str, **settings: Any) -> Bridge:
+    """A bridge of the application that all tests of writers are: each answers for the others."""
+    return connect_to(url, **{"application": APPLICATION, "timeout": 30, **settings})
+
+
+def numbered(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+def prepare(bridge: Bridge, topic: str, *values: bytes, hold: float | None = 60) -> str:
+    with bridge.transaction(prepare=True, hold=hold) as txn:
+        for value in values:
+            txn.send(topic, value, partition=0)
+    return str(txn.token)
+
+
+def flush(txn: Transaction) -> None:
+    """Let the broker have all of it, and the transaction stay open."""
+    txn._writer.flush(txn._begin.deadline)
+
+
+def copies(client: Client, topic: str, transaction: str, number: int = 0) -> list[Record]:
+    """The half of a message and its copies, in the order in which they were stored."""
+    key = unique_key(topic, Mark(transaction, number))
+    return client.call(BROKER, reading.by_unique_key(HALF_TOPIC, key), LONG)
+
+
+def times_asked(client: Client, topic: str, transaction: str) -> int:
+    """How often the broker has asked about a half."""
+    return max(int(copy.properties.get(Property.CHECKS, 0)) for copy in copies(client, topic, transaction))
+
+
+def broker_of(bridge: Bridge) -> RocketMQBroker:
+    assert isinstance(bridge._broker, RocketMQBroker)
+    return bridge._broker
+
+
+# --- programs -----------------------------------------------------------------------------------------------------
+
+
+def commit_some(
+    url: str,
+    topics: list[str],
+    count: int,
+    timeout: float = 30,
+    id: str | None = None,
+    application: str = APPLICATION,
+    decision_log: str | None = None,
+) -> str:
+    """Send so many messages to each topic, by turns, and commit; tells the transaction's id before."""
+    told = {"transactional_id": id, "timeout": timeout, "application": application, "decision_log": decision_log}
+    with open_bridge(url, **told) as bridge:
+        with bridge.transaction() as txn:
+            for number in range(count):
+                for topic in topics:
+                    txn.send(topic, b"%d" % number, partition=0)
+            flush(txn)
+            tell(txn.id)
+        return str(txn.outcome.value if txn.outcome else None)
+
+
+def prepare_some(
+    url: str,
+    topics: list[str],
+    count: int,
+    hold: float,
+    application: str = APPLICATION,
+    decision_log: str | None = None,
+) -> None:
+    """As `commit_some`, but prepare; tells the token."""
+    with open_bridge(url, application=application, decision_log=decision_log) as bridge:
+        with bridge.transaction(prepare=True, hold=hold) as txn:
+            for number in range(count):
+                for topic in topics:
+                    txn.send(topic, b"%d" % number, partition=0)
+        tell(str(txn.token))
+        bridge.status(str(txn.token))
