@@ -1,0 +1,38 @@
+"""Exactly-once writing from PySpark to every broker that txnbridge speaks to.
+
+    df.write.format("txnbridge").option("url", "kafka://broker:9092").option("topic", "orders").mode("append").save()
+
+Spark imports every installed module whose name begins with `pyspark_`, and one that fails takes all Python data
+sources down: so importing this one never fails. It imports nothing until a name is asked for, because txnbridge itself
+loads it to find its commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark_txnbridge._foreach import write_exactly_once
+    from pyspark_txnbridge._listener import BatchLogger
+    from pyspark_txnbridge._source import DefaultSource
+    from pyspark_txnbridge._unit import BatchInDoubt
+
+__all__ = ["BatchInDoubt", "BatchLogger", "DefaultSource", "write_exactly_once"]
+
+_PLACES = {
+    "BatchInDoubt": "_unit",
+    "BatchLogger": "_listener",
+    "DefaultSource": "_source",
+    "write_exactly_once": "_foreach",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        try:
+            return getattr(importlib.import_module(f"pyspark_txnbridge.{_PLACES[name]}"), name)
+        except ImportError as error:
+            # Without PySpark, or with one whose data sources cannot write Arrow batches. Spark asks by hasattr().
+            raise AttributeError(f"pyspark_txnbridge.{name} needs PySpark 4.1 or newer: {error}") from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

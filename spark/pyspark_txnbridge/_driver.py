@@ -1,0 +1,262 @@
+"""What runs on the driver when all tasks of a batch have succeeded: decide, then publish, then mark as done.
+
+Every step may be the last one of this process. Whoever comes next reads the log and goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._rows import Count
+from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, connect, sessions
+from pyspark_txnbridge._sweep import ask_all, decided, finish, in_doubt, is_done, lost, mark_done, sweep
+from pyspark_txnbridge._task import TASK_SHARE
+from pyspark_txnbridge._unit import Unit, Written
+from txnbridge import (
+    Bridge,
+    Capability,
+    Decision,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    TokenState,
+    TransactionAborted,
+    TxnBridgeError,
+)
+
+_log = logging.getLogger("txnbridge.spark")
+
+_Result = TypeVar("_Result")
+
+# Each micro-batch is checked; one connection serves all of them.
+_checked: Keeper[Bridge] = Keeper()
+
+
+def commit(options: SinkOptions, messages: Sequence[Written | None]) -> None:
+    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat."""
+    unit, parts = _check(messages)
+    with_session(options, unit, lambda session: _commit(session, options, unit, parts))
+
+
+def abort(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
+    """Give a batch up, unless it is decided. Nothing depends on it: what it leaves behind ends later by itself."""
+    written = [message for message in messages if message is not None]
+    found = unit or (written[0].unit if written else None)
+    if found is None:
+        return  # Spark says that a batch is given up, and not which
+    attempt = written[0].attempt if written else found.attempt
+    try:
+        with_session(options, found, lambda session: _abort(session, options, found, attempt))
+    except TxnBridgeError as error:
+        _log.warning("%s could not be given up, its transactions end by their time-out: %s", found, error)
+
+
+def next_attempt(options: SinkOptions, unit: Unit) -> int:
+    """The number under which a batch can be decided next. Raises `Fenced` if another run has taken over."""
+
+    def look(session: Session) -> int:
+        session.decisions.open(unit.path, name=unit.run)
+        return len(session.decisions.claims(unit.batch_path))
+
+    return with_session(options, unit, look)
+
+
+def check_broker(options: SinkOptions) -> None:
+    """Raises, before the first row, if the broker cannot be reached or cannot keep what is promised here."""
+    bridge = _checked.get(options, lambda: connect(options, options.application("check")))
+    for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.DECISION_LOG):
+        bridge.capabilities.require(capability)
+
+
+def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Result]) -> _Result:
+    application = options.application(unit.query)
+    key = (options, application)
+    session = sessions.get(key, lambda: Session(options, application))
+    try:
+        return work(session)
+    except BaseException:
+        sessions.drop(key)
+        raise
+
+
+def _check(messages: Sequence[Written | None]) -> tuple[Unit, list[Written]]:
+    written = [message for message in messages if message is not None]
+    if len(written) < len(messages) or not written:
+        raise InvalidOption(
+            "some tasks reported nothing, so it is not known what they wrote. The continuous trigger does that: it is"
+            " not supported, use processingTime or availableNow"
+        )
+    units = {message.unit for message in written}
+    if len(units) != 1:
+        raise InvalidState(f"tasks of one batch report different ones: {', '.join(map(str, units))}")
+    return written[0].unit, written
+
+
+# --- commit ----------------------------------------------------------------------------------------------------------
+
+
+def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Written]) -> None:
+    began = time.monotonic()
+    decisions = session.decisions
+    opening = decisions.open(unit.path, name=unit.run)
+    if is_done(session, unit):
+        _check_repetition(session, options, unit, written)
+        decided_at = began
+    else:
+        # Batches are published in order, also what an older run decided and did not finish.
+        for older in decided(session, unit.path):
+            if older.id[2] < unit.batch:
+                finish(session, older)
+        claim = _decide(session, unit, opening, written)
+        decided_at = time.monotonic()
+        if claim is not None:
+            finish(session, claim)
+            mark_done(session, unit.path, unit.batch, claim.data)
+    # The batch is done: what attempts wrote and nobody decided must not hold readers back.
+    sweep(session, options, unit.path, opening.number)
+    prepared = [part for part in written if part.token]
+    total = _total(written)
+    _log.info(
+        "%s: %d rows, %d bytes in %d transactions; decided in %.0f ms, published in %.0f ms; the oldest was %.1f s old",
+        unit,
+        total.rows,
+        total.bytes,
+        len(prepared),
+        (decided_at - began) * 1000,
+        (time.monotonic() - decided_at) * 1000,
+        max((time.time() - part.began_at / 1000 for part in prepared), default=0.0),
+    )
+
+
+def _decide(session: Session, unit: Unit, opening: Opening, written: list[Written]) -> Claim | None:
+    """The decision that counts for a batch; None if somebody has marked it done meanwhile."""
+    known = decided(session, unit.batch_path)
+    if known:
+        dead = lost(session, known[-1])
+        return _replace(session, unit, opening, known[-1], dead, written) if dead else known[-1]
+    if any(part.settled for part in written):
+        raise InvalidState(
+            f"tasks found {unit} decided, and now the decision log knows nothing of it: the log has lost records"
+        )
+    attempts = {part.attempt for part in written}
+    if len(attempts) > 1:
+        raise _given_up(unit)
+    count = _total(written)
+    total = {"rows": count.rows, "fingerprint": count.fingerprint, "run": unit.run}
+    return _claim(session, unit, opening, attempts.pop(), written, total)
+
+
+def _claim(
+    session: Session, unit: Unit, opening: Opening, attempt: int, written: list[Written], total: Mapping[str, Any]
+) -> Claim | None:
+    _check_alive(session, unit, written)
+    parts = [
+        {"token": part.token, "partition": part.partition, "rows": part.rows, "fingerprint": part.fingerprint}
+        for part in written
+        if part.token
+    ]
+    try:
+        claim = session.decisions.claim(
+            (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
+        )
+    except InvalidState:
+        return None
+    if claim.decision is Decision.ABORT:
+        raise _given_up(unit)
+    return claim
+
+
+def _replace(
+    session: Session, unit: Unit, opening: Opening, claim: Claim, dead: list[Mapping[str, Any]], written: list[Written]
+) -> Claim | None:
+    """Decide to publish, for exactly the lost parts of a decision, others that hold the same rows."""
+    attempt = claim.id[-1] + 1
+    fresh = [part for part in written if part.token and part.attempt == attempt]
+    chosen = []
+    for part in dead:
+        same = (each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"]))
+        twin = next(same, None)
+        if twin is None:
+            raise in_doubt(claim, dead, "The rows came again, but not shared out to tasks as before. ")
+        fresh.remove(twin)
+        chosen.append(twin)
+    total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
+    return _claim(session, unit, opening, attempt, chosen, total)
+
+
+def _total(written: list[Written]) -> Count:
+    total = Count()
+    for part in written:
+        total.add(Count(part.rows, part.bytes, part.fingerprint))
+    return total
+
+
+def _given_up(unit: Unit) -> TransactionAborted:
+    return TransactionAborted(f"{unit} was given up while it was written; restart the query to write it again")
+
+
+def _check_alive(session: Session, unit: Unit, written: list[Written]) -> None:
+    """Nothing is decided that may be dead, or may die before it is published."""
+    by_token = {part.token: part for part in written if part.token is not None}
+    for part in by_token.values():
+        if part.expires_at is not None:
+            _check_age(unit, part, part.expires_at)
+    for token, status in ask_all(session.bridge.status, by_token).items():
+        if status.state is not TokenState.PREPARED:
+            raise TransactionAborted(
+                f"{unit}: the transaction of partition {by_token[token].partition} is {status.state.value} before"
+                f" anybody decided about it ({status.reason or 'no reason is known'}). Nothing was published"
+            )
+
+
+def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
+    age, life = time.time() - part.began_at / 1000, (expires_at - part.began_at) / 1000
+    if age > TASK_SHARE * life:
+        raise TransactionAborted(
+            f"{unit} took too long: the transaction of partition {part.partition} is {age:.0f} s old, and the broker"
+            f" keeps it for {life:.0f} s. Nothing was published. Make batches smaller (maxOffsetsPerTrigger), or let"
+            " the broker keep transactions longer"
+        )
+
+
+def _check_repetition(session: Session, options: SinkOptions, unit: Unit, written: list[Written]) -> None:
+    """A batch that is done is not written again; but it has to be the same batch."""
+    claims = session.decisions.claims(("#results", *unit.path))
+    summary = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
+    if summary is None:
+        return  # a later one is done, too
+    if summary["run"] == unit.run:
+        raise InvalidOption(
+            f"{unit} was written already by this very run: give each of a query's sinks a name of its own (sink)"
+        )
+    if options.version is None or not all(part.settled for part in written):
+        return  # not all of it was counted
+    count = _total(written)
+    if (count.rows, count.fingerprint) != (summary["rows"], summary["fingerprint"]):
+        raise InvalidOption(
+            f"{unit} is done, with {summary['rows']} rows; now it has {count.rows}, or other ones. Nothing was"
+            " published. Is txnVersion used twice? A new checkpoint under the same txnAppId goes on behind the last"
+            " version"
+        )
+
+
+# --- abort -----------------------------------------------------------------------------------------------------------
+
+
+def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | None) -> None:
+    decisions = session.decisions
+    try:
+        opening = decisions.open(unit.path, name=unit.run)
+        claims = decisions.claims(unit.batch_path)
+        if any(claim.decision is Decision.COMMIT for claim in claims):
+            return
+        id = (*unit.batch_path, len(claims) if attempt is None else attempt)
+        claim = decisions.claim(id, Decision.ABORT, {"run": unit.run}, opening=opening)
+    except (Fenced, InvalidState):
+        return  # a newer run has taken over, or the batch is done
+    if claim.decision is Decision.ABORT:
+        sweep(session, options, unit.path, opening.number)

@@ -1,0 +1,109 @@
+"""`txnbridge pipeline`: a job from broker to broker on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyspark_txnbridge._options import named
+from txnbridge import InvalidOption, TxnBridgeError
+from txnbridge.commands import json_and_debug
+
+if TYPE_CHECKING:
+    from pyspark_txnbridge.pipeline import Progress
+
+# Where nobody sits before a terminal a line every so often is enough.
+_LINE_SECONDS = 10.0
+
+
+@click.group("pipeline")
+def command() -> None:
+    """Move messages from broker to broker, exactly once, on PySpark."""
+
+
+@command.command("run")
+@click.option("--from", "from_url", required=True, metavar="URL", help="The broker to read from.")
+@click.option("--from-topic", "from_topics", required=True, multiple=True, help="A topic to read; may be repeated.")
+@click.option("--to", "to_url", required=True, metavar="URL", help="The broker to write to.")
+@click.option("--to-topic", help="The topic to write to. Default: the column `topic` of what is written.")
+@click.option("--sql", help="What becomes of the rows of the table `input`. It gives at least a column `value`.")
+@click.option("--transform", metavar="MODULE:FUNCTION", help="A function that makes a data frame of a data frame.")
+@click.option("--checkpoint", required=True, metavar="FOLDER", help="Where the job remembers how far it has come.")
+@click.option("--max-rows-per-batch", type=click.IntRange(min=1), help="Of one batch, at most. Default: all there are.")
+@click.option("--available-now", is_flag=True, help="End when all that is there now is published.")
+@click.option("--start", default="earliest", show_default=True, help="Where a new checkpoint begins (startingOffsets).")
+@click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="Another option of the source.")
+@click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="Another option of the sink.")
+@json_and_debug
+def run(
+    as_json: bool, transform: str | None, from_option: tuple[str, ...], to_option: tuple[str, ...], **given: Any
+) -> None:
+    """Read committed messages, change them, and publish them. The same call goes on after any crash.
+
+    It runs on this machine; on a cluster run pyspark_txnbridge/pipeline.py with spark-submit and the same options.
+    """
+    from pyspark_txnbridge import pipeline
+
+    function = None if transform is None else _load(transform)
+    given["from_options"] = named("--from-option", from_option)
+    given["to_options"] = named("--to-option", to_option)
+    with nullcontext() if as_json else _shown() as report:
+        done = pipeline.run(**given, transform=function, report=report)
+    said = json.dumps({"rows": done.rows, "batches": done.batches})
+    click.echo(said if as_json else f"{done.rows} rows in {done.batches} batches")
+
+
+def main() -> None:
+    """The same command without the rest of the command line, for spark-submit and `python -m`."""
+    try:
+        run()
+    except TxnBridgeError as error:
+        click.echo(f"pipeline: {error}", err=True)
+        sys.exit(1)
+
+
+def _load(target: str) -> Callable[[Any], Any]:
+    """A function by its module and name; what the module itself raises passes."""
+    name, _, attribute = target.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(name), attribute)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        raise InvalidOption(f"--transform is MODULE:FUNCTION, found from the current folder; {error}") from error
+    if not callable(found):
+        raise InvalidOption(f"--transform {target} is no function")
+    checked: Callable[[Any], Any] = found
+    return checked
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[Progress], None]]:
+    """Show how far the job is, on stderr: in one line that changes on a terminal, else in a line now and then."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True, markup=False, highlight=False).status("waiting for messages") as status:
+            yield lambda progress: status.update(_line(progress))
+        return
+    due = 0.0
+
+    def report(progress: Progress) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _LINE_SECONDS
+            click.echo(_line(progress), err=True)
+
+    yield report
+
+
+def _line(progress: Progress) -> str:
+    behind = "" if progress.behind is None else f", {progress.behind} behind"
+    return f"{progress.rows} rows in {progress.batches} batches{behind}"

@@ -1,0 +1,158 @@
+"""`txnbridge spark`: what a query has decided, and finishing it on a machine without Spark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from txnbridge import Decision, InvalidOption
+from txnbridge.commands import json_and_debug
+
+if TYPE_CHECKING:
+    from pyspark_txnbridge._options import SinkOptions
+    from pyspark_txnbridge._recovery import QueryStatus
+    from pyspark_txnbridge._session import Session
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@click.group("spark")
+def command() -> None:
+    """Look at what a Spark query has decided, and finish it."""
+
+
+def _about_a_query(function: _Function) -> _Function:
+    for option in reversed(
+        [
+            click.option("--checkpoint", help="The query's checkpoint folder; or give --query."),
+            click.option("--query", help="The query's id, or its txnAppId."),
+            click.option("--url", required=True, envvar="TXNBRIDGE_URL", help="Where the query writes."),
+            click.option("--sink", help="The sink's name, if the query gives it one."),
+            click.option("--prefix", help="The query's option transactionalIdPrefix."),
+            click.option("--decision-log", help="The query's option decisionLog."),
+            click.option(
+                "--option", "-o", "given", multiple=True, metavar="NAME=VALUE", help="Another one of its options."
+            ),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+@command.command("status")
+@_about_a_query
+@json_and_debug
+def show_status(as_json: bool, **query: Any) -> None:
+    """Say which batches are published, decided or given up, and what is open. Changes nothing."""
+    from pyspark_txnbridge._recovery import status
+
+    with _opened(**query) as (session, options, path):
+        found = status(session, options, path)
+    click.echo(json.dumps(_document(found), indent=2) if as_json else "\n".join(_lines(found)))
+
+
+@command.command("recover")
+@_about_a_query
+@click.option("--skip", type=int, metavar="BATCH", help="Mark this batch done although part of it can't be published.")
+@click.option("--clear", is_flag=True, help="Also abort what nobody decided. It shuts a running driver out.")
+@json_and_debug
+def run_recovery(as_json: bool, skip: int | None, clear: bool, **query: Any) -> None:
+    """Publish every batch that is decided. Safe to repeat, and while the query runs."""
+    from pyspark_txnbridge import _recovery
+
+    with _opened(**query) as (session, options, path):
+        finished = _recovery.recover(session, path, skip)
+        ended = _recovery.clear(session, options, path) if clear else []
+    if as_json:
+        click.echo(json.dumps({"published": finished, "aborted": ended}))
+        return
+    click.echo(f"published: {', '.join(f'batch {batch}' for batch in finished) or 'nothing was left to publish'}")
+    for transaction in ended:
+        click.echo(f"aborted: {transaction}")
+
+
+@contextmanager
+def _opened(
+    checkpoint: str | None,
+    query: str | None,
+    url: str,
+    sink: str | None,
+    prefix: str | None,
+    decision_log: str | None,
+    given: tuple[str, ...],
+) -> Iterator[tuple[Session, SinkOptions, tuple[str, str]]]:
+    from pyspark_txnbridge._options import SinkOptions, named
+    from pyspark_txnbridge._recovery import query_of
+    from pyspark_txnbridge._session import Session
+
+    if (checkpoint is None) == (query is None):
+        raise InvalidOption("say which query: either --checkpoint or --query")
+    known = {"url": url, "sink": sink, "transactionalIdPrefix": prefix, "decisionLog": decision_log}
+    options = SinkOptions.parse(
+        {name: value for name, value in known.items() if value is not None} | named("--option", given)
+    )
+    query = query or query_of(checkpoint or "")
+    session = Session(options, options.application(query))
+    try:
+        yield session, options, (query, options.sink)
+    finally:
+        session.close()
+
+
+def _lines(found: QueryStatus) -> Iterator[str]:
+    if found.run is None:
+        yield "this query has not written anything under this name of its sink"
+        return
+    yield f"last run: {found.run}, opened by {found.host}"
+    yield "published: " + ("no batch" if found.done_up_to is None else f"every batch up to {found.done_up_to}")
+    for batch in found.undone:
+        if batch.decision is Decision.ABORT:
+            yield f"batch {batch.batch}: given up, attempt {batch.attempt}; the next run writes it again"
+            continue
+        yield f"batch {batch.batch}: decided, {batch.rows} rows, not marked as published (txnbridge spark recover)"
+        for part in batch.parts:
+            yield f"  partition {part.partition}: {part.rows} rows, {part.state.value}{_until(part.expires_at)}"
+    for transaction in found.open:
+        yield f"{transaction.state}: {transaction.transaction}{_until(transaction.expires_at)}"
+
+
+def _until(expires_at: int | None) -> str:
+    if expires_at is None:
+        return ""
+    return f", until {datetime.fromtimestamp(expires_at / 1000).astimezone().isoformat(' ', 'seconds')}"
+
+
+def _document(found: QueryStatus) -> dict[str, Any]:
+    return {
+        "run": found.run,
+        "host": found.host,
+        "done_up_to": found.done_up_to,
+        "undone": [
+            {
+                "batch": batch.batch,
+                "attempt": batch.attempt,
+                "decision": batch.decision.value,
+                "rows": batch.rows,
+                "parts": [
+                    {
+                        "partition": part.partition,
+                        "rows": part.rows,
+                        "state": part.state.value,
+                        "expires_at": part.expires_at,
+                        "token": part.token,
+                    }
+                    for part in batch.parts
+                ],
+            }
+            for batch in found.undone
+        ],
+        "open": [
+            {"transaction": each.transaction, "state": each.state, "since": each.since, "expires_at": each.expires_at}
+            for each in found.open
+        ],
+    }

@@ -1,0 +1,46 @@
+"""Reading what is committed in one batch, as Spark asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from pyspark_txnbridge import _plan
+from pyspark_txnbridge._source_options import EARLIEST, SourceOptions
+from txnbridge import InvalidOption
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class BatchReader(DataSourceReader):
+    """One look at some topics."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        if options.max_offsets is not None:
+            raise InvalidOption("maxOffsetsPerTrigger is for streams; endingOffsets says where a batch ends")
+        self._options = options
+
+    def partitions(self) -> list[InputPartition]:
+        bounds = _plan.bounds_of(self._options)
+        start = _plan.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
+        end = _plan.resolve("endingOffsets", self._options.ending, bounds)
+        return tasks(_plan.ranges(start, end, bounds, self._options))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read(self._options, partition)
+
+
+def tasks(ranges: Sequence[_plan.Range]) -> list[InputPartition]:
+    """A task for each range."""
+    return [InputPartition(each) for each in ranges]
+
+
+def read(options: SourceOptions, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    """The rows of a task."""
+    from pyspark_txnbridge._fetch import read_range
+
+    # Spark makes a task with nothing in it where there is nothing to read.
+    return iter(()) if partition.value is None else read_range(options, partition.value)

@@ -1,0 +1,167 @@
+"""From the columns of a query to messages; the columns are those of Spark's own Kafka sink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from txnbridge import InvalidOption, Transaction
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import DataType, StructType
+
+_TEXT = "string or binary"
+_HEADERS = "array<struct<key:string,value:binary>>"
+_FINGERPRINT = (1 << 64) - 1
+
+
+@dataclass
+class Count:
+    """What was in some rows. The fingerprint does not depend on their order."""
+
+    rows: int = 0
+    bytes: int = 0
+    fingerprint: int = 0
+
+    def add(self, other: Count) -> None:
+        self.rows += other.rows
+        self.bytes += other.bytes
+        self.fingerprint = (self.fingerprint + other.fingerprint) & _FINGERPRINT
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which of the columns a query has, and where its messages go."""
+
+    names: frozenset[str]
+    topic: str | None
+
+    @classmethod
+    def of(cls, schema: StructType, topic: str | None) -> Columns:
+        """Raises `InvalidOption` for a column that is missing or of the wrong type. Other columns are let be."""
+        found = {field.name: field.dataType for field in schema.fields}
+        for name, (expected, fits) in _COLUMNS.items():
+            if name in found and not fits(found[name]):
+                kind = found[name].simpleString()
+                raise InvalidOption(f"{name} attribute unsupported type {kind}. {name} must be a(n) {expected}")
+        if "value" not in found:
+            raise InvalidOption("Required attribute 'value' not found")
+        if topic is None and "topic" not in found:
+            raise InvalidOption(
+                "topic option required when no 'topic' attribute is present. Use the topic option for setting a topic."
+            )
+        return cls(frozenset(found.keys() & _COLUMNS.keys()), topic)
+
+    def send(self, batch: pa.RecordBatch, txn: Transaction | None) -> Count:
+        """Add the rows to a transaction, in order for each topic; without one they are only counted."""
+        values = _binary(batch.column("value"))
+        keys = _binary(batch.column("key")) if "key" in self.names else None
+        count = Count(len(values), _size(batch, self.names), _fingerprint(values, keys))
+        if txn is not None:
+            for topic, part in self._by_topic(batch):
+                if part is batch:
+                    self._send(topic, batch, values, keys, txn)
+                else:
+                    chosen = _binary(part.column("key")) if keys is not None else None
+                    self._send(topic, part, _binary(part.column("value")), chosen, txn)
+        return count
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        if self.topic is not None:
+            yield self.topic, batch
+            return
+        import pyarrow.compute as pc
+
+        column = batch.column("topic")
+        if column.null_count:
+            raise InvalidOption("null topic present in the data. Use the topic option for setting a default topic.")
+        topics = pc.unique(column).to_pylist()
+        for topic in topics:
+            yield topic, batch if len(topics) == 1 else batch.filter(pc.equal(column, topic))
+
+    def _send(
+        self,
+        topic: str,
+        batch: pa.RecordBatch,
+        values: list[bytes | None],
+        keys: list[bytes | None] | None,
+        txn: Transaction,
+    ) -> None:
+        placed = {name for name in ("partition", "timestamp") if self._has(batch, name)}
+        headers = _headers(batch.column("headers")) if self._has(batch, "headers") else None
+        if placed:
+            partitions = batch.column("partition").to_pylist() if "partition" in placed else [None] * len(values)
+            times = _milliseconds(batch.column("timestamp")) if "timestamp" in placed else [None] * len(values)
+            rows = zip(
+                values, keys or [None] * len(values), headers or [None] * len(values), partitions, times, strict=True
+            )
+            for value, key, header, partition, timestamp in rows:
+                txn.send(topic, value, key=key, headers=header, partition=partition, timestamp=timestamp)
+        elif headers is not None:
+            txn.send_many(topic, zip(values, keys or [None] * len(values), headers, strict=True))
+        elif keys is not None:
+            txn.send_many(topic, list(zip(values, keys, strict=True)))
+        else:
+            txn.send_many(topic, values)
+
+    def _has(self, batch: pa.RecordBatch, name: str) -> bool:
+        return name in self.names and batch.column(name).null_count < batch.num_rows
+
+
+def _binary(column: Any) -> list[bytes | None]:
+    import pyarrow as pa
+
+    # A text column's bytes are its UTF-8 already: nothing is decoded on the way.
+    found: list[bytes | None] = column.cast(
+        pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
+    ).to_pylist()
+    return found
+
+
+def _size(batch: pa.RecordBatch, names: frozenset[str]) -> int:
+    import pyarrow.compute as pc
+
+    return sum(pc.sum(pc.binary_length(batch.column(name))).as_py() or 0 for name in names & {"key", "value"})
+
+
+def _fingerprint(values: Sequence[bytes | None], keys: Sequence[bytes | None] | None) -> int:
+    """As a transaction's own fingerprint (`bridge.transaction(fingerprint=True)`), for many messages at once."""
+    from xxhash import xxh3_64_intdigest as digest
+
+    if None in values:
+        values = [b"" if value is None else value for value in values]
+    if keys is None:
+        return sum(map(digest, values)) & _FINGERPRINT  # type: ignore[arg-type]
+    seeds = [0 if key is None else digest(key) | 1 for key in keys]
+    return sum(map(digest, values, seeds)) & _FINGERPRINT  # type: ignore[arg-type]
+
+
+def _headers(column: Any) -> list[list[tuple[str, bytes]] | None]:
+    return [None if row is None else [(header["key"], header["value"]) for header in row] for row in column.to_pylist()]
+
+
+def _milliseconds(column: Any) -> list[int | None]:
+    import pyarrow as pa
+
+    found: list[int | None] = column.cast(pa.timestamp("ms", column.type.tz), safe=False).cast(pa.int64()).to_pylist()
+    return found
+
+
+def _is(*kinds: str) -> Callable[[DataType], bool]:
+    return lambda found: found.simpleString() in kinds
+
+
+def _is_headers(found: DataType) -> bool:
+    return found.simpleString() == _HEADERS
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[DataType], bool]]] = {
+    "value": (_TEXT, _is("string", "binary")),
+    "key": (_TEXT, _is("string", "binary")),
+    "headers": (_HEADERS, _is_headers),
+    "topic": ("string", _is("string")),
+    "partition": ("int", _is("int")),
+    "timestamp": ("timestamp", _is("timestamp")),
+}

@@ -1,0 +1,95 @@
+"""Connections that outlive a task or a commit: Spark keeps its Python processes, mostly."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+import txnbridge
+from pyspark_txnbridge._options import SinkOptions, as_keywords
+from txnbridge import Bridge, TxnBridgeError
+
+_log = logging.getLogger("txnbridge.spark")
+
+# Of a decision log. The id of a batch's claim is (query, sink, batch, attempt).
+Claim = Any
+Opening = Any
+
+# Of each kind, in one process: a query needs one, and several queries or jobs may take turns.
+_MOST_KEPT = 4
+
+
+class Session:
+    """One process's connection to a decision log and to the broker's transactions."""
+
+    def __init__(self, options: SinkOptions, application: str) -> None:
+        self.bridge = connect(options, application)
+        try:
+            self.decisions = self.bridge.decisions()
+        except BaseException:
+            self.bridge.close()
+            raise
+
+    def close(self) -> None:
+        self.bridge.close()
+
+
+def connect(options: SinkOptions, application: str, transactional_id: str | None = None) -> Bridge:
+    return txnbridge.connect(
+        options.url,
+        transactional_id=transactional_id,
+        application=application,
+        timeout=options.commit_timeout,
+        create_topics=options.create_topics,
+        writers=1,
+        decision_log=options.log_place,
+        **as_keywords(options.settings),
+    )
+
+
+_Kept = TypeVar("_Kept", bound=Any)
+
+
+class Keeper(Generic[_Kept]):
+    """Keeps the last few things that have to be closed. What a parent process made is never used in its child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def get(self, key: Hashable, make: Any) -> _Kept:
+        with self._lock:
+            key = (os.getpid(), key)
+            if key not in self._kept:
+                while len(self._kept) >= _MOST_KEPT:
+                    close_quietly(self._kept.popitem(last=False)[1])
+                self._kept[key] = make()
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+    def drop(self, key: Hashable) -> None:
+        """After an error nobody knows how sound a connection is; the next one begins anew."""
+        with self._lock:
+            kept = self._kept.pop((os.getpid(), key), None)
+        if kept is not None:
+            close_quietly(kept)
+
+    def clear(self) -> None:
+        """Close everything."""
+        with self._lock:
+            while self._kept:
+                close_quietly(self._kept.popitem()[1])
+
+
+def close_quietly(kept: Any) -> None:
+    try:
+        kept.close()
+    except TxnBridgeError as error:
+        _log.warning("closing: %s", error)
+
+
+sessions: Keeper[Session] = Keeper()

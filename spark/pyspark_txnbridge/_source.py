@@ -1,0 +1,182 @@
+"""The data source as Spark sees it; what it does is in the other modules."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from pyspark_txnbridge._options import SinkOptions
+    from pyspark_txnbridge._rows import Columns
+    from pyspark_txnbridge._unit import Unit, Written
+
+
+@dataclass
+class Message(WriterCommitMessage):
+    """What a task tells the driver."""
+
+    written: Written
+
+
+class DefaultSource(DataSource):
+    """`format("txnbridge")`: reads what is committed, and writes exactly once, in batches and in streams."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "txnbridge"
+
+    def schema(self) -> str:
+        from pyspark_txnbridge._fetch import columns
+        from pyspark_txnbridge._plan import bounds_of
+        from pyspark_txnbridge._source_options import SourceOptions
+
+        options = SourceOptions.parse(self.options)
+        first, _ = next(iter(bounds_of(options).values()))
+        return columns(first, options.headers)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        from pyspark_txnbridge._reader import BatchReader
+        from pyspark_txnbridge._source_options import SourceOptions
+
+        return BatchReader(SourceOptions.parse(self.options))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 (Spark's name)
+        from pyspark_txnbridge._source_options import SourceOptions
+        from txnbridge import NotSupported
+
+        try:
+            from pyspark_txnbridge._stream_reader import StreamReader
+        except ImportError as error:
+            raise NotSupported("streams are read with PySpark 4.2 and newer; batches with 4.1, too") from error
+        return StreamReader(SourceOptions.parse(self.options))
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        from pyspark_txnbridge._options import SinkOptions
+
+        options = SinkOptions.parse(self.options)
+        return BatchWriter(options, _prepare(options, schema, overwrite))
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 (Spark's name)
+        from pyspark_txnbridge._options import SinkOptions
+
+        options = SinkOptions.parse(self.options)
+        return StreamWriter(options, _prepare(options, schema, overwrite))
+
+
+def _prepare(options: SinkOptions, schema: StructType, overwrite: bool) -> Columns:
+    """Check all that can be checked before the first row."""
+    from pyspark_txnbridge._driver import check_broker
+    from pyspark_txnbridge._rows import Columns
+    from txnbridge import InvalidOption
+
+    if overwrite:
+        raise InvalidOption(
+            'what is published stays published, so nothing can be overwritten: use mode("append"), or for a stream'
+            ' outputMode("append")'
+        )
+    columns = Columns.of(schema, options.topic)
+    check_broker(options)
+    return columns
+
+
+class BatchWriter(DataSourceArrowWriter):
+    """One job. It is made once, and the same copy reaches every task and the commit."""
+
+    def __init__(self, options: SinkOptions, columns: Columns) -> None:
+        from pyspark_txnbridge._options import NAMELESS
+        from pyspark_txnbridge._unit import Unit
+
+        self._options = options
+        self._columns = columns
+        job = str(uuid.uuid4())
+        self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+        return Message(_write(self._unit, self._options, self._columns, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        from pyspark_txnbridge import _driver
+
+        _driver.commit(self._options, _written(messages))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        from pyspark_txnbridge import _driver
+
+        _driver.abort(self._options, _written(messages))
+
+
+class StreamWriter(DataSourceStreamArrowWriter):
+    """One micro-batch. Its commit is called on another copy, so all that it needs comes with the messages."""
+
+    def __init__(self, options: SinkOptions, columns: Columns) -> None:
+        self._options = options
+        self._columns = columns
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+        return Message(_write(_micro_batch(self._options), self._options, self._columns, iterator))
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        from pyspark_txnbridge import _driver
+
+        _driver.commit(self._options, _of_batch(batchId, messages, self._options))
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        from pyspark_txnbridge import _driver
+
+        _driver.abort(self._options, _of_batch(batchId, messages, self._options))
+
+
+def _write(unit: Unit, options: SinkOptions, columns: Columns, rows: Iterator[pa.RecordBatch]) -> Written:
+    from pyspark_txnbridge._task import write_partition
+
+    context = _context()
+    holder = f"task {context.taskAttemptId()} of stage {context.stageId()}"
+    return write_partition(unit, options, columns, rows, context.partitionId(), holder)
+
+
+def _micro_batch(options: SinkOptions) -> Unit:
+    """Which micro-batch this task belongs to. These properties are Spark's own, and in no documentation."""
+    from pyspark_txnbridge._unit import Unit
+    from txnbridge import NotSupported
+
+    context = _context()
+    names = ("sql.streaming.queryId", "streaming.sql.batchId", "spark.jobGroup.id")
+    query, batch, run = (context.getLocalProperty(name) for name in names)
+    if not (query and batch and run):
+        raise NotSupported("this Spark does not tell a task which micro-batch it belongs to; PySpark 4.1 and 4.3 do")
+    return Unit(options.app_id or query, options.sink, (options.version or 0) + int(batch), run)
+
+
+def _context() -> TaskContext:
+    context = TaskContext.get()
+    assert context is not None, "Spark calls write() in a task"
+    return context
+
+
+def _written(messages: Sequence[WriterCommitMessage | None]) -> list[Written | None]:
+    return [message.written if isinstance(message, Message) else None for message in messages]
+
+
+def _of_batch(batch: int, messages: Sequence[WriterCommitMessage | None], options: SinkOptions) -> list[Written | None]:
+    from txnbridge import InvalidState
+
+    written = _written(messages)
+    expected = (options.version or 0) + batch
+    if any(message is not None and message.unit.batch != expected for message in written):
+        raise InvalidState(f"Spark asks about batch {batch}, and tasks report another one")
+    return written

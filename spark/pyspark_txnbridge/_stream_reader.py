@@ -1,0 +1,68 @@
+"""Reading what is committed as a stream, as Spark asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+
+from pyspark_txnbridge import _plan
+from pyspark_txnbridge._plan import Bounds, Offsets
+from pyspark_txnbridge._reader import read, tasks
+from pyspark_txnbridge._source_options import LATEST, SourceOptions
+from txnbridge import InvalidOption
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A stream of some topics. Where it stands is in Spark's checkpoint, and nowhere else."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        if options.ending != LATEST:
+            raise InvalidOption("endingOffsets is for batches: a stream has no end")
+        self._options = options
+        self._last: Offsets | None = None  # of availableNow: what was there when the query was started
+        self._seen: Offsets | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
+        bounds = _plan.bounds_of(self._options)
+        return _plan.to_json(_plan.resolve("startingOffsets", self._options.starting or LATEST, bounds))
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        most = self._options.max_offsets
+        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._last = {partition: end for partition, (_, end) in _plan.bounds_of(self._options).items()}
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        bounds = _plan.bounds_of(self._options)
+        self._seen = {partition: end for partition, (_, end) in bounds.items()}
+        stands = _plan.from_json(start)
+        end = _plan.go_on(stands, self._as_it_was(bounds), self._options)
+        if isinstance(limit, ReadMaxRows):
+            end = _plan.limited(stands, end, bounds, limit.max_rows)
+        return _plan.to_json(end)
+
+    def _as_it_was(self, bounds: Bounds) -> Bounds:
+        if self._last is None:
+            return bounds
+        last = self._last
+        return {each: (first, max(first, last[each])) for each, (first, _) in bounds.items() if each in last}
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        return None if self._seen is None else _plan.to_json(self._seen)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        bounds = _plan.bounds_of(self._options)
+        return tasks(_plan.ranges(_plan.from_json(start), _plan.from_json(end), bounds, self._options))
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return read(self._options, partition)
+
+    def stop(self) -> None:
+        _plan.let_go(self._options)

@@ -1,0 +1,128 @@
+"""Ending what runs leave behind: first what they decided, then what nobody decided."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._session import Claim, Session
+from pyspark_txnbridge._unit import BatchInDoubt, Unit
+from txnbridge import Decision, InvalidState, Outcome, Token, TxnBridgeError
+
+_log = logging.getLogger("txnbridge.spark")
+
+# Asking about a token is mostly waiting for the broker.
+_AT_ONCE = 8
+
+_Answer = TypeVar("_Answer")
+
+
+def writer_ids(options: SinkOptions, path: tuple[str, str]) -> str:
+    """What the transactional ids of all runs begin with."""
+    return ".".join((options.prefix, *path, ""))
+
+
+def writer_id(options: SinkOptions, path: tuple[str, str], number: int, slot: str) -> str:
+    """The transactional id of one slot of one run."""
+    return f"{writer_ids(options, path)}{number}.{slot}"
+
+
+def ask_all(ask: Callable[[str], _Answer], tokens: Iterable[str]) -> dict[str, _Answer]:
+    """Each token's answer. Raises the first error after all were asked."""
+    listed = list(tokens)
+    if len(listed) == 1:
+        return {listed[0]: ask(listed[0])}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(listed, pool.map(ask, listed), strict=True))
+
+
+def decided(session: Session, path: tuple[str | int, ...]) -> list[Claim]:
+    """The newest decision to publish of each batch that is not marked done, the oldest batch first."""
+    found = {claim.id[2]: claim for claim in session.decisions.claims(path) if claim.decision is Decision.COMMIT}
+    return [found[batch] for batch in sorted(found)]
+
+
+def is_done(session: Session, unit: Unit) -> bool:
+    """Whether all of a batch is published, and marked so."""
+    return session.decisions.read((*unit.batch_path, 0)).done
+
+
+def lost(session: Session, claim: Claim) -> list[Mapping[str, Any]]:
+    """The parts of a decision that are known to have ended before they could be published."""
+    known = session.decisions.read(("#lost", *claim.id)).claim
+    return [] if known is None else [part for part in claim.data["parts"] if part["token"] in known.data["tokens"]]
+
+
+def finish(session: Session, claim: Claim) -> None:
+    """Commit every token of a decision. Raises `BatchInDoubt` if some are aborted, whatever the decision says."""
+    dead = lost(session, claim)
+    if not dead:
+        parts = {part["token"]: part for part in claim.data["parts"]}
+        outcomes = ask_all(session.bridge.commit, parts)
+        dead = [parts[token] for token, outcome in outcomes.items() if outcome is not Outcome.COMMITTED]
+        if dead:
+            # From here on it is known of each part what became of it, so that the lost ones may be written again.
+            tokens = [part["token"] for part in dead]
+            session.decisions.claim(("#lost", *claim.id), Decision.COMMIT, {"tokens": tokens})
+    if dead:
+        raise in_doubt(claim, dead)
+
+
+def in_doubt(claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
+    query, sink, batch, _ = claim.id
+    rows = sum(part["rows"] for part in dead)
+    partitions = ", ".join(str(part["partition"]) for part in dead)
+    return BatchInDoubt(
+        f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
+        f" transactions ended before they were committed: {rows} rows of task partitions {partitions} are not"
+        " published, the others are. The broker ended them because nobody committed them in time, or an administrator"
+        f" did. {more}"
+        "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
+        f" publish those rows in another way, then: txnbridge spark recover --skip {batch}"
+    )
+
+
+def finish_decided(session: Session, path: tuple[str, str]) -> None:
+    """Finish every batch of a query's sink that is decided and not marked done; one in doubt waits for its driver."""
+    for claim in decided(session, path):
+        with suppress(BatchInDoubt):
+            finish(session, claim)
+
+
+def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
+    """All of a batch is published: say so, once and for all."""
+    decisions = session.decisions
+    summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
+    # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
+    with suppress(InvalidState):  # a later batch is done, too
+        decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
+    decisions.done(path, batch)
+    decisions.done(("#slots", *path), batch)
+    if decisions.claims(("#lost", *path, batch)):
+        decisions.done(("#lost", *path), batch)
+    if batch:
+        decisions.done(("#results", *path), batch - 1)
+
+
+def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
+    """Abort what this and older runs left open and no decision names; readers would wait for it.
+
+    Call it when no batch of these runs can be decided any more. What fails is logged: it ends by its time-out.
+    """
+    named = {Token.parse(part["token"]).transaction for claim in decided(session, path) for part in claim.data["parts"]}
+    ended: list[str] = []
+    begins = writer_ids(options, path)
+    try:
+        for found in session.bridge.admin.transactions():
+            run, _, _ = found.transactional_id.removeprefix(begins).partition(".")
+            ours = found.transactional_id.startswith(begins) and run.isdigit() and int(run) <= up_to
+            if ours and found.transaction not in named:
+                session.bridge.admin.abort(found.transaction, reason="left behind by a task")
+                ended.append(found.transaction)
+    except TxnBridgeError as error:
+        _log.warning("what tasks left open could not be ended, and ends by its time-out: %s", error)
+    return ended

@@ -1,0 +1,69 @@
+"""What is published as one: a batch of a query at one of its sinks, and what each task reports of its part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from txnbridge import TxnBridgeError
+
+
+class BatchInDoubt(TxnBridgeError):
+    """A batch was decided, and part of it can no longer be published: somebody has to look."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One batch of one query (or named job) at one sink, as one run of that query writes it.
+
+    `attempt`: the number under which it is to be decided, where a run may try the same batch again (`foreachBatch`).
+    """
+
+    query: str
+    sink: str
+    batch: int
+    run: str
+    attempt: int | None = None
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """Whose openings are the runs, and whose numbers the batches."""
+        return self.query, self.sink
+
+    @property
+    def batch_path(self) -> tuple[str, str, int]:
+        """Its claims are this and a number: the first attempt to decide, the second, …"""
+        return self.query, self.sink, self.batch
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} of {self.query} at {self.sink}"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one attempt of a task wrote: a prepared transaction, or nothing.
+
+    `attempt` is the number under which it may be decided: earlier ones were given up, and what was written for them is
+    being ended. `settled`: the batch was decided before the task began, so nothing was written. Times are milliseconds
+    since 1970.
+    """
+
+    unit: Unit
+    partition: int
+    attempt: int = 0
+    token: str | None = None
+    rows: int = 0
+    bytes: int = 0
+    fingerprint: int = 0
+    settled: bool = False
+    began_at: int = 0
+    prepared_at: int = 0
+    expires_at: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Written:
+        fields = json.loads(text)
+        return cls(**fields | {"unit": Unit(**fields["unit"])})

@@ -1,0 +1,117 @@
+"""What the tests of the Spark writer share: batches written as Spark would, and what was published."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark_txnbridge import _driver
+from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._rows import Columns
+from pyspark_txnbridge._session import sessions
+from pyspark_txnbridge._task import _writers, write_partition
+from pyspark_txnbridge._unit import Unit, Written
+from txnbridge_conformance.looking import eventually
+
+import txnbridge
+from tests.spark import faults
+from txnbridge.spi import OpenTransaction
+
+# What a broker hardly changes is run on Kafka only where everything is run.
+mostly_embedded = pytest.mark.parametrize(
+    "url", ["embedded", pytest.param("kafka", marks=pytest.mark.full)], indirect=True
+)
+# Those of Pulsar are a ledger, an entry in it, and more.
+where_positions_are_numbers = pytest.mark.parametrize(
+    "url", ["embedded", "kafka", pytest.param("rocketmq", marks=pytest.mark.full)], indirect=True
+)
+
+
+@contextlib.contextmanager
+def local_spark(folder: Path) -> Iterator[object]:
+    """A session whose faults are ordered in this folder, and whose Java process ends with it."""
+    sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
+    # The workers are to be this interpreter, and to find this checkout's tests.
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    builder = (
+        sql.SparkSession.builder.master("local[2,3]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.sql.shuffle.partitions", "2")
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in faults.installed(folder).items():
+            environment.setenv(name, value)
+        session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("OFF")
+    context = type(session.sparkContext)
+    try:
+        yield session
+    finally:
+        session.stop()
+        gateway, context._gateway, context._jvm = context._gateway, None, None  # PySpark keeps it for the next session
+        gateway.shutdown()
+        gateway.proc.stdin.close()
+        gateway.proc.wait(60)
+
+
+def options(url: str, **given: str) -> SinkOptions:
+    return SinkOptions.parse({"url": url, "topic": "out", "createTopics": "2", **given})
+
+
+def rows(values: Iterable[object]) -> list[pa.RecordBatch]:
+    texts = [str(value).encode() for value in values]
+    ends = pa.py_buffer(array("i", accumulate(map(len, texts), initial=0)))
+    # Not pa.array(texts), which imports pandas: a third of a second in each of the hundreds of processes killed here.
+    column = pa.Array.from_buffers(pa.string(), len(texts), [None, ends, pa.py_buffer(b"".join(texts))])
+    return [pa.RecordBatch.from_arrays([column], ["value"])]
+
+
+def new_run() -> str:
+    return str(uuid.uuid4())
+
+
+def write(found: SinkOptions, unit: Unit, partitions: Sequence[Sequence[object]]) -> list[Written]:
+    """The tasks of a batch, one after another in this process."""
+    return [
+        write_partition(unit, found, Columns(frozenset({"value"}), found.topic), rows(values), number, f"task {number}")
+        for number, values in enumerate(partitions)
+    ]
+
+
+def run_batch(found: SinkOptions, unit: Unit, partitions: Sequence[Sequence[object]]) -> None:
+    _driver.commit(found, write(found, unit, partitions))
+
+
+def forget() -> None:
+    """Let go of what a Python worker keeps between tasks."""
+    for keeper in (sessions, _writers):
+        keeper.clear()
+
+
+def published(found: SinkOptions) -> list[int]:
+    with txnbridge.connect(found.url, create_topics=1) as bridge:
+        assert found.topic is not None
+        return sorted(int(message.value) for message in bridge.read(found.topic, 1_000_000))
+
+
+def left_open(found: SinkOptions, query: str = "") -> list[str]:
+    """The transactions under a prefix, or of one query, that hold readers back; what is ending is waited for."""
+    with txnbridge.connect(found.url) as bridge:
+
+        def listed() -> list[OpenTransaction]:
+            ours = f"{found.prefix}.{query}"
+            return [open for open in bridge.admin.transactions() if open.transactional_id.startswith(ours)]
+
+        eventually(lambda: all(open.state != "ending" for open in listed()), "what is decided has ended")
+        return [open.transaction for open in listed()]

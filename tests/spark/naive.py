@@ -1,0 +1,58 @@
+"""Writers as one would write them at first: with these the tests of faults must fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+from pyspark.sql.datasource import WriterCommitMessage
+from pyspark.sql.types import StructType
+from pyspark_txnbridge._session import connect
+from pyspark_txnbridge._source import DefaultSource, Message, StreamWriter
+
+
+class _InTasks(StreamWriter):
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+        message = super().write(iterator)
+        self._publish([message])
+        return message
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        pass
+
+    def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        with connect(self._options, "naive") as bridge:
+            for message in messages:
+                if isinstance(message, Message) and message.written.token:
+                    bridge.commit(message.written.token)
+
+
+class _WithoutALog(_InTasks):
+    write = StreamWriter.write
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        self._publish(messages)
+
+
+class InTasks(DefaultSource):
+    """Each task publishes its own rows."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "in-tasks"
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        found = super().streamWriter(schema, overwrite)
+        return _InTasks(found._options, found._columns)
+
+
+class WithoutALog(DefaultSource):
+    """The driver publishes what the tasks prepared, and writes down nothing."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "without-a-log"
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802
+        found = super().streamWriter(schema, overwrite)
+        return _WithoutALog(found._options, found._columns)

@@ -1,0 +1,74 @@
+"""`write_exactly_once` in `foreachBatch`."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark_txnbridge import write_exactly_once
+
+from tests.spark.kit import new_run, options, published
+from tests.spark.test_writer import assert_a_prefix, run_until
+
+sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
+
+
+def where(sink):
+    return {"url": sink.url, "topic": sink.topic, "transactionalIdPrefix": sink.prefix, "createTopics": 1}
+
+
+def query(spark, checkpoint, function):
+    source = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 20).option("numPartitions", 2).load()
+    frame = source.selectExpr("cast(value as string) as value")
+    return frame.writeStream.foreachBatch(function).option("checkpointLocation", str(checkpoint)).start()
+
+
+def test_two_sinks_of_a_query_get_each_row_once_over_a_restart(spark, sink, tmp_path):
+    other = options(sink.url, topic=f"other-{new_run()}", transactionalIdPrefix=sink.prefix)
+
+    def publish(df, batch):
+        for name, to in (("one", sink), ("two", other)):
+            write_exactly_once(df, batch_id=batch, sink=name, **where(to))
+
+    for batch in (1, 3):
+        run_until(query(spark, tmp_path / "checkpoint", publish), batch)
+    for to in (sink, other):
+        assert_a_prefix(published(to))
+        assert len(published(to)) >= 80
+
+
+def test_a_function_that_calls_again_after_an_error_publishes_once(spark, sink, tmp_path):
+    failed: list[int] = []
+
+    def publish(df, batch):
+        given = {"batch_id": batch, "sink": "one", **where(sink)}
+        if not failed:
+            with pytest.raises(Exception, match="broken row"):
+                write_exactly_once(
+                    df.selectExpr("if(value = '19', raise_error('broken row'), value) as value"), **given
+                )
+            failed.append(batch)
+        write_exactly_once(df, **given)
+
+    run_until(query(spark, tmp_path / "checkpoint", publish), 1)
+    assert failed
+    assert_a_prefix(published(sink))
+
+
+def test_one_name_for_two_sinks_is_refused(spark, sink, tmp_path):
+    def publish(df, batch):
+        for _ in range(2):
+            write_exactly_once(df, batch_id=batch, sink="one", **where(sink))
+
+    running = query(spark, tmp_path / "checkpoint", publish)
+    with pytest.raises(Exception, match="a name of its own"):
+        running.awaitTermination(120)
+    assert published(sink) == list(range(20))
+
+
+def test_outside_a_query_it_asks_for_the_query(spark, tmp_path):
+    frame = spark.range(3).selectExpr("string(id) as value")
+    sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
+    with pytest.raises(Exception, match="which query this is"):
+        write_exactly_once(frame, batch_id=0, sink="one", url=sink.url, topic="out")
+    for _ in range(2):
+        write_exactly_once(frame, batch_id=0, sink="one", url=sink.url, topic="out", query="mine", createTopics=1)
+    assert published(sink) == [0, 1, 2]

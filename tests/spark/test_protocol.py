@@ -1,0 +1,374 @@
+"""Deciding and publishing a batch, without Spark's scheduler: its tasks and its driver as plain functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pyspark_txnbridge import _driver
+from pyspark_txnbridge._session import sessions
+from pyspark_txnbridge._unit import BatchInDoubt, Unit
+
+import txnbridge
+from tests.spark.kit import forget, left_open, new_run, options, published, run_batch, write
+from txnbridge import Decision, Fenced, InvalidOption, TransactionAborted
+from txnbridge.testing import Child, crash_everywhere
+
+FIRST = [[0, 1, 2], [3, 4], []]
+SECOND = [[5, 6], [7]]
+
+
+@pytest.fixture
+def start(sink, query):
+    return sink, query
+
+
+# --- as it should go -------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_published_once_and_nothing_stays_open(sink, query):
+    run = new_run()
+    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    run_batch(sink, Unit(query, "sink", 1, run), SECOND)
+    assert published(sink) == list(range(8))
+    assert left_open(sink, query) == []
+
+
+def test_nothing_is_visible_before_the_driver_commits(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, FIRST)
+    assert len(left_open(sink, query)) == 2  # an empty partition needs no transaction
+    _driver.commit(sink, written)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_batch_without_rows_is_committed(sink, query):
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[], []])
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # it is done, with no rows
+    assert published(sink) == []
+
+
+def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    again = write(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    assert all(part.settled and part.token is None for part in again)
+    _driver.commit(sink, again)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+def test_two_sinks_of_one_query_do_not_know_each_other(sink, query):
+    run = new_run()
+    for name in ("one", "two"):
+        run_batch(sink, Unit(query, name, 0, run), FIRST)
+    assert published(sink) == sorted([0, 1, 2, 3, 4] * 2)
+
+
+def test_a_process_with_more_tasks_than_ids_for_prepared_transactions_takes_further_slots(sink, query):
+    if sink.url.startswith("kafka"):
+        sink = replace(sink, url=f"{sink.url}?prepared_ids=2")
+    unit = Unit(query, "sink", 0, new_run())
+    run_batch(sink, unit, [[number] for number in range(5)])
+    run_batch(sink, replace(unit, batch=1), [[number] for number in range(5, 10)])
+    assert published(sink) == list(range(10))
+    assert left_open(sink, query) == []
+
+
+# --- dying -----------------------------------------------------------------------------------------------------------
+
+
+def run_two_batches(start):
+    """A query that is started again goes on under a new run, and may share its rows out differently."""
+    sink, query = start
+    run = new_run()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        again = bridge.decisions().read((query, "sink")).opening is not None
+    run_batch(sink, Unit(query, "sink", 0, run), [[4, 3, 2, 1, 0]] if again else FIRST)
+    run_batch(sink, Unit(query, "sink", 1, run), SECOND)
+
+
+def check_two_batches(start):
+    sink, query = start
+    assert published(sink) == list(range(8))
+    assert left_open(sink, query) == []
+
+
+def fresh_starts(url):
+    return lambda: (options(url, topic=f"out-{new_run()}"), new_run())
+
+
+@pytest.mark.timeout(900)
+def test_killed_at_every_event_a_batch_is_published_once(tmp_path):
+    numbers = iter(range(1000))
+    points = crash_everywhere(
+        run_two_batches,
+        check_two_batches,
+        fresh=lambda: fresh_starts(f"embedded:{tmp_path}/{next(numbers)}.db")(),
+        at_once=2,
+    )
+    assert len({point.event for point in points}) > 10
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_killed_at_every_event_a_batch_is_published_once_on_kafka(kafka_broker):
+    crash_everywhere(run_two_batches, check_two_batches, fresh=fresh_starts(kafka_broker.url), timeout=120, at_once=2)
+
+
+def publish_in_the_task(start):
+    sink, query = start
+    unit = Unit(query, "sink", 0, new_run())
+    for part in write(sink, unit, [*FIRST, *SECOND]):
+        if part.token:
+            with txnbridge.connect(sink.url) as bridge:
+                bridge.commit(part.token)
+
+
+def publish_without_a_decision(start):
+    sink, query = start
+    written = write(sink, Unit(query, "sink", 0, new_run()), [*FIRST, *SECOND])
+    with txnbridge.connect(sink.url) as bridge:
+        for part in written:
+            if part.token:
+                bridge.commit(part.token)
+
+
+def publish_after_clearing_up(start):
+    """What a new run finds open must be nobody's, it thinks."""
+    sink, query = start
+    with txnbridge.connect(sink.url) as bridge:
+        for transaction in left_open(sink, query):
+            bridge.admin.abort(transaction)
+    run_two_batches(start)
+
+
+@pytest.mark.parametrize(
+    ("broken", "point"),
+    [
+        (publish_in_the_task, "resolve/after/1"),
+        (publish_without_a_decision, "resolve/after/1"),
+        (publish_after_clearing_up, "resolve/before/2"),
+    ],
+)
+def test_a_simpler_writer_loses_or_doubles_rows_when_it_is_killed(broken, point, start):
+    with Child(broken, start, kill=point) as child:
+        child.stopped()
+    with pytest.raises((AssertionError, BatchInDoubt)):
+        broken(start)
+        check_two_batches(start)
+
+
+def decide_and_die(start):
+    sink, query = start
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+
+
+def test_what_was_decided_is_alive_when_the_next_run_needs_it(start):
+    """The next run's tasks come before its commit; they may not touch what the last run decided."""
+    sink, query = start
+    with Child(decide_and_die, start, kill="resolve/before/1") as child:
+        child.stopped()
+    assert published(sink) == []
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, [[0, 1, 2, 3, 4]])
+    assert all(part.settled for part in written)
+    _driver.commit(sink, written)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+# --- two drivers -----------------------------------------------------------------------------------------------------
+
+
+def test_of_two_drivers_the_newer_one_wins(sink, query):
+    older, newer = Unit(query, "sink", 0, new_run()), Unit(query, "sink", 0, new_run())
+    by_older = write(sink, older, FIRST)
+    forget()
+    by_newer = write(sink, newer, FIRST)
+    with pytest.raises(Fenced):
+        _driver.commit(sink, by_older)
+    _driver.abort(sink, by_older)
+    _driver.commit(sink, by_newer)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+    with pytest.raises(Fenced):
+        write(sink, older, FIRST)
+
+
+def decide_about_one_task(start):
+    sink, query = start
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+
+
+def test_a_driver_that_slept_after_its_decision_finds_it_finished(start):
+    sink, query = start
+    with Child(decide_about_one_task, start, pause="resolve/before/1") as child:
+        child.stopped()
+        run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+        assert published(sink) == [0, 1, 2, 3, 4]
+        child.resume()
+        child.result(60)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+# --- attempts, aborts and dead transactions --------------------------------------------------------------------------
+
+
+def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    lost = write(sink, unit, FIRST)
+    forget()  # another process writes the second attempts
+    _driver.commit(sink, write(sink, unit, FIRST))
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+    with txnbridge.connect(sink.url) as bridge:
+        assert lost[0].token is not None
+        assert bridge.status(lost[0].token).state is txnbridge.TokenState.ABORTED
+
+
+def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    _driver.abort(sink, [*write(sink, unit, FIRST), None])
+    assert left_open(sink, query) == []
+    with pytest.raises(TransactionAborted, match="too late"):
+        write(sink, unit, FIRST)
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_tries_a_batch_again_takes_no_late_tasks_of_its_first_attempt(sink, query):
+    first = Unit(query, "sink", 0, new_run(), attempt=0)
+    write(sink, first, FIRST)
+    _driver.abort(sink, [], first)
+    assert left_open(sink, query) == []
+    second = replace(first, attempt=_driver.next_attempt(sink, first))
+    written = write(sink, second, FIRST)
+    with pytest.raises(TransactionAborted, match="too late"):
+        write(sink, first, FIRST)
+    _driver.commit(sink, written)
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+
+
+def test_an_abort_after_the_decision_changes_nothing(start):
+    sink, query = start
+    with Child(decide_and_die, start, kill="resolve/before/2") as child:
+        child.stopped()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+    unit = Unit(query, "sink", 0, claim.data["run"])
+    _driver.abort(sink, [write(sink, unit, [[1]])[0]])
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_transaction_that_died_before_the_decision_stops_the_batch_and_nothing_is_published(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, FIRST)
+    with txnbridge.connect(sink.url) as bridge:
+        assert written[1].token is not None
+        bridge.abort(written[1].token)
+    with pytest.raises(TransactionAborted, match="partition 1 is aborted before anybody decided"):
+        _driver.commit(sink, written)
+    _driver.abort(sink, written)
+    assert (published(sink), left_open(sink, query)) == ([], [])
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_worker_goes_on_when_its_session_was_closed_for_the_sake_of_others(sink, query):
+    run = new_run()
+    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
+    sessions.clear()
+    run_batch(sink, Unit(query, "sink", 1, run), [[5], [6]])
+    assert published(sink) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_batch_that_took_too_long_is_not_decided(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = [
+        replace(part, began_at=part.began_at - 800_000, expires_at=part.began_at + 100_000) if part.token else part
+        for part in write(sink, unit, FIRST)
+    ]
+    with pytest.raises(TransactionAborted, match="took too long"):
+        _driver.commit(sink, written)
+    assert published(sink) == []
+
+
+def lose_a_decided_part(sink, query, number):
+    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+        child.stopped()
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+        bridge.abort(claim.data["parts"][number]["token"])
+
+
+def test_what_was_lost_of_a_decision_is_written_again_when_the_same_rows_come_again(start):
+    sink, query = start
+    lose_a_decided_part(sink, query, 1)
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[4, 3], [], [0, 1, 2]])  # the same parts, in another order
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, query) == []
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, Unit(query, "sink", 1, new_run()), SECOND)
+    assert published(sink) == list(range(8))
+
+
+def test_what_was_lost_of_a_decision_is_named_when_the_rows_are_shared_out_otherwise(start):
+    sink, query = start
+    lose_a_decided_part(sink, query, 0)
+    for _ in range(2):
+        with pytest.raises(BatchInDoubt, match="3 rows of task partitions 0 are not published"):
+            run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1], [2, 3, 4]])
+    assert published(sink) == [3, 4]
+
+
+def test_a_replacement_that_was_decided_and_not_finished_is_finished(start):
+    sink, query = start
+    lose_a_decided_part(sink, query, 0)
+    with Child(decide_and_die, start, kill="resolve/after/3") as child:  # the two old ones, then the new one
+        child.stopped()
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, FIRST)
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        bridge.decisions().claim((query, "sink", 0, 0), Decision.ABORT, {"run": "an administrator"})
+    with pytest.raises(TransactionAborted):
+        _driver.commit(sink, written)
+    assert published(sink) == []
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_reports_nothing_is_refused(sink, query):
+    written = write(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    for messages in ([*written, None], [None, None], []):
+        with pytest.raises(InvalidOption, match="continuous"):
+            _driver.commit(sink, messages)
+    assert published(sink) == []
+
+
+def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    run_batch(sink, unit, FIRST)
+    with pytest.raises(InvalidOption, match="a name of its own"):
+        run_batch(sink, unit, SECOND)
+
+
+def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, txnVersion="7")
+    run_batch(sink, Unit(job, "sink", 7, new_run()), FIRST)
+    run_batch(sink, Unit(job, "sink", 7, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
+    assert published(sink) == [0, 1, 2, 3, 4]
+    for other in ([[0, 1, 2, 3]], [[0, 1, 2, 3, 5]]):
+        with pytest.raises(InvalidOption, match="txnVersion used twice"):
+            run_batch(sink, Unit(job, "sink", 7, new_run()), other)
+    assert published(sink) == [0, 1, 2, 3, 4]

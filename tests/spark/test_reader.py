@@ -1,0 +1,427 @@
+"""Reading from PySpark: what is committed, the same rows at each repetition, and nothing skipped in silence."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark_txnbridge import _fetch, _plan
+from pyspark_txnbridge._source_options import SourceOptions
+from txnbridge_conformance.looking import eventually
+from txnbridge_embedded.schema import OFFSET_BITS
+
+import txnbridge
+from tests.spark.kit import mostly_embedded, new_run, where_positions_are_numbers
+from txnbridge import Capability, InvalidOption, Message, NotFound, NotSupported, PositionLost
+from txnbridge.spi import NO_HEADERS
+
+pytest.importorskip("pyspark.sql", reason="needs PySpark")
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark_txnbridge._reader import BatchReader
+from pyspark_txnbridge._stream_reader import StreamReader
+
+
+@pytest.fixture(autouse=True)
+def nothing_read():
+    yield
+    _fetch._feeds.clear()
+    _plan._planners.clear()
+
+
+@pytest.fixture
+def topic(bridge):
+    name = f"in-{new_run()}"
+    bridge.admin.create_topic(name, partitions=2)
+    return name
+
+
+def send(bridge, topic, values, partition=None):
+    """Commit numbers, and wait until readers see them: a broker may say that before."""
+    with bridge.transaction() as txn:
+        for value in values:
+            txn.send(topic, str(value).encode(), partition=partition)
+    last = str(values[-1]).encode()
+    eventually(lambda: last in [message.value for message in bridge.read(topic, 1_000_000)], "it can be read")
+
+
+def load(spark, url, **given):
+    return spark.read.format("txnbridge").options(url=url, **given).load()
+
+
+def numbers(frame):
+    return sorted(int(row.value) for row in frame.select("value").collect())
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic):
+    send(bridge, topic, range(50), partition=0)
+    send(bridge, topic, range(50, 70), partition=1)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"-1", partition=0)
+        txn.abort()
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"-2", partition=0)
+    frame = load(spark, url, topic=topic)
+    assert numbers(frame) == list(range(70))
+    assert frame.rdd.getNumPartitions() == 2
+    bridge.abort(txn.token)
+
+
+@mostly_embedded
+def test_the_columns_are_those_of_the_kafka_source(spark, url, bridge, topic):
+    with bridge.transaction() as txn:
+        headers = [("a", b"1"), ("a", b"\xff")]
+        txn.send(topic, b"one", key=b"k", headers=headers, partition=1, timestamp=1_700_000_000_123)
+        txn.send(topic, None, partition=1, timestamp=1_700_000_000_124)
+    eventually(lambda: len(bridge.read(topic, 10)) == 2, "it can be read")
+    frame = load(spark, url, topic=topic)
+    assert frame.dtypes == [
+        ("key", "binary"),
+        ("value", "binary"),
+        ("topic", "string"),
+        ("partition", "int"),
+        ("offset", "bigint"),
+        ("timestamp", "timestamp"),
+        ("timestampType", "int"),
+    ]
+    one, two = load(spark, url, subscribe=topic, includeHeaders="true").orderBy("offset").collect()
+    assert (one.key, one.value, one.topic, one.partition, one.offset) == (b"k", b"one", topic, 1, 0)
+    assert (one.timestamp.timestamp(), one.timestampType) == (1_700_000_000.123, None)
+    assert [(pair.key, pair.value) for pair in one.headers] == [("a", b"1"), ("a", b"\xff")]
+    assert (two.key, two.value, two.offset, two.headers) == (None, None, 1, None)
+
+
+@mostly_embedded
+def test_a_batch_reads_between_positions(spark, url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    send(bridge, topic, range(10, 20), partition=1)
+    start = json.dumps({topic: {"0": 3, "1": "latest"}})
+    end = json.dumps({topic: {"0": 7, "1": -1}})
+    assert numbers(load(spark, url, topic=topic, startingOffsets=start, endingOffsets=end)) == [3, 4, 5, 6]
+
+
+@mostly_embedded
+def test_several_topics_are_read_together(spark, url, bridge, topic):
+    other = f"in-{new_run()}"
+    bridge.admin.create_topic(other, partitions=1)
+    send(bridge, topic, range(3))
+    send(bridge, other, range(3, 5))
+    assert numbers(load(spark, url, subscribe=f"{topic}, {other}")) == list(range(5))
+
+
+@mostly_embedded
+def test_a_topic_without_messages_has_no_rows(spark, url, topic):
+    assert load(spark, url, topic=topic).collect() == []
+
+
+# --- streams, as Spark drives them -----------------------------------------------------------------------------------
+
+
+def batch_of(url, topic, **given):
+    """What a batch reads."""
+    reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
+    return sorted(values(reader, reader.partitions()))
+
+
+def values(reader, tasks):
+    return [int(value) for task in tasks for part in reader.read(task) for value in part.column("value").to_pylist()]
+
+
+class Stream:
+    """A query that reads: where it stands is what Spark writes into its checkpoint."""
+
+    def __init__(self, url, topic, start=None, **given):
+        self.reader = StreamReader(SourceOptions.parse({"url": url, "topic": topic, **given}))
+        self.at = start or self.reader.initialOffset()
+
+    def plan(self):
+        return json.loads(json.dumps(self.reader.latestOffset(self.at, self.reader.getDefaultReadLimit())))
+
+    def read(self, end):
+        return sorted(values(self.reader, self.reader.partitions(self.at, end)))
+
+    def step(self):
+        """One micro-batch; None if there is nothing new."""
+        end = self.plan()
+        if end == self.at:
+            return None
+        found = self.read(end)
+        self.at = end
+        return found
+
+    def run(self):
+        """Every micro-batch that there is now."""
+        return list(iter(self.step, None))
+
+
+def flat(batches):
+    return list(chain.from_iterable(batches))
+
+
+def test_a_stream_goes_on_with_what_is_committed_since(url, bridge, topic):
+    send(bridge, topic, [1], partition=0)
+    stream = Stream(url, topic)
+    assert stream.run() == []
+    send(bridge, topic, range(10, 15), partition=0)
+    send(bridge, topic, range(15, 20), partition=1)
+    assert stream.run() == [list(range(10, 20))]
+    earlier = Stream(url, topic, startingOffsets="earliest")
+    assert earlier.run() == [[1, *range(10, 20)]]
+
+
+def test_rows_behind_an_open_transaction_come_after_it_has_ended(url, bridge, topic):
+    if not bridge.capabilities[Capability.ISOLATION]:
+        pytest.skip("an open transaction holds nobody back here")
+    stream = Stream(url, topic)
+    send(bridge, topic, [1], partition=0)
+    with bridge.transaction(prepare=True) as aborted:
+        aborted.send(topic, b"-1", partition=0)
+    with bridge.transaction(prepare=True) as committed:
+        committed.send(topic, b"3", partition=0)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"4", partition=0)
+    send(bridge, topic, [2], partition=1)
+    assert stream.run() == [[1, 2]]
+    bridge.abort(aborted.token)
+    assert flat(stream.run()) == []
+    bridge.commit(committed.token)
+    eventually(lambda: len(bridge.read(topic, 10)) == 4, "all of it can be read")
+    assert flat(stream.run()) == [3, 4]
+
+
+def test_a_batch_that_is_repeated_has_the_same_rows_whatever_was_committed_meanwhile(url, bridge, topic):
+    stream = Stream(url, topic)
+    send(bridge, topic, range(10))
+    end = stream.plan()
+    with bridge.transaction() as txn:
+        txn.send(topic, b"-1")
+        txn.abort()
+    send(bridge, topic, range(10, 30))
+    bridge.admin.grow_topic(topic, 3)
+    again = Stream(url, topic, start=stream.at)
+    assert again.read(end) == list(range(10)) == stream.read(end)
+
+
+@where_positions_are_numbers
+def test_a_process_that_reads_ranges_again_and_again_reads_each_of_them_whole(url, bridge, topic):
+    """Spark keeps its Python processes, and each keeps its connection: what it has read before says nothing."""
+    for begin in range(0, 60, 20):  # each transaction leaves a mark behind it, which is no message
+        send(bridge, topic, range(begin, begin + 20), partition=begin // 20 % 2)
+    reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic}))
+    tasks = reader.partitions()
+    whole = [values(reader, [task]) for task in tasks]
+    assert sorted(flat(whole)) == list(range(60))
+    for _ in range(4):
+        assert [values(reader, [task]) for task in tasks] == whole
+        for task, rows in zip(tasks, whole, strict=True):
+            half = replace(task.value, start=(10,))
+            assert values(reader, [InputPartition(half)]) == rows[10:]
+
+
+@where_positions_are_numbers
+def test_a_micro_batch_is_no_larger_than_asked_for(url, bridge, topic):
+    stream = Stream(url, topic, maxOffsetsPerTrigger="7")
+    send(bridge, topic, range(40), partition=0)
+    send(bridge, topic, range(40, 50), partition=1)
+    found = stream.run()
+    assert max(map(len, found)) <= 7 < len(found)
+    assert sorted(flat(found)) == list(range(50))
+    assert stream.reader.latestOffset(stream.at, ReadAllAvailable()) == stream.at
+
+
+def test_partitions_that_a_topic_gets_are_read_from_their_beginning(url, bridge, topic):
+    stream = Stream(url, topic)
+    send(bridge, topic, [1], partition=0)
+    assert stream.run() == [[1]]
+    bridge.admin.grow_topic(topic, 3)
+    with txnbridge.connect(url) as fresh:  # which knows of it
+        send(fresh, topic, [2, 3], partition=2)
+    end = stream.plan()
+    (first, _end) = bridge.admin.bounds(topic)[topic, 2]
+    assert end[topic]["2"] == _plan.to_json({(topic, 2): first})[topic]["2"]
+    assert flat(stream.run()) == [2, 3]
+
+
+@where_positions_are_numbers
+def test_with_available_now_a_stream_ends_where_the_topic_ended_when_it_began(url, bridge, topic):
+    stream = Stream(url, topic, maxOffsetsPerTrigger="4")
+    send(bridge, topic, range(10), partition=0)
+    stream.reader.prepareForTriggerAvailableNow()
+    send(bridge, topic, range(10, 20), partition=0)
+    bridge.admin.grow_topic(topic, 3)
+    assert flat(stream.run()) == list(range(10))
+    again = Stream(url, topic, start=stream.at)
+    again.reader.prepareForTriggerAvailableNow()
+    assert flat(again.run()) == list(range(10, 20))
+
+
+# --- what is gone ----------------------------------------------------------------------------------------------------
+
+
+# The others drop whole files or ledgers, when they like.
+where_records_can_be_removed = pytest.mark.parametrize("url", ["embedded", "kafka"], indirect=True)
+
+
+def remove_before(url, topic, offset):
+    """What retention does to partition 0."""
+    if url.startswith("embedded"):
+        with sqlite3.connect(url.removeprefix("embedded:")) as connection:
+            ((id,),) = connection.execute(
+                "SELECT p.id FROM partitions p JOIN topics t ON t.id = p.topic_id WHERE t.name = ? AND p.number = 0",
+                (topic,),
+            )
+            connection.execute("UPDATE partitions SET first = ? WHERE id = ?", (offset, id))
+            base = id << OFFSET_BITS
+            connection.execute("DELETE FROM messages WHERE id >= ? AND id < ?", (base, base + offset))
+        connection.close()
+    else:
+        from confluent_kafka import TopicPartition
+        from confluent_kafka.admin import AdminClient
+
+        client = AdminClient({"bootstrap.servers": url.removeprefix("kafka://"), "log_level": 0})
+        (answer,) = client.delete_records([TopicPartition(topic, 0, offset)]).values()
+        answer.result(30)
+
+
+@where_records_can_be_removed
+def test_a_position_below_retention_stops_the_stream(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    stream = Stream(url, topic, startingOffsets="earliest")
+    end = stream.plan()
+    remove_before(url, topic, 4)
+    with pytest.raises(PositionLost, match=r"everything before 4\. Nothing was skipped; with failOnDataLoss=false"):
+        stream.plan()
+    with pytest.raises(PositionLost, match="everything before 4"):
+        stream.read(end)
+    with pytest.raises(PositionLost, match="everything before 4"):
+        batch_of(url, topic, startingOffsets=json.dumps({topic: {"0": 0, "1": "earliest"}}))
+
+
+@where_records_can_be_removed
+def test_where_losses_are_accepted_the_stream_goes_on_and_says_so(url, bridge, topic, caplog):
+    send(bridge, topic, range(10), partition=0)
+    given = {"failOnDataLoss": "false", "startingOffsets": "earliest"}
+    stream, planned = Stream(url, topic, **given), Stream(url, topic, **given)
+    end = planned.plan()
+    remove_before(url, topic, 4)
+    assert flat(stream.run()) == list(range(4, 10))
+    assert f"{topic}[0] cannot be read at 0: retention has removed everything before 4" in caplog.text
+    assert planned.read(end) == list(range(4, 10))
+    start = json.dumps({topic: {"0": 0, "1": "earliest"}})
+    assert batch_of(url, topic, failOnDataLoss="false", startingOffsets=start) == list(range(4, 10))
+
+
+@where_records_can_be_removed
+def test_retention_that_passes_a_task_while_it_reads_is_noticed(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic}))
+    (task,) = reader.partitions()
+    remove_before(url, topic, 4)
+    with pytest.raises(PositionLost):
+        values(reader, [task])
+    accepting = BatchReader(SourceOptions.parse({"url": url, "topic": topic, "failOnDataLoss": "false"}))
+    assert values(accepting, [task]) == list(range(4, 10))
+
+
+def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    stream = Stream(url, topic, startingOffsets="earliest")
+    assert stream.run() == [list(range(10))]
+    bridge.admin.delete_topic(topic)
+    eventually(lambda: topic not in [found.name for found in bridge.admin.topics()], "it is gone")
+    with pytest.raises(NotFound, match=topic):
+        stream.plan()
+    with txnbridge.connect(url) as fresh:
+        fresh.admin.create_topic(topic, partitions=2)
+        send(fresh, topic, [100], partition=0)
+    with pytest.raises(PositionLost, match=r"Was the topic made anew|retention has removed everything"):
+        stream.plan()
+    going_on = Stream(url, topic, start=stream.at, failOnDataLoss="false")
+    assert flat(going_on.run()) == [100]
+
+
+# --- options and plans -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topic": ""}, "say what to read, once"),
+        ({"subscribe": "a,b"}, "say what to read, once"),
+        ({"startingOffset": "latest"}, "did you mean startingOffsets"),
+        ({"startingOffsets": "soon"}, "startingOffsets is earliest or latest, or what to do for each partition"),
+        ({"startingOffsets": '{"in": {"0": -3}}'}, "startingOffsets is earliest or latest"),
+        ({"endingOffsets": "earliest"}, "endingOffsets is latest, or"),
+        ({"maxOffsetsPerTrigger": "many"}, "whole number"),
+        ({"maxOffsetsPerTrigger": "0"}, "at least 1"),
+        ({"failOnDataLoss": "perhaps"}, "true or false"),
+        ({"path": "x"}, "takes no path"),
+        ({"kafka.bootstrap.servers": "localhost:1"}, "say where to read, once"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(change, message):
+    with pytest.raises(InvalidOption, match=message):
+        SourceOptions.parse({"url": "embedded:nowhere", "topic": "in"} | change)
+
+
+def test_options_that_make_no_sense_together_are_refused():
+    given = {"url": "embedded:nowhere", "topic": "in"}
+    with pytest.raises(InvalidOption, match="a stream has no end"):
+        StreamReader(SourceOptions.parse({**given, "endingOffsets": '{"in": {"0": 3}}'}))
+    with pytest.raises(InvalidOption, match="maxOffsetsPerTrigger is for streams"):
+        BatchReader(SourceOptions.parse({**given, "maxOffsetsPerTrigger": "3"}))
+
+
+@where_positions_are_numbers
+def test_positions_have_to_be_about_the_partitions_that_are_read(url, topic):
+    for positions, message in [
+        ({"0": 0}, r"does not say anything about .*\[1\]"),
+        ({"0": 0, "1": 0, "2": 0}, r"names a partition that is not read: .*\[2\]"),
+    ]:
+        with pytest.raises(InvalidOption, match=message):
+            batch_of(url, topic, startingOffsets=json.dumps({topic: positions}))
+    for name in ("startingOffsets", "endingOffsets"):
+        with pytest.raises(PositionLost, match="can be read up to 0 only"):
+            batch_of(url, topic, **{name: json.dumps({topic: {"0": 5, "1": 0}})})
+
+
+def test_a_missing_topic_is_named(url):
+    with pytest.raises(NotFound, match="in-missing"):
+        batch_of(url, "in-missing")
+
+
+def test_a_limit_is_shared_out_evenly_and_used_up():
+    start: _plan.Offsets = {("in", number): (100,) for number in range(4)}
+    end: _plan.Offsets = {("in", 0): (102,), ("in", 1): (100,), ("in", 2): (150,), ("in", 3): (1100,), ("in", 4): (7,)}
+    bounds: dict[Any, Any] = dict.fromkeys(end, ((0,), (2000,)))
+    for most, shares in [(1, [1, 0, 0, 0]), (11, [2, 0, 5, 4]), (100, [2, 0, 49, 49]), (5000, [2, 0, 50, 1000])]:
+        found = _plan.limited(start, end, bounds, most)
+        assert [found["in", number][0] - 100 for number in range(4)] == shares
+        assert found["in", 4] == (7,)  # new: it is only placed
+    bounds["in", 3] = (1100,), (2000,)
+    assert _plan.limited(start, end, bounds, 1)["in", 3] == (1100,)  # so is what has lost its position
+
+
+def test_positions_of_any_kind_survive_a_checkpoint():
+    offsets = {("b", 0): (5,), ("a", 10): (3, 4, 0), ("a", 2): (0, 0, 1)}
+    told = _plan.to_json(offsets)
+    assert json.dumps(told) == '{"a": {"2": [0, 0, 1], "10": [3, 4, 0]}, "b": {"0": 5}}'
+    assert _plan.from_json(told) == offsets
+    with pytest.raises(NotSupported, match="more than a number"):
+        _plan.limited(offsets, offsets, {}, 5)
+
+
+def test_positions_of_more_than_a_number_have_a_column_of_their_own():
+    messages = [Message("a", 2, (3, number, -1), None, b"v", NO_HEADERS, 0, 1, None) for number in range(2)]
+    found = _fetch.to_arrow(messages, headers=False)
+    assert found.column("position").to_pylist() == [[3, 0, -1], [3, 1, -1]]
+    assert found.schema.names == [column.split()[0] for column in _fetch.columns((3, 0, -1), False).split(", ")]
+    assert pa.types.is_int32(found.column("partition").type)

@@ -1,0 +1,139 @@
+"""Looking at a query and finishing it without Spark."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from click.testing import CliRunner
+from pyspark_txnbridge._unit import BatchInDoubt, Unit
+
+import txnbridge
+from tests.log_contract import place_of
+from tests.spark.kit import forget, left_open, new_run, options, published, run_batch, write
+from txnbridge import Fenced
+from txnbridge.cli import main
+from txnbridge.testing import Child
+
+FIRST = [[0, 1, 2], [3, 4]]
+
+
+@pytest.fixture
+def spark_command(sink, query):
+    def run(name, *arguments, **given):
+        where = ["--url", sink.url, "--prefix", sink.prefix]
+        found = CliRunner().invoke(
+            main, ["spark", name, *where, *(given.get("which") or ["--query", query]), *arguments]
+        )
+        return found.exit_code, found.output
+
+    return run
+
+
+def decide_and_die(start):
+    sink, query = start
+    run_batch(sink, Unit(query, "sink", 0, "the-run"), FIRST)
+
+
+def die_decided(sink, query):
+    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+        child.stopped()
+
+
+def test_a_decided_batch_is_shown_and_published(sink, query, spark_command):
+    die_decided(sink, query)
+    code, text = spark_command("status")
+    assert code == 0
+    assert "last run: the-run" in text
+    assert "published: no batch" in text
+    assert "batch 0: decided, 5 rows" in text
+    assert text.count("prepared, until") >= 2
+    assert published(sink) == []
+    assert spark_command("recover") == (0, "published: batch 0\n")
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert spark_command("recover") == (0, "published: nothing was left to publish\n")
+    assert "every batch up to 0" in spark_command("status")[1]
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # Spark replays it
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_the_status_is_one_document_for_scripts(sink, query, spark_command):
+    die_decided(sink, query)
+    code, text = spark_command("status", "--json")
+    found = json.loads(text)
+    assert (code, found["run"], found["done_up_to"]) == (0, "the-run", None)
+    (batch,) = found["undone"]
+    assert (batch["batch"], batch["decision"], batch["rows"]) == (0, "commit", 5)
+    assert [part["rows"] for part in batch["parts"]] == [3, 2]
+
+
+def test_the_query_is_found_by_its_checkpoint(sink, query, spark_command, tmp_path):
+    die_decided(sink, query)
+    (tmp_path / "metadata").write_text(json.dumps({"id": query}))
+    assert "batch 0: decided" in spark_command("status", which=["--checkpoint", str(tmp_path)])[1]
+    code, text = spark_command("status", which=["--checkpoint", str(tmp_path / "nothing")])
+    assert code == 2
+    assert "give the query's id instead" in text
+
+
+def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, spark_command):
+    die_decided(sink, query)
+    with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
+        (claim,) = bridge.decisions().claims((query, "sink", 0))
+        bridge.abort(claim.data["parts"][0]["token"])
+    code, text = spark_command("recover")
+    assert code != 0
+    assert "3 rows of task partitions 0 are not published" in text
+    with pytest.raises(BatchInDoubt):
+        run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
+    assert spark_command("recover", "--skip", "0") == (0, "published: batch 0\n")
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, Unit(query, "sink", 1, new_run()), [[5]])
+    assert published(sink) == [3, 4, 5]
+
+
+def test_clearing_ends_what_nobody_decided_and_shuts_the_driver_out(sink, query, spark_command):
+    unit = Unit(query, "sink", 0, new_run())
+    write(sink, unit, FIRST)
+    assert spark_command("recover")[1] == "published: nothing was left to publish\n"
+    assert len(left_open(sink, query)) == 2
+    code, text = spark_command("recover", "--clear")
+    assert (code, text.count("aborted: ")) == (0, 2)
+    assert left_open(sink, query) == []
+    forget()
+    with pytest.raises(Fenced):
+        write(sink, unit, FIRST)
+    with suppress(Fenced):
+        run_batch(sink, unit, FIRST)
+    assert published(sink) == []
+
+
+def test_a_query_that_never_wrote_is_said_so(spark_command):
+    assert "has not written anything" in spark_command("status")[1]
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        "embedded",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("kafka", "pulsar", "rocketmq")),
+    ]
+)
+def place(request, tmp_path):
+    return place_of(request.param, request, tmp_path)
+
+
+def test_a_query_may_keep_its_decisions_elsewhere(url, query, place, spark_command):
+    if url.startswith(place):
+        pytest.skip("that is no other place")
+    sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix="elsewhere", decisionLog=place)
+    assert place not in repr(sink)
+    which = ["--url", url, "--prefix", "elsewhere", "--query", query]
+    die_decided(sink, query)
+    assert "has not written anything" in spark_command("status", which=which)[1]
+    assert "batch 0: decided, 5 rows" in spark_command("status", which=[*which, "--decision-log", place])[1]
+    assert spark_command("recover", which=[*which, "--decision-log", place]) == (0, "published: batch 0\n")
+    assert published(sink) == [0, 1, 2, 3, 4]
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # Spark replays it
+    assert published(sink) == [0, 1, 2, 3, 4]
