@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ Clock = Callable[[], float]
 WALL: Clock = time.perf_counter
 # For what neither waits nor touches a disk: on an idle machine it takes as long, and others disturb it less.
 PROCESSOR: Clock = time.process_time
+
+_numbers = itertools.count(1)
 
 _RESAMPLES = 2000  # of the bootstrap: the interval's ends then move by about 1 % of its width from run to run
 
@@ -80,6 +83,23 @@ def _run(contender: Contender, seconds: float, clock: Clock) -> Round:
     return Round(laps, units)
 
 
+Turn = Callable[[], Round]  # does all of its work once, and measures itself
+
+
+def in_turn(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[Round]]:
+    """As `alternate`, for work that says itself what it took, and that is too long to be repeated within a round."""
+    found: dict[str, list[Round]] = {name: [] for name in turns}
+    for number in range(rounds):
+        for name in list(turns)[:: -1 if number % 2 else 1]:
+            found[name].append(turns[name]())
+    return found
+
+
+def as_turn(contender: Contender, settings: Settings) -> Turn:
+    """A round as `alternate` makes them."""
+    return lambda: _run(contender, settings.seconds, WALL)
+
+
 def quantile(values: Sequence[float], part: float) -> float:
     """The smallest value that at least this part of all values does not exceed."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
@@ -117,6 +137,11 @@ def excess(ours: Sequence[Round], peer: Sequence[Round], scale: float) -> Estima
 
 def per_unit(rounds: Sequence[Round], scale: float) -> Estimate:
     return estimate([scale * r.seconds_per_unit for r in rounds])
+
+
+def a_second(rounds: Sequence[Round]) -> Estimate:
+    """How many units a second."""
+    return estimate([1 / r.seconds_per_unit for r in rounds])
 
 
 def lap_quantile(rounds: Sequence[Round], part: float, scale: float) -> Estimate:
@@ -219,12 +244,16 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    return make_parser(description).parse_args(arguments)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="see that it works, in a second or two; no figures")
     parser.add_argument("--rounds", type=int, default=10, help="how often each contender runs (10)")
     parser.add_argument("--seconds", type=float, default=1.0, help="how long at least a round lasts (1.0)")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where files are made")
-    return parser.parse_args(arguments)
+    return parser
 
 
 @contextmanager
@@ -245,6 +274,11 @@ def run(measure: Callable[[Settings], None]) -> None:
     with opened(parse(description=sys.modules[measure.__module__].__doc__)) as settings:
         print(machine(settings.folder))
         measure(settings)
+
+
+def unique(what: str) -> str:
+    """A name that nothing else has."""
+    return f"{what}-{os.getpid()}-{next(_numbers)}"
 
 
 @contextmanager

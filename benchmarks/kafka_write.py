@@ -24,7 +24,7 @@ from benchmarks._harness import (
     speed,
 )
 from benchmarks._kafka import broker, new_topic, plain_producer
-from txnbridge import connect
+from benchmarks._ours import writing
 
 MESSAGES = 10_000  # a transaction
 SIZES = (100, 1024)
@@ -54,26 +54,6 @@ def plain(url: str, topic: str, values: list[bytes]) -> Contender:
     return contender
 
 
-def ours(url: str, topic: str, values: list[bytes], many: bool) -> Contender:
-    @contextmanager
-    def contender() -> Iterator[Lap]:
-        with connect(url, writers=1) as bridge:
-
-            def lap() -> int:
-                with bridge.transaction() as txn:
-                    if many:
-                        txn.send_many(topic, values)
-                    else:
-                        send = txn.send
-                        for value in values:
-                            send(topic, value)
-                return len(values)
-
-            yield lap
-
-    return contender
-
-
 def measure(settings: Settings) -> None:
     if not settings.quick:
         settings = replace(settings, rounds=max(settings.rounds, ROUNDS))
@@ -82,8 +62,8 @@ def measure(settings: Settings) -> None:
             values = [bytes([n % 251]) * size for n in range(MESSAGES)]
             contenders = {
                 "plain": plain(url, new_topic(url), values),
-                "send": ours(url, new_topic(url), values, many=False),
-                "many": ours(url, new_topic(url), values, many=True),
+                "send": writing(url, new_topic(url), values, many=False),
+                "many": writing(url, new_topic(url), values, many=True),
             }
             report = Report(settings, f"Kafka: writing, {MESSAGES:,} x {size} B a transaction")
             wall = alternate(settings, contenders)

@@ -7,7 +7,7 @@ is the highest value less the lowest, without the first tenth, in which buffers 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -30,29 +30,29 @@ def resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def small_transactions(bridge: txnbridge.Bridge, messages: int) -> Watch:
+def small_transactions(bridge: txnbridge.Bridge, topic: str, messages: int) -> Watch:
     for _ in range(messages // PIECE):
         with bridge.transaction() as txn:
-            txn.send_many("topic", bodies(PIECE, KIB))
+            txn.send_many(topic, bodies(PIECE, KIB))
         yield resident()
 
 
-def one_transaction(bridge: txnbridge.Bridge, messages: int) -> Watch:
+def one_transaction(bridge: txnbridge.Bridge, topic: str, messages: int) -> Watch:
     with bridge.transaction() as txn:
         for _ in range(messages // PIECE):
             for value in bodies(PIECE, KIB):
-                txn.send("topic", value)
+                txn.send(topic, value)
             yield resident()
 
 
-def read_alone(bridge: txnbridge.Bridge, messages: int) -> Watch:
-    with bridge.consumer("topic") as consumer:
+def read_alone(bridge: txnbridge.Bridge, topic: str, messages: int) -> Watch:
+    with bridge.consumer(topic) as consumer:
         for _ in pieces(consumer, messages):
             yield resident()
 
 
-def read_in_a_group(bridge: txnbridge.Bridge, messages: int) -> Watch:
-    with bridge.consumer("topic", group="group") as consumer:
+def read_in_a_group(bridge: txnbridge.Bridge, topic: str, messages: int) -> Watch:
+    with bridge.consumer(topic, group="group") as consumer:
         for batch in pieces(consumer, messages):
             with bridge.transaction() as txn:
                 txn.ack(batch)
@@ -66,7 +66,7 @@ def pieces(consumer: txnbridge.Consumer, messages: int) -> Iterator[txnbridge.Ba
         yield batch
 
 
-PROGRAMS: dict[str, tuple[str, Callable[[txnbridge.Bridge, int], Watch]]] = {
+PROGRAMS: dict[str, tuple[str, Callable[[txnbridge.Bridge, str, int], Watch]]] = {
     "written, 1,000 a transaction": ("small", small_transactions),
     "read without a group": ("small", read_alone),
     "read in a group, each 1,000 acknowledged": ("small", read_in_a_group),
@@ -74,9 +74,10 @@ PROGRAMS: dict[str, tuple[str, Callable[[txnbridge.Bridge, int], Watch]]] = {
 }
 
 
-def watch(pipe: Connection, name: str, folder: Path, messages: int) -> None:
-    with txnbridge.connect(url(folder), timeout=600) as bridge:
-        seen = list(PROGRAMS[name][1](bridge, messages))
+def watch(pipe: Connection, name: str, url: str, messages: int) -> None:
+    topic, program = PROGRAMS[name]
+    with txnbridge.connect(url, timeout=600, create_topics=1) as bridge:
+        seen = list(program(bridge, topic, messages))
     pipe.send(seen[::LOOK_EVERY])
 
 
@@ -85,15 +86,20 @@ def growth(seen: Sequence[float]) -> float:
     return max(steady) - min(steady)
 
 
-def measure(settings: Settings) -> None:
+def measure_on(title: str, settings: Settings, urls: Mapping[str, str]) -> None:
+    """Two topics, by their names, and the brokers that have them."""
     messages = 20 * PIECE if settings.quick else 1_000_000
-    report = Report(settings, f"Memory over {messages:,} messages of 1 KiB (one run each)")
+    report = Report(settings, f"{title} over {messages:,} messages of 1 KiB (one run each)")
+    for name, (topic, _) in PROGRAMS.items():
+        with child(watch, name, urls[topic], messages) as pipe:
+            seen = pipe.recv()
+        report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
+        report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")
+
+
+def measure(settings: Settings) -> None:
     with fresh(settings.folder) as small, fresh(settings.folder) as one:
-        for name, (file, _) in PROGRAMS.items():
-            with child(watch, name, small if file == "small" else one, messages) as pipe:
-                seen = pipe.recv()
-            report.figure(f"{name}: growth", Estimate.single(growth(seen)), "MiB", at_most(FLAT_MIB))
-            report.figure(f"{name}: at most", Estimate.single(max(seen)), "MiB")
+        measure_on("Memory", settings, {"small": url(small), "one": url(one)})
 
 
 if __name__ == "__main__":

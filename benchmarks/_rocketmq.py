@@ -1,0 +1,82 @@
+"""A real broker for the RocketMQ benchmarks, and the official client for Python that ours stands beside."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._rocketmq import fetch_rocketmq
+from txnbridge_rocketmq.remoting import Client, administration
+
+from benchmarks._harness import Settings, unique
+from benchmarks._peers import Peer, environment, java_peer, peer
+from txnbridge import Bridge
+
+OFFICIAL = "rocketmq-python-client==5.1.2"
+QUEUES = 4  # of a topic, as tools make them that are not told a number
+_SOON = 30.0
+
+
+class Address(NamedTuple):
+    """Where a broker is: for ours, and for the official client."""
+
+    url: str
+    grpc: str
+
+
+@contextmanager
+def broker(settings: Mapping[str, str] | None = None) -> Iterator[Address]:
+    """A fresh broker as the tests start it, or the one that TXNBRIDGE_URL and TXNBRIDGE_GRPC ("host:port") name."""
+    if url := os.environ.get("TXNBRIDGE_URL"):
+        yield Address(url, os.environ["TXNBRIDGE_GRPC"])
+        return
+    with brokers.rocketmq(settings=settings) as started:
+        yield Address(started.url, started.grpc_address())
+
+
+def new_topic(bridge: Bridge) -> str:
+    name = unique("bench")
+    bridge.admin.create_topic(name, QUEUES)
+    return name
+
+
+def new_group(address: Address, topic: str) -> str:
+    """A group for the official client, which cannot read in one that nobody made."""
+    name = unique("bench")
+    with Client([address.url.removeprefix("rocketmq://")]) as client:
+        route = client.route(topic, _SOON)
+        assert route is not None
+        client.call(route.readable[0].broker, administration.create_group(name), _SOON)
+    return name
+
+
+def official(settings: Settings, address: Address, topic: str, *groups: str) -> AbstractContextManager[Peer]:
+    """The official client, which writes to this topic, or reads it in these groups."""
+    python = environment(OFFICIAL)
+    return peer(python, "_rocketmq_official.py", address.grpc, topic, *groups, home=settings.folder)
+
+
+def official_java(settings: Settings, address: Address, topic: str) -> AbstractContextManager[Peer]:
+    """The official client for Java, which speaks to the broker as ours does, without the proxy; it writes."""
+    names = address.url.removeprefix("rocketmq://")
+    return java_peer(fetch_rocketmq(), "RocketMQWriter.java", names, topic, home=settings.folder)
+
+
+def tell_if_not_there(bridge: Bridge, topic: str, committed: int) -> None:
+    """Says on stderr if a topic has another number of messages than were committed: then no figure of it counts."""
+    until = time.monotonic() + 10
+    while (there := _messages(bridge, topic)) != committed:
+        if time.monotonic() > until:
+            print(f"{topic} has {there:,} messages, and {committed:,} were committed", file=sys.stderr)
+            return
+        time.sleep(0.1)
+
+
+def _messages(bridge: Bridge, topic: str) -> int:
+    """A queue's offsets have no gaps."""
+    return sum(end[0] - first[0] for first, end in bridge.admin.bounds(topic).values())

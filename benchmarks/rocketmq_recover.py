@@ -1,0 +1,129 @@
+"""Owners on RocketMQ die between decision and publication: how long until their messages can be read.
+
+Once by who opens the same transactional id, and else by a bridge of the same application that the broker asks: how soon
+it asks is what the broker is set to, so both the settings of our tests and its own are measured.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from benchmarks._harness import Estimate, Report, Settings, estimate, run, unique
+from benchmarks._rocketmq import broker, new_topic
+from txnbridge import Bridge, connect
+from txnbridge.testing import Child
+
+KILLED = 10  # owners, of each kind
+MESSAGES = 10  # of each
+APPLICATION = "recovering"
+# Several checks of the broker's, where it looks every 30 s: an answer may be lost.
+PATIENCE = 150.0
+# What RocketMQ 5.5 has where nothing is set. The tests have halves asked about after 2 s and then each second.
+DEFAULTS = {
+    "transactionTimeOut": "6000",
+    "transactionCheckInterval": "30000",
+    "transactionCheckMax": "15",
+    "transactionOpMsgMaxSize": "4096",
+    "transactionOpBatchInterval": "3000",
+}
+
+
+def decide(url: str, topic: str, name: str) -> None:
+    """Ends at its publication."""
+    with connect(url, transactional_id=name, application=APPLICATION) as bridge, bridge.transaction() as txn:
+        txn.send_many(topic, [name.encode()] * MESSAGES)
+
+
+class Arrivals:
+    """When the last message of each owner could be read."""
+
+    def __init__(self, bridge: Bridge, topic: str) -> None:
+        self._consumer = bridge.consumer(topic)
+        self._at: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        seen: Counter[str] = Counter()
+        while not self._closing.is_set():
+            for message in self._consumer.poll(timeout=0.5):
+                name = (message.value or b"").decode()
+                seen[name] += 1
+                if seen[name] == MESSAGES:
+                    with self._changed:
+                        self._at[name] = time.perf_counter()
+                        self._changed.notify_all()
+
+    def wait(self, name: str) -> float:
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._at, PATIENCE):
+                raise RuntimeError(f"what an owner decided was not published within {PATIENCE:g} s after its death")
+            return self._at[name]
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._consumer.close()
+
+
+def killed(url: str, topic: str) -> tuple[str, float]:
+    """An owner, and when it died."""
+    name = unique("owner")
+    with Child(decide, url, topic, name, kill="step:publish/before") as owner:
+        owner.stopped()
+        return name, time.perf_counter()
+
+
+def reopen(url: str, name: str) -> None:
+    """Publishes what the owner of this id before decided, once the broker takes nothing of that one any more."""
+    connect(url, transactional_id=name, application=APPLICATION).close()
+
+
+def reopened(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
+    """Seconds until what an owner decided can be read, if its id is opened again at once."""
+    with ThreadPoolExecutor(count) as pool:
+        died = {}
+        for _ in range(count):
+            name, died_at = killed(url, topic)
+            died[name] = died_at
+            pool.submit(reopen, url, name)
+        return [arrivals.wait(name) - at for name, at in died.items()]
+
+
+def asked(url: str, topic: str, arrivals: Arrivals, count: int) -> list[float]:
+    """The same if it is not: owners are killed one after another, wherever that is in the broker's rhythm."""
+    died = dict(killed(url, topic) for _ in range(count))
+    return [arrivals.wait(name) - at for name, at in died.items()]
+
+
+def measure_with(settings: Settings, told: str, own: dict[str, str] | None) -> None:
+    count = 1 if settings.quick else KILLED
+    with broker(own) as address, connect(address.url, application=APPLICATION) as bridge:
+        topic = new_topic(bridge)
+        with bridge.transaction() as txn:  # so it is a member of the application that the broker asks
+            txn.send(topic, b"first")
+        arrivals = Arrivals(bridge, topic)
+        try:
+            report = Report(settings, f"RocketMQ, {told}: {count} owners killed before publishing {MESSAGES} messages")
+            for told, kind in (("its id opened again", reopened), ("published by who is asked", asked)):
+                found = kind(address.url, topic, arrivals, count)
+                report.figure(f"until they can be read, {told}", estimate(found), "s")
+                report.figure("the same, the longest", Estimate.single(max(found)), "s")
+        finally:
+            arrivals.close()
+
+
+def measure(settings: Settings) -> None:
+    measure_with(settings, "set as our tests do", None)
+    if not settings.quick and "TXNBRIDGE_URL" not in os.environ:
+        measure_with(settings, "as it comes", DEFAULTS)
+
+
+if __name__ == "__main__":
+    run(measure)
