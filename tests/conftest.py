@@ -16,11 +16,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-LIVE = ("tests/brokers/", "tests/faults/", "tests/kafka/")
+LIVE = tuple(f"tests/{room}/" for room in ("brokers", "faults", "kafka", "pulsar", "rocketmq", "spark"))
 SMOKE = "test_smoke.py"
 
 # Here and not in tests/conformance, because pytest takes plug-ins from the top conftest.py only.
 pytest_plugins = ["txnbridge_conformance.plugin", "txnbridge_conformance.brokers.plugin"]
+
+pytest.register_assert_rewrite("tests.log_contract", "tests.log_decisions")
 
 # How fast examples are made and run says how busy the machine is, nothing about the code.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -7,7 +7,7 @@ import sys
 
 from tests.house.rooms import packages
 
-HEAVY = {"sqlalchemy", "click", "rich", "tenacity", "pluggy"}
+HEAVY = {"sqlalchemy", "click", "rich", "tenacity", "pluggy", "confluent_kafka", "pyspark", "pyarrow"}
 NOT_THE_CORE = {package.name for package in packages()} - {"txnbridge"}
 
 
@@ -23,6 +23,12 @@ def heavy_modules_after(statement: str) -> set[str]:
 
 def test_importing_txnbridge_loads_nothing_heavy():
     assert heavy_modules_after("import txnbridge") == set()
+
+
+def test_connecting_loads_no_command_and_no_client_of_another_broker(tmp_path):
+    """Although every plug-in is loaded: some bring listeners."""
+    loaded = heavy_modules_after(f"import txnbridge; txnbridge.connect('embedded:{tmp_path}/a.db').close()")
+    assert loaded & {"click", "rich", "confluent_kafka", "pyspark", "pyarrow"} == set()
 
 
 def test_what_is_heavy_would_be_seen():
