@@ -69,14 +69,22 @@ def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tu
     if isinstance(headers, Headers):
         return headers.raw
     pairs = headers.items() if isinstance(headers, Mapping) else headers
-    return tuple(_encode_header(name, value) for name, value in pairs)
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise InvalidOption(f"headers are a mapping, or (name, value) pairs, not {type(pairs).__name__}")
+    return tuple(map(_encode_header, pairs))
 
 
-def _encode_header(name: Any, value: Any) -> tuple[str, bytes]:
-    if not isinstance(name, str) or not name:
-        raise InvalidOption(f"a header's name must be non-empty text, not {type(name).__name__}")
+def _encode_header(pair: Any) -> tuple[str, bytes]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InvalidOption("each header is a pair of its name and its value")
+    name, value = pair
+    if not isinstance(name, str) or not name or not _is_utf8(name):
+        raise InvalidOption("a header's name must be non-empty text that can be written as UTF-8")
     if isinstance(value, str):
-        return name, value.encode("utf-8", "surrogateescape")
+        try:
+            return name, value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:
+            raise InvalidOption(f"header {name!r} holds half a character (a lone surrogate)") from None
     if isinstance(value, bytes):
         return name, value
     raise InvalidOption(f"header {name!r} must be text or bytes, not {type(value).__name__}")
@@ -87,8 +95,31 @@ def encode_key(key: Any) -> bytes | None:
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, str):
-        return key.encode()
+        try:
+            return key.encode()
+        except UnicodeEncodeError:
+            raise InvalidOption("a key that is text must not hold half a character (a lone surrogate)") from None
     raise InvalidOption(f"a key must be bytes or text, not {type(key).__name__}; give the topic a key codec")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_place(partition: Any, timestamp: Any) -> None:
+    """Raise `InvalidOption` for what is no partition's number or no point in time."""
+    if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
+        raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
+    if timestamp is None:
+        return
+    if not isinstance(timestamp, int) or isinstance(timestamp, bool):
+        raise InvalidOption(f"a timestamp is milliseconds since 1970, a whole number, not {type(timestamp).__name__}")
+    if timestamp < 0:
+        raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
 
 
 def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...] | None]:

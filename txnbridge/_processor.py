@@ -591,6 +591,8 @@ class Processor:
                     self._blame_unless_poison(error, txn)
                     items.mark(index, error)
                     found = True
+            if found and txn.state is not State.OPEN:  # it takes nothing more, so nothing more can be tried
+                break
             # Slow handlers get smaller transactions rather than one that cannot be in time.
             if self._stop_at is not None or time.monotonic() > half_time:
                 break
@@ -621,7 +623,8 @@ class Processor:
 
     def _is_poison(self, error: Exception, txn: Transaction) -> bool:
         """Only what is declared, and never what a broker did, whatever the handler made of it."""
-        if txn.state is not State.OPEN or any(_is_brokers(e) for e in _chain(error)):
+        failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
+        if failed or any(_is_brokers(e) for e in _chain(error)):
             return False
         # A refused call (too large, no such topic) may as well be a wrong setting, which would empty the input into
         # the dead letters; so only a class of these counts that is named as such.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from txnbridge import codecs
@@ -62,8 +63,13 @@ def _reason(error: Exception) -> str:
 
 
 def check_topic_name(name: object) -> None:
-    if not isinstance(name, str) or not name or len(name) > 249 or any(c.isspace() for c in name):
+    if not isinstance(name, str) or not _can_be_named(name):
         raise InvalidOption("a topic's name must be 1 to 249 characters of text without white space")
+
+
+@lru_cache(1024)  # each message that is sent asks
+def _can_be_named(name: str) -> bool:
+    return 0 < len(name) <= 249 and not any(c.isspace() for c in name)
 
 
 def as_topic(topic: str | Topic) -> Topic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from txnbridge._consumer import Assignment, collect_acks
-from txnbridge._messages import Headers, Message, Position, encode_headers, encode_key, split_item
+from txnbridge._messages import (
+    Headers,
+    Message,
+    Position,
+    check_place,
+    encode_headers,
+    encode_key,
+    split_item,
+)
 from txnbridge._token import Outcome, Token
-from txnbridge._topics import Topic, as_topic
+from txnbridge._topics import Topic, as_topic, check_topic_name
 from txnbridge.errors import (
     Abort,
     Conflict,
@@ -78,6 +87,7 @@ class Transaction:
         "_bridge",
         "_cause",
         "_events",
+        "_feeder",
         "_fingerprint",
         "_held",
         "_lent",
@@ -101,6 +111,7 @@ class Transaction:
         self._cause: BaseException | None = None  # why it is FAILED
         self._held: dict[Assignment, list[Position]] = {}
         self._lent = False  # to a handler, which may not commit it
+        self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
         self._fingerprint = fingerprint
         self._write = writer.send
         # With a listener, a header maker or a fingerprint each message takes the long way round.
@@ -185,8 +196,11 @@ class Transaction:
             ):
                 self._send_slowly(topic, value, key, headers, partition, timestamp)
             else:
+                check_topic_name(topic)
                 if key is not None and key.__class__ is not bytes:
                     key = encode_key(key)
+                if partition is not None or timestamp is not None:
+                    check_place(partition, timestamp)
                 self._write(topic, value, key, None, partition, timestamp)
         except UsageError:
             raise
@@ -209,6 +223,7 @@ class Transaction:
         pairs = encode_headers(headers) if headers is not None else ()
         data = target.encode_value(value, Headers(pairs))
         key_data = target.encode_key(key)
+        check_place(partition, timestamp)
         for maker in self._bridge._header_makers:
             pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
         size = len(data) if data is not None else None
@@ -221,6 +236,8 @@ class Transaction:
         """Add many messages to one topic: values, (value, key) or (value, key, headers), as they come.
 
         The fast way for bulk. The items may be generated: they are taken as the broker takes them.
+
+        Raises what `send` raises, naming the item. Then only abort is left, because those before it are taken already.
         """
         try:
             quick = self._turn.pop()
@@ -229,6 +246,22 @@ class Transaction:
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send_many")
+            if topic.__class__ is str:
+                check_topic_name(topic)
+            else:
+                topic = as_topic(topic)
+            self._feeder = threading.get_ident()
+            self._send_all(topic, items)
+            if self._state is not _OPEN:  # it failed from inside the caller's generator
+                assert self._cause is not None
+                raise self._cause
+        finally:
+            self._feeder = None
+            self._turn.append(quick)
+
+    def _send_all(self, topic: str | Topic, items: Iterable[Any]) -> None:
+        before = self._writer.messages
+        try:
             if self._slow:
                 for item in items:
                     value, key, headers = split_item(item)
@@ -236,14 +269,12 @@ class Transaction:
             elif isinstance(topic, Topic) and not topic.plain:
                 self._writer.send_many(topic.name, (_encode_item(topic, item) for item in items))
             else:
-                self._writer.send_many(topic if isinstance(topic, str) else as_topic(topic).name, items)
-        except UsageError:
-            raise
+                self._writer.send_many(topic.name if isinstance(topic, Topic) else topic, items)
         except BaseException as error:
+            if isinstance(error, UsageError):
+                error.args = (f"item {self._writer.messages - before} of send_many (counted from 0): {error}",)
             self._fail(error)
             raise
-        finally:
-            self._turn.append(quick)
 
     # --- acknowledging --------------------------------------------------------------------------------------------
 
@@ -459,7 +490,13 @@ class Transaction:
             self._cause = error
 
     def _fail_from_outside(self, error: Conflict, patience: float) -> None:
-        """A partition whose acknowledgements it holds is leaving: wait for a running call, then allow only abort."""
+        """A partition whose acknowledgements it holds is leaving: wait for a running call, then allow only abort.
+
+        A call that waits on this very thread, because its items come from a generator that polls, would wait for ever.
+        """
+        if self._feeder == threading.get_ident():
+            self._fail(error)
+            return
         until = time.monotonic() + patience
         while True:
             try:

@@ -258,7 +258,7 @@ class Writer(ABC):
 
     quick: Mapping[Any, Callable[..., object]] | None = None
     not_taken: tuple[type[Exception], ...] = ()
-    messages: int = 0  # of the current transaction
+    messages: int = 0  # taken in the current transaction
 
     @abstractmethod
     def begin(self, begin: Begin) -> None:
@@ -282,7 +282,8 @@ class Writer(ABC):
 
     @abstractmethod
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Take many messages for one topic; the same rules. What was taken before an error stays taken.
+        """Take many messages for one topic; the same rules. What was taken before an error stays taken, and `messages`
+        counts it: the core then names the item, and lets the transaction only abort.
 
         An item that is not bytes is what the user gave: `encode_item(item)` makes (value, key, headers) of it.
         """

@@ -187,6 +187,22 @@ def test_a_partition_that_leaves_lets_its_transaction_only_abort(room: Room) -> 
     assert txn.outcome is Outcome.ABORTED
 
 
+def test_a_partition_that_leaves_from_inside_a_generator_of_items_lets_its_transaction_only_abort(room: Room) -> None:
+    txn = room.bridge.transaction(timeout=3600)
+    txn.ack(room.consumer.poll(1))
+    room.reader.leaving = [("revoke", [P])]
+
+    def items() -> Iterator[bytes]:
+        yield b"1"
+        room.consumer.poll()
+        assert txn.state is State.FAILED
+        yield b"2"
+
+    with pytest.raises(Conflict, match=r"t\[0\] left"):
+        txn.send_many("out", items())
+    txn.abort()
+
+
 def test_an_ack_of_an_ended_assignment_is_a_conflict_also_when_the_partition_came_back(room: Room) -> None:
     batch = room.consumer.poll(2)
     room.reader.leaving, room.reader.coming = [("lost", [P])], [P]

@@ -655,6 +655,18 @@ def test_a_refused_output_is_poison_only_if_declared_by_name(room):
     assert (room.broker.sent, room.broker.dead) == ([b"0"], [b"0"])
 
 
+def test_a_refused_output_of_many_is_poison_like_any_other(room):
+    room.feed(b"0", b"bad", b"2", b"bad")
+    values = Topic("out", codecs.json)
+
+    def copy_many(message: Message, txn: Transaction) -> None:
+        txn.send_many(values, [1, object() if message.value == b"bad" else 2])
+
+    processor = room.run(each=copy_many, dead_letter="dead", poison=InvalidOption)
+    assert room.broker.dead == [b"bad", b"bad"]
+    assert processor.stats.messages == 4
+
+
 def test_without_a_dead_letter_topic_it_stops_at_the_poison(room):
     room.feed(b"0", b"1", b"2")
     with pytest.raises(Poison, match=r"t\[0\] at \(1,\).*no such customer") as raised:

@@ -466,13 +466,66 @@ def test_a_codec_makes_bytes_of_the_value_and_text_keys_become_utf8(bridge: Brid
     ]
 
 
-def test_an_item_of_many_that_cannot_be_encoded_leaves_the_transaction_usable(
-    bridge: Bridge, writer: ToyWriter
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"topic": ""},
+        {"topic": "two words"},
+        {"topic": "x" * 250},
+        {"topic": None},
+        {"key": "\ud800"},
+        {"key": 1},
+        {"headers": 5},
+        {"headers": "kind=new"},
+        {"headers": ["ab"]},
+        {"headers": [("kind", b"new", b"more")]},
+        {"headers": {"": b"new"}},
+        {"headers": {"\ud800": b"new"}},
+        {"headers": {"kind": "\ud800"}},
+        {"headers": {"kind": 5}},
+        {"partition": 1.0},
+        {"partition": True},
+        {"partition": "0"},
+        {"timestamp": 1.0},
+        {"timestamp": True},
+        {"timestamp": -1},
+    ],
+    ids=repr,
+)
+def test_an_argument_that_no_message_can_have_is_refused_and_leaves_the_transaction_usable(
+    bridge: Bridge, writer: ToyWriter, slow: bool, wrong: dict[str, Any]
 ) -> None:
-    with bridge.transaction() as txn:
+    with bridge.transaction(fingerprint=slow) as txn:
+        with pytest.raises(InvalidOption):
+            txn.send(**{"topic": "orders", "value": b"1", **wrong})
+        if "topic" in wrong:
+            with pytest.raises(InvalidOption):
+                txn.send_many(wrong["topic"], [b"1"])
+        txn.send("orders", b"2")
+    assert [value for _, value, *_ in writer.sent] == [b"2"]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_item_of_many_that_cannot_be_sent_is_named_and_leaves_only_abort(
+    bridge: Bridge, writer: ToyWriter, slow: bool
+) -> None:
+    txn = bridge.transaction(fingerprint=slow)
+    txn.send("orders", b"before")
+    with pytest.raises(InvalidOption, match=r"^item 1 of send_many \(counted from 0\): .*cannot be encoded"):
+        txn.send_many(Topic("orders", codecs.json), [1, object(), 3])
+    assert txn.state is State.FAILED
+    with pytest.raises(InvalidState, match=r"is failed \(InvalidOption: item 1 .*abort it"):
+        txn.commit()
+    txn.abort()
+    assert writer.calls[-1] == "abort"
+
+
+def test_a_refused_item_of_many_that_the_block_swallows_aborts_it_all_the_same(bridge: Bridge) -> None:
+    with pytest.raises(TransactionAborted, match="part of it failed"), bridge.transaction() as txn:
         with pytest.raises(InvalidOption):
             txn.send_many(Topic("orders", codecs.json), [1, object(), 3])
-    assert writer.sent == [("orders", (b"1", None, None))]
+    assert txn.outcome is Outcome.ABORTED
 
 
 def test_an_exception_of_the_items_own_generator_leaves_only_abort(bridge: Bridge) -> None:

@@ -61,6 +61,7 @@ class ToyWriter(Writer):
 
     def begin(self, begin: Begin) -> None:
         self._call("begin")
+        self.messages = 0
 
     def send(
         self,
@@ -73,10 +74,12 @@ class ToyWriter(Writer):
     ) -> None:
         self._call("send")
         self.sent.append((topic, value, key, headers, partition, timestamp))
+        self.messages += 1
 
     def send_many(self, topic: str, items: Iterable[Any]) -> None:
         for item in items:
             self.sent.append((topic, item))
+            self.messages += 1
         self._call("send_many")
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
