@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge import spi
 from txnbridge._deadline import Deadline
-from txnbridge._messages import Headers, encode_headers
+from txnbridge._messages import Headers, check_place, encode_headers
 from txnbridge._topics import Topic, as_topic
 from txnbridge.errors import InvalidOption, InvalidState
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Publisher:
     """Idempotent sends in order, each visible once it is stored; failures are raised by `flush`.
 
-    With a name and a `sequence` it takes up after a crash where it stopped: a sequence that is stored already is
-    skipped, so that what is sent again from `last_sequence(topic) + 1` on is there exactly once.
+    With a name and a `sequence` it takes up after a crash where it stopped. What is stored is a high-water mark
+    of each topic: what is sent again up to `last_sequence(topic)` is skipped, so that all of it is there exactly once.
+    From the first sequence above that mark on they only go up.
     """
 
     def __init__(self, bridge: Bridge, publisher: spi.Publisher) -> None:
@@ -28,6 +29,8 @@ class Publisher:
         self._publisher = publisher
         self._lock = threading.Lock()  # order is promised, so threads take turns
         self._closed = False
+        self._marks: dict[str, int] = {}  # by topic: the highest sequence that was stored when the first one came here
+        self._last: dict[str, int] = {}  # by topic: the last one above that mark that was taken here
 
     def send(
         self,
@@ -40,17 +43,23 @@ class Publisher:
         timestamp: int | None = None,
         sequence: int | None = None,
     ) -> None:
-        """Take one message. It waits for room within the bridge's timeout."""
+        """Take one message. It waits for room within the bridge's timeout.
+
+        Raises `InvalidOption` for a sequence that is not above the last one taken here: it would vanish silently.
+        """
         target = as_topic(topic)
         pairs = encode_headers(headers) if headers is not None else ()
         data, key_data = target.encode_value(value, Headers(pairs)), target.encode_key(key)
-        if sequence is not None and (not isinstance(sequence, int) or sequence < 0):
+        check_place(partition, timestamp)
+        if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool) or sequence < 0):
             raise InvalidOption(f"a sequence is a whole number from 0, not {sequence!r}")
         for maker in self._bridge._header_makers:
             pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
         size = len(data) if data is not None else None
         with self._lock:
             self._check()
+            if sequence is not None:
+                self._check_sequence(target.name, sequence)
             with self._bridge._events.step("message.send", None, topic=target.name, bytes=size, sequence=sequence):
                 self._publisher.send(
                     target.name,
@@ -62,6 +71,19 @@ class Publisher:
                     sequence,
                     self._deadline(),
                 )
+            if sequence is not None and sequence > self._marks[target.name]:
+                self._last[target.name] = sequence
+
+    def _check_sequence(self, topic: str, sequence: int) -> None:
+        last = self._last.get(topic)
+        if last is not None and sequence <= last:
+            raise InvalidOption(
+                f"sequence {sequence} for {topic} comes after {last}: in one session they only go up, and what is not"
+                " above the last one would never be stored"
+            )
+        if topic not in self._marks:
+            stored = self._publisher.last_sequence(topic, self._deadline())
+            self._marks[topic] = -1 if stored is None else stored
 
     def flush(self) -> None:
         """Return when everything sent so far is stored. Raises `DeliveryFailed`, `DeadlineExceeded`."""

@@ -1,0 +1,56 @@
+"""What a publisher checks before a broker is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from txnbridge import Bridge, InvalidOption, connect
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> Iterator[Bridge]:
+    with connect(f"embedded:{tmp_path}/broker.db") as bridge:
+        yield bridge
+
+
+def values(bridge: Bridge) -> list[Any]:
+    return [message.value for message in bridge.read("rows", 100)]
+
+
+def test_a_sequence_that_goes_back_within_a_session_is_refused(bridge: Bridge) -> None:
+    with bridge.publisher("import") as publisher:
+        for sequence in (1, 5):
+            publisher.send("rows", b"%d" % sequence, sequence=sequence)
+        for sequence in (3, 4, 5):
+            with pytest.raises(InvalidOption, match=rf"sequence {sequence} for rows comes after 5"):
+                publisher.send("rows", b"%d" % sequence, sequence=sequence)
+        publisher.send("rows", b"6", sequence=6)
+        publisher.send("other-rows", b"1", sequence=1)
+    assert values(bridge) == [b"1", b"5", b"6"]
+
+
+def test_what_is_sent_again_after_resuming_is_skipped_until_the_first_that_is_new(bridge: Bridge) -> None:
+    with bridge.publisher("import") as publisher:
+        publisher.send("rows", b"5", sequence=5)
+    with bridge.publisher("import") as publisher:
+        for sequence in (4, 5, 3, 7):
+            publisher.send("rows", b"%d" % sequence, sequence=sequence)
+        with pytest.raises(InvalidOption, match="comes after 7"):
+            publisher.send("rows", b"6", sequence=6)
+    assert values(bridge) == [b"5", b"7"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sequence": True}, {"sequence": -1}, {"partition": 1.0}, {"timestamp": -1}, {"headers": ["ab"]}],
+    ids=repr,
+)
+def test_an_argument_that_no_message_can_have_is_refused_by_a_publisher_too(
+    bridge: Bridge, wrong: dict[str, Any]
+) -> None:
+    with bridge.publisher("import") as publisher, pytest.raises(InvalidOption):
+        publisher.send("rows", b"1", **wrong)
