@@ -11,12 +11,12 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
 from txnbridge._consumer import Consumer, topic_list
-from txnbridge._deadline import Deadline
+from txnbridge._deadline import Deadline, check_times
 from txnbridge._events import Emitter
 from txnbridge._ledger import LazyLedger
 from txnbridge._messages import Message
@@ -25,7 +25,7 @@ from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token, TokenState
 from txnbridge._topics import Topic
 from txnbridge._transaction import Transaction
-from txnbridge._url import find_backend, indirect, parse_url, resolve_options, unknown_option
+from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from txnbridge._decisions import Decisions
-    from txnbridge._processor import Processor
+    from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge.sql import SqlLogs
 
 _log = logging.getLogger("txnbridge")
@@ -85,13 +85,14 @@ def connect(
     url = url or os.environ.get("TXNBRIDGE_URL")
     if not url:
         raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
-    if not timeout > 0 or (hold is not None and hold < 0) or writers < 1:
-        raise InvalidOption("timeout must be above 0 seconds, hold at least 0, writers at least 1")
+    check_opening(transactional_id, application, timeout, hold, writers, create_topics)
     address, options = parse_url(url)
     found = find_backend(address.scheme)
     for name, settings in backend.items():
         if name != found.name:
-            raise unknown_option(name, [found.name], f"connect() to {address.scheme}:")
+            raise unknown_option(name, [found.name, *(connect.__kwdefaults__ or ())], f"connect() to {address.scheme}:")
+        if not isinstance(settings, Mapping):
+            raise InvalidOption(f"{name}= is a mapping of options, not {type(settings).__name__}")
         if twice := options.keys() & settings.keys():
             raise InvalidOption(f"option {min(twice)!r} is given twice, in the URL and in {name}=")
         options |= settings
@@ -262,8 +263,7 @@ class Bridge:
 
     def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None) -> Begin:
         timeout = self._timeout if timeout is None else timeout
-        if not timeout > 0 or (hold is not None and hold < 0):
-            raise InvalidOption("timeout must be above 0 seconds, hold at least 0")
+        check_times(timeout, hold)
         hold = self._hold if hold is None else hold
         if prepare:
             self.capabilities.require(Capability.PREPARE)
@@ -539,12 +539,49 @@ class Bridge:
         self._consumers.add(consumer)
         return consumer
 
-    def processor(self, inputs: str | Topic | Iterable[str | Topic], *, group: str, **settings: Any) -> Processor:
+    def processor(
+        self,
+        inputs: str | Topic | Iterable[str | Topic],
+        *,
+        group: str,
+        each: Each | None = None,
+        batch: OnBatch | None = None,
+        dead_letter: str | Topic | None = None,
+        poison: type[Exception] | Sequence[type[Exception]] = (),
+        fatal: type[Exception] | Sequence[type[Exception]] = (),
+        max_attempts: int | None = None,
+        max_messages: int = 500,
+        max_wait: float = 0.0,
+        timeout: float | None = None,
+        stop_timeout: float = 30.0,
+        max_dead_letters_in_a_row: int | None = 10,
+        backoff: tuple[float, float] = (0.1, 30.0),
+        retry_for: float | None = None,
+        start: str | int = "earliest",
+    ) -> Processor:
         """A loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
         self._check_open()
         from txnbridge._processor import Processor
 
-        return Processor(self, inputs, group=group, **settings)
+        return Processor(
+            self,
+            inputs,
+            group=group,
+            each=each,
+            batch=batch,
+            dead_letter=dead_letter,
+            poison=poison,
+            fatal=fatal,
+            max_attempts=max_attempts,
+            max_messages=max_messages,
+            max_wait=max_wait,
+            timeout=timeout,
+            stop_timeout=stop_timeout,
+            max_dead_letters_in_a_row=max_dead_letters_in_a_row,
+            backoff=backoff,
+            retry_for=retry_for,
+            start=start,
+        )
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
         """The first `limit` committed messages of a topic that are readable now, without a group."""

@@ -3,8 +3,27 @@
 from __future__ import annotations
 
 import time
+from threading import TIMEOUT_MAX
 
 from txnbridge.errors import DeadlineExceeded, InvalidOption
+
+
+def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
+    """Raise `InvalidOption` unless this is a number of seconds that something can wait for."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        shown = type(given).__name__
+    elif 0 <= given <= TIMEOUT_MAX and (given or not above_0):  # longer, which is centuries, Python itself cannot wait
+        return
+    else:
+        shown = repr(given)
+    raise InvalidOption(f"{what} is a number of seconds {'above' if above_0 else 'from'} 0, not {shown}")
+
+
+def check_times(timeout: object, hold: object) -> None:
+    """Raise `InvalidOption` for what cannot be a transaction's `timeout` or `hold`."""
+    check_seconds("timeout", timeout, above_0=True)
+    if hold is not None:
+        check_seconds("hold", hold)
 
 
 class Deadline:
@@ -13,8 +32,7 @@ class Deadline:
     __slots__ = ("at", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        if not seconds >= 0:
-            raise InvalidOption(f"a timeout is a number of seconds, not {seconds!r}")
+        check_seconds("a timeout", seconds)
         self.seconds = float(seconds)
         self.at = time.monotonic() + self.seconds
 

@@ -6,7 +6,9 @@ the messages hold their place: the pass is repeated, or the loop stops with the 
 
 from __future__ import annotations
 
+import inspect
 import logging
+import os
 import signal
 import threading
 import time
@@ -15,10 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge._consumer import Consumer, topic_list
 from txnbridge._deadletters import dead_letter_headers, reason_of
+from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._messages import Batch, Message
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import State, Transaction
@@ -57,6 +60,9 @@ _LAG_SECONDS = 1.0
 _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 # A pass may take longer than its transaction by what a poll and the end of the transaction add.
 _SLACK_SECONDS = 5.0
+# A member that gets no partition, on a broker that cannot say what the others have left to do, has nothing to wait for
+# after this: longer than any broker waits by default for a member that died (Kafka's 45 s), whose partitions come here.
+_NOTHING_SECONDS = 60.0
 
 # Whoever raises them, going on would be wrong.
 _FINAL = (Fenced, EvidenceLost, PositionLost)
@@ -64,6 +70,8 @@ _FINAL = (Fenced, EvidenceLost, PositionLost)
 _PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)
 # A codec that asks a registry raises these when it cannot; the message is as good as before.
 _NOT_THE_MESSAGES_FAULT = (OSError, MemoryError, TxnBridgeError)
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 Each = Callable[[Message, Transaction], object]
 OnBatch = Callable[[Batch, Transaction], object]
@@ -145,6 +153,9 @@ class Processor:
     - `dead_letter`: the topic for poison: values that cannot be decoded, messages for which the handler raises
       `Poison`, and exceptions of the classes in `poison`. Without it the loop stops with the `Poison` error.
       `max_dead_letters_in_a_row` (None: no limit) poison messages with no good one between stop it as well.
+    - `max_attempts`: after so many failed attempts of one and the same message, whatever the handler raised, it is set
+      aside as poison is, or the loop stops with the error if there is no `dead_letter` (None: it is tried for ever).
+      What a broker did is no attempt. `fatal`: exception classes of the handler that stop the loop at once.
     - `max_messages`, `max_wait`: a batch is as many messages, or what came within so many seconds after the first.
     - `timeout`: of each transaction; by default the bridge's.
     - `backoff`: the first and the longest wait, in seconds, before what failed is tried again; `retry_for`: after so
@@ -154,8 +165,8 @@ class Processor:
 
     Run it with `run()`, or as a block in a thread of its own. It runs once.
 
-    Raises `InvalidOption` for settings that make no sense, `NotSupported` on a broker that cannot acknowledge in a
-    transaction.
+    Raises `InvalidOption` for settings that make no sense and for a handler that does not take two arguments,
+    `NotSupported` on a broker that cannot acknowledge in a transaction.
     """
 
     def __init__(
@@ -168,6 +179,8 @@ class Processor:
         batch: OnBatch | None = None,
         dead_letter: str | Topic | None = None,
         poison: type[Exception] | Sequence[type[Exception]] = (),
+        fatal: type[Exception] | Sequence[type[Exception]] = (),
+        max_attempts: int | None = None,
         max_messages: int = 500,
         max_wait: float = 0.0,
         timeout: float | None = None,
@@ -179,6 +192,7 @@ class Processor:
     ) -> None:
         if (each is None) == (batch is None) or not callable(each or batch):
             raise InvalidOption("a processor takes each=f(message, txn) or batch=f(batch, txn), one of them")
+        _check_takes_two("each" if batch is None else "batch", each or batch)
         if not group:
             raise InvalidOption("a processor reads in a group: group= is a non-empty name")
         bridge.capabilities.require(Capability.ATOMIC_ACK)
@@ -189,6 +203,8 @@ class Processor:
         self._batch = batch
         self._dead_letter = None if dead_letter is None else as_topic(dead_letter).name
         self._poison = _poison_classes(poison)
+        self._fatal = _exception_classes("fatal", fatal)
+        self._max_attempts = max_attempts
         self._max_messages = max_messages
         self._max_wait = max_wait
         self._timeout = bridge._timeout if timeout is None else timeout
@@ -203,6 +219,9 @@ class Processor:
         self._consumer: Consumer | None = None
         self._transaction: Transaction | None = None  # the one that is open now
         self._blamed: BaseException | None = None  # the handler's last error, to tell it from the broker's
+        self._final: BaseException | None = None  # the handler's error that it may not be run again after
+        self._attempts: dict[tuple[Any, ...], int] = {}  # failed ones, of messages that are not done
+        self._nothing_since: float | None = None  # it has had no partition
         self._in_a_row = 0  # dead letters since the last good message
         self._stats = ProcessorStats()
         self._failures = 0  # passes that failed since the last that did not
@@ -226,14 +245,17 @@ class Processor:
         first, most = self._backoff
         if not 0 < first <= most:
             raise InvalidOption("backoff= is two numbers of seconds: the first wait and the longest")
-        if not (self._timeout > 0 and self._stop_timeout > 0 and self._max_wait >= 0 and self._max_messages >= 1):
-            raise InvalidOption(
-                "timeout and stop_timeout must be above 0 seconds, max_wait at least 0, max_messages at least 1"
-            )
+        check_seconds("timeout", self._timeout, above_0=True)
+        check_seconds("stop_timeout", self._stop_timeout, above_0=True)
+        check_seconds("max_wait", self._max_wait)
+        if self._max_messages < 1:
+            raise InvalidOption(f"max_messages must be at least 1, not {self._max_messages}")
         if self._most_in_a_row is not None and self._most_in_a_row < 0:
             raise InvalidOption("max_dead_letters_in_a_row must be at least 0, or None for no limit")
-        if self._retry_for is not None and self._retry_for < 0:
-            raise InvalidOption("retry_for must be at least 0 seconds, or None to go on trying")
+        if self._max_attempts is not None and (type(self._max_attempts) is not int or self._max_attempts < 1):
+            raise InvalidOption("max_attempts must be a whole number from 1, or None to try for ever")
+        if self._retry_for is not None:
+            check_seconds("retry_for", self._retry_for)
         if self._dead_letter in {topic.name for topic in self._topics}:
             raise InvalidOption(f"{self._dead_letter!r} is an input; its dead letters need a topic of their own")
 
@@ -268,12 +290,15 @@ class Processor:
     def run(self, until_idle: bool = False) -> None:
         """Process until stopped, in this thread; with `until_idle=True` until every partition it holds is read.
 
+        While it holds none, that means: until the group has nothing left to read, as far as this member can see.
+
         On the main thread SIGTERM and SIGINT stop it, and a second one aborts at once and raises `SystemExit`. A
         handler that is still busy when `stop_timeout` ends is interrupted there (on the main thread) or left behind
         with an aborted transaction, and `DeadlineExceeded` is raised.
 
         Raises the error that nothing but a person can mend: `Fenced`, `EvidenceLost`, `PositionLost`, `Poison` without
-        `dead_letter=` or too often in a row, the handler's own after `retry_for`, a wrong setting.
+        `dead_letter=` or too often in a row, the handler's own after `retry_for` or `max_attempts` or of a class in
+        `fatal`, a wrong setting.
         """
         self._begin()
         with self._signals():
@@ -446,7 +471,7 @@ class Processor:
         )
 
     def _passes_by_itself(self, error: BaseException) -> bool:
-        if isinstance(error, _FINAL):
+        if isinstance(error, _FINAL) or error is self._final:
             return False
         return error is self._blamed or isinstance(error, _PASSING)
 
@@ -460,12 +485,14 @@ class Processor:
         assert error is not None
         self._count_failure(error)
         wait = state.upcoming_sleep
-        if error is self._blamed:
-            # The text of an error that is not ours may quote the message; where it comes from may not.
-            _log.warning("the handler of %r failed: %s; again in %.1f s", self, where(error), wait)
-            _log.debug("the handler of %r failed", self, exc_info=error)
-        else:
-            _log.warning("%r: %s; again in %.1f s", self, told(error), wait)
+        _log.warning("%r: %s; again in %.1f s", self, self._told(error), wait)
+
+    def _told(self, error: BaseException) -> str:
+        """An error for logs: the handler's own with its place. Its text may quote the message: it is for debugging."""
+        if error is not self._blamed:
+            return told(error)
+        _log.debug("the handler of %r failed", self, exc_info=error)
+        return f"the handler failed: {where(error)}"
 
     def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
@@ -487,15 +514,29 @@ class Processor:
                 self._consumer._take_back()
             if self._stopping and not self._forced and self._passes_by_itself(error):
                 self._count_failure(error)
-                _log.warning("%r: %s; stopped: what was not committed comes again", self, told(error))
+                _log.warning("%r: %s; stopped: what was not committed comes again", self, self._told(error))
                 return True
+            if error is self._final:
+                _log.error("%r: %s; it stops", self, self._told(error))
             raise
         self._failures = 0
         self._blamed = None
         # While batches are full there is more to come, and to ask for the lag takes a request.
         idle = until_idle and len(items) < self._max_messages
         self._look_at_lag(self._consumer, now=idle)
-        return idle and self._lag == 0
+        return idle and self._is_all_read(self._consumer)
+
+    def _is_all_read(self, consumer: Consumer) -> bool:
+        """Whether nothing is left in its partitions; if it has none, in those of the group."""
+        if self._lag is not None:
+            self._nothing_since = None
+            return self._lag == 0
+        left = consumer._reader.group_lag(Deadline(self._timeout))
+        if left is not None:
+            return left == 0
+        now = time.monotonic()
+        self._nothing_since = self._nothing_since or now
+        return now - self._nothing_since >= _NOTHING_SECONDS
 
     def _poll(self, consumer: Consumer) -> _Items:
         """A batch by size and time, in the order of each partition."""
@@ -588,7 +629,7 @@ class Processor:
                 try:
                     each(message, txn)
                 except Exception as error:
-                    self._blame_unless_poison(error, txn)
+                    self._blame_unless_poison(error, txn, (message,))
                     items.mark(index, error)
                     found = True
             if found and txn.state is not State.OPEN:  # it takes nothing more, so nothing more can be tried
@@ -607,25 +648,38 @@ class Processor:
         try:
             batch(Batch(list(map(items.messages.__getitem__, good))), txn)
         except Exception as error:
-            self._blame_unless_poison(error, txn)
+            self._blame_unless_poison(error, txn, [items.raws[index] for index in good])
             culprit = _named_by(error, items, good)
             if culprit is None:
                 raise _PoisonHidden from error
             items.mark(culprit, error)
             raise _PoisonFound from error
 
-    def _blame_unless_poison(self, error: Exception, txn: Transaction) -> None:
-        """In an `except`: raise on, as the handler's own error, what is not poison."""
+    def _blame_unless_poison(self, error: Exception, txn: Transaction, tried: Sequence[Message]) -> None:
+        """In an `except`: raise on, as the handler's own error, what is not poison. `tried` is what it was given."""
         _require_unended(txn)
-        if not self._is_poison(error, txn):
-            self._blamed = error
-            raise error
+        if isinstance(error, self._fatal):
+            self._final = error
+        elif not _is_brokers_doing(error, txn):
+            if self._is_poison(error):
+                return
+            if not isinstance(error, Abort) and self._is_last_attempt(tried):
+                if self._dead_letter is not None:
+                    return
+                self._final = error
+        self._blamed = error
+        raise error
 
-    def _is_poison(self, error: Exception, txn: Transaction) -> bool:
-        """Only what is declared, and never what a broker did, whatever the handler made of it."""
-        failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
-        if failed or any(_is_brokers(e) for e in _chain(error)):
+    def _is_last_attempt(self, tried: Sequence[Message]) -> bool:
+        """Count a failed attempt of each; whether one of them has had as many as it may."""
+        if self._max_attempts is None:
             return False
+        for message in tried:
+            self._attempts[message[:3]] = self._attempts.get(message[:3], 0) + 1
+        return any(self._attempts[message[:3]] >= self._max_attempts for message in tried)
+
+    def _is_poison(self, error: Exception) -> bool:
+        """Only what is declared."""
         # A refused call (too large, no such topic) may as well be a wrong setting, which would empty the input into
         # the dead letters; so only a class of these counts that is named as such.
         if isinstance(error, UsageError):
@@ -687,6 +741,9 @@ class Processor:
 
     def _count(self, done: _Items) -> None:
         dead = done.poison
+        if self._attempts:
+            for raw in done.raws:
+                self._attempts.pop(raw[:3], None)
         for index, poison in dead.items():
             _log.warning("%r in group %r: dead letter, %s", done.raws[index], self._group, told(poison))
         self._stats = self._stats._replace(
@@ -710,9 +767,12 @@ def told(error: BaseException | None) -> str:
 
 
 def where(error: BaseException) -> str:
-    """An error's class and the innermost place that it comes from."""
+    """An error, and the innermost line of the handler's file that it comes from, whatever library that line called."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{told(error)} at {frames[-1].filename}:{frames[-1].lineno}" if frames else told(error)
+    ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    theirs = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if not frame.filename.startswith(_PACKAGE)]
+    place = next((f for f in reversed(theirs) if f.filename == theirs[0].filename), frames[-1] if frames else None)
+    return told(error) if place is None else f"{told(error)} at {place.filename}:{place.lineno}"
 
 
 def _is_plain_abort(state: RetryCallState) -> bool:
@@ -722,14 +782,38 @@ def _is_plain_abort(state: RetryCallState) -> bool:
     return state.attempt_number == 1 and isinstance(error, TransactionAborted) and not isinstance(error, Conflict)
 
 
+def _check_takes_two(setting: str, handler: Any) -> None:
+    """Raise `InvalidOption` for a handler that cannot be called with what it is for, and the transaction."""
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        what = "message" if setting == "each" else "batch"
+        raise InvalidOption(f"{setting}= is called as f({what}, txn), which this one does not take: {error}") from None
+
+
+def _exception_classes(setting: str, given: type[Exception] | Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
+    classes = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in classes):
+        raise InvalidOption(f"{setting}= takes exception classes")
+    return classes
+
+
 def _poison_classes(given: type[Exception] | Sequence[type[Exception]]) -> tuple[type[Exception], ...]:
-    classes = (given,) if isinstance(given, type) else tuple(given)
+    classes = _exception_classes("poison", given)
     for kind in classes:
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise InvalidOption("poison= takes exception classes")
         if issubclass(kind, TxnBridgeError) and not issubclass(kind, UsageError):
             raise InvalidOption(f"{kind.__name__} is a broker's error, which is never the message's fault: not poison")
     return classes
+
+
+def _is_brokers_doing(error: Exception, txn: Transaction) -> bool:
+    """Whether a broker, and not the message, is behind it, whatever the handler made of it."""
+    failed = txn.state is not State.OPEN and not isinstance(txn._cause, UsageError)
+    return failed or any(_is_brokers(e) for e in _chain(error))
 
 
 def _is_brokers(error: BaseException) -> bool:

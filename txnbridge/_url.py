@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from txnbridge._deadline import check_times
 from txnbridge._plugins import plugins
 from txnbridge.errors import BackendMissing, InvalidOption
 from txnbridge.spi import Backend, Option, Url
@@ -68,6 +69,25 @@ def _query(query: str) -> Iterable[tuple[str, str]]:
         yield name, value
 
 
+def check_opening(
+    transactional_id: object,
+    application: object,
+    timeout: object,
+    hold: object,
+    writers: object,
+    create_topics: object,
+) -> None:
+    """Raise `InvalidOption` for an argument of `connect` that makes no sense on any broker."""
+    for name, given in (("transactional_id", transactional_id), ("application", application)):
+        if given is not None and not (isinstance(given, str) and given.strip()):
+            raise InvalidOption(f"{name} is non-empty text; leave it out to have none")
+    check_times(timeout, hold)
+    if type(writers) is not int or writers < 1:
+        raise InvalidOption("writers is a whole number from 1")
+    if create_topics is not None and (type(create_topics) is not int or create_topics < 0):
+        raise InvalidOption("create_topics is a number of partitions from 0, which is to create none")
+
+
 def find_backend(scheme: str) -> Backend:
     """The backend of a URL scheme. Raises `BackendMissing` saying what to install, or which schemes there are."""
     backends = plugins.backends()
@@ -109,11 +129,16 @@ def resolve_options(
 
 
 def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption:
+    near = nearest(name, known)
+    hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
+    return InvalidOption(f"{whose} has no option {name!r}{hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """What was probably meant; None if nothing is near."""
     import difflib  # here, because only a mistake needs it
 
-    near = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known)) or 'none'}"
-    return InvalidOption(f"{whose} has no option {name!r}{hint}")
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def indirect(name: str, value: Any) -> Any:

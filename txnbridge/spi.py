@@ -434,6 +434,10 @@ class Reader(ABC):
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         """Messages (or positions, where the broker counts those) between the group and the end of each partition."""
 
+    def group_lag(self, deadline: Deadline) -> int | None:
+        """The sum of that over all partitions, also those of other members; None where it cannot be told."""
+        return None
+
     @abstractmethod
     def ack_context(self) -> object:
         """Proof of the current assignment, to go with acknowledgements into a writer."""

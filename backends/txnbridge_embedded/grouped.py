@@ -92,6 +92,11 @@ class GroupReader(PollingReader):
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
             return {p: self._lag(connection, bounds[p]) for p in self._cursors if p in bounds}
 
+    def group_lag(self, deadline: Deadline) -> int:
+        with self._reading(deadline) as connection:
+            bounds = read_bounds(connection, self._subscription.topics, self._group_id)
+            return sum(self._lag(connection, found) for found in bounds.values())
+
     def _lag(self, connection: Connection, bounds: Bounds) -> int:
         taken = groups.taken(connection, self._group_id, bounds.id)
         return count_between(connection, bounds, bounds.position or 0, taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.processor_kit import url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
 from txnbridge import (
     Abort,
@@ -732,6 +734,89 @@ def test_logs_and_errors_hold_no_data(room, caplog):
     assert "secret" not in caplog.text + repr(processor) + str(processor.stats)
 
 
+def test_an_error_of_the_handler_is_told_by_its_class_and_the_line_of_the_handler(room, caplog):
+    room.feed(b"secret")
+
+    def parse(message: Message, txn: Transaction) -> None:
+        if not processor.stats.retries:
+            json.loads(message.value)
+
+    def spell(message: Message, txn: Transaction) -> None:
+        if not processor.stats.retries:
+            raise TypeError("secret")
+
+    for handler, kind, line in ((parse, "JSONDecodeError", 2), (spell, "TypeError", 2)):
+        caplog.clear()
+        processor = room.processor(each=handler)
+        processor.run(until_idle=True)
+        assert f"{kind} at {__file__}:{handler.__code__.co_firstlineno + line}" in caplog.text
+        assert "secret" not in caplog.text
+
+
+# --- attempts that have an end ---------------------------------------------------------------------------------------
+
+
+def test_after_max_attempts_a_message_is_a_dead_letter(room):
+    room.feed(b"0", b"bad", b"2")
+    handler = Failing(b"bad", *[ValueError("x")] * 3)
+    processor = room.run(each=handler, max_attempts=3, dead_letter="dead")
+    assert handler.seen.count(b"bad") == 3
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"2"], [b"bad"])
+    assert (processor.stats.retries, processor.stats.messages) == (2, 3)
+
+
+def test_after_max_attempts_without_a_dead_letter_topic_it_stops_with_the_error(room):
+    room.feed(b"0", b"bad", b"2")
+    handler = Failing(b"bad", *[KeyError("x")] * 3)
+    with pytest.raises(KeyError):
+        room.run(each=handler, max_attempts=3)
+    assert handler.seen.count(b"bad") == 3
+    assert room.broker.acked == []
+
+
+def test_after_max_attempts_a_batch_is_split_to_find_the_message(room):
+    room.feed(b"0", b"1", b"bad", b"3")
+
+    def refuse(batch: Batch, txn: Transaction) -> None:
+        if b"bad" in [message.value for message in batch]:
+            raise ValueError
+        copy_batch(batch, txn)
+
+    processor = room.run(batch=refuse, max_attempts=3, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0", b"1", b"3"], [b"bad"])
+    assert processor.stats.retries == 2
+
+
+def test_attempts_are_counted_for_each_message(room):
+    room.feed(b"0", b"1")
+    errors = {b"0": 2, b"1": 2}
+
+    def fail_twice(message: Message, txn: Transaction) -> None:
+        if errors[message.value]:
+            errors[message.value] -= 1
+            raise ValueError
+        copy(message, txn)
+
+    processor = room.run(each=fail_twice, max_attempts=3, dead_letter="dead")
+    assert room.broker.sent == [b"0", b"1"]
+    assert not processor._attempts
+
+
+def test_what_a_broker_did_is_no_attempt(room):
+    room.feed(b"0")
+    room.broker.raises["send"] = [BrokerUnavailable("away") for _ in range(5)]
+    room.run(each=copy, max_attempts=1, dead_letter="dead")
+    assert (room.broker.sent, room.broker.dead) == ([b"0"], [])
+
+
+@pytest.mark.parametrize("settings", [{}, {"dead_letter": "dead", "poison": Exception, "max_attempts": 1}])
+def test_a_fatal_error_of_the_handler_stops_it_at_once(room, settings):
+    room.feed(b"0", b"bad")
+    with pytest.raises(ZeroDivisionError):
+        room.run(each=Failing(b"bad", ZeroDivisionError()), fatal=(ArithmeticError,), **settings)
+    assert room.broker.committed == [] and room.waits == []
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -745,6 +830,11 @@ def test_logs_and_errors_hold_no_data(room, caplog):
         {"each": copy, "poison": (BrokerUnavailable,)},
         {"each": copy, "poison": (KeyboardInterrupt,)},
         {"each": copy, "poison": ("ValueError",)},
+        {"each": copy, "poison": 5},
+        {"each": copy, "fatal": (KeyboardInterrupt,)},
+        {"each": copy, "max_attempts": 0},
+        {"each": copy, "max_attempts": 1.5},
+        {"each": copy, "max_attempts": True},
         {"each": copy, "max_messages": 0},
         {"each": copy, "max_wait": -1},
         {"each": copy, "timeout": 0},
@@ -759,6 +849,33 @@ def test_logs_and_errors_hold_no_data(room, caplog):
 def test_settings_that_make_no_sense_are_refused(room, settings):
     with pytest.raises(InvalidOption):
         room.processor(**settings)
+
+
+@pytest.mark.parametrize(
+    ("setting", "handler"),
+    [
+        ("each", lambda m: None),
+        ("each", lambda m, txn, more: None),
+        ("each", lambda m, *, txn: None),
+        ("batch", lambda: None),
+        ("batch", Failing.__call__),
+    ],
+)
+def test_a_handler_that_cannot_be_called_so_is_refused_when_the_processor_is_made(room, setting, handler):
+    with pytest.raises(InvalidOption, match=rf"{setting}= is called as f\("):
+        room.processor(**{setting: handler})
+
+
+def test_a_handler_may_take_more_than_it_is_given_or_have_no_signature(room):
+    room.processor(each=lambda m, txn, more=None: None)
+    room.processor(each=lambda *given: None)
+    room.processor(each=dict.update)
+
+
+def test_the_processor_of_a_bridge_takes_what_a_processor_takes(room):
+    mine, own = inspect.signature(Bridge.processor), inspect.signature(Processor)
+    named = [(p.name, p.default, p.kind) for p in mine.parameters.values()]
+    assert named[1:] == [(p.name, p.default, p.kind) for p in own.parameters.values()][1:]
 
 
 def test_without_acknowledgements_in_transactions_it_is_refused(monkeypatch):
@@ -793,6 +910,41 @@ def test_until_idle_waits_for_its_partitions(room):
     room.broker.unassigned_polls = 5
     room.run(each=copy)
     assert room.broker.sent == [b"0"]
+
+
+def test_until_idle_ends_without_a_partition_after_longer_than_a_dead_member_holds_one(room, monkeypatch):
+    monkeypatch.setattr("txnbridge._processor._NOTHING_SECONDS", 0.2)
+    room.feed(b"0")
+    room.broker.unassigned_polls = 1_000_000
+    room.run(each=copy)
+    assert room.broker.committed == []
+
+
+@pytest.mark.parametrize("unread", [0, 1])
+def test_until_idle_a_member_without_a_partition_ends_when_the_group_has_nothing_left(tmp_path, unread):
+    url = url_of(tmp_path)
+    with connect(url) as first, connect(url) as second:
+        with first.transaction() as txn:
+            txn.send("in", b"1")
+        holder = first.consumer("in", "g")
+        batch = holder.poll(timeout=20)
+        processor = second.processor("in", group="g", each=copy)
+        if not unread:
+            with first.transaction() as txn:
+                txn.ack(batch)
+            processor.run(until_idle=True)
+        else:
+            # What the other member holds is not done, so this one waits; and a stop ends that.
+            running = threading.Thread(target=processor.run, args=(True,))
+            running.start()
+            wait_until(lambda: processor.healthy)
+            for _ in range(20):
+                holder.poll(timeout=0.05)
+            assert running.is_alive()
+            processor.stop()
+            running.join(60)
+            assert not running.is_alive()
+    assert processor.stats.messages == 0
 
 
 def test_it_tells_its_lag_its_health_and_what_it_did(room):

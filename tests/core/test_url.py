@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.toy import connect_toy
 from txnbridge import BackendMissing, InvalidOption, connect
 from txnbridge._plugins import plugins
 from txnbridge._url import find_backend, parse_url, resolve_options
@@ -108,3 +110,52 @@ def test_nobodys_orders_land_in_a_local_file_by_accident(monkeypatch: pytest.Mon
     monkeypatch.delenv("TXNBRIDGE_URL", raising=False)
     with pytest.raises(InvalidOption, match="TXNBRIDGE_URL"):
         connect()
+
+
+# --- the arguments of a bridge and its calls --------------------------------------------------------------------------
+
+NO_SECONDS = [float("inf"), float("nan"), -1, "30", True, 1e300]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"transactional_id": ""},
+        {"transactional_id": " "},
+        {"transactional_id": b"billing"},
+        {"application": ""},
+        {"timeout": 0},
+        {"writers": 0},
+        {"writers": 1.5},
+        {"create_topics": -1},
+        {"create_topics": "1"},
+        {"embedded": "durability"},
+        *({name: wrong} for name in ("timeout", "hold") for wrong in NO_SECONDS),
+    ],
+    ids=repr,
+)
+def test_an_argument_of_connect_that_makes_no_sense_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(wrong))):
+        connect(f"embedded:{tmp_path}/broker.db", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("mistyped", "meant"), [("timout", "timeout"), ("writer", "writers"), ("embeded", "embedded")])
+def test_a_mistyped_argument_of_connect_is_answered_with_the_nearest(tmp_path: Path, mistyped: str, meant: str) -> None:
+    with pytest.raises(InvalidOption, match=f"no option '{mistyped}'; did you mean '{meant}'"):
+        connect(f"embedded:{tmp_path}/broker.db", **{mistyped: 5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", NO_SECONDS, ids=repr)
+def test_a_time_that_nothing_can_wait_for_is_refused(wrong: Any) -> None:
+    bridge, _ = connect_toy()
+    with bridge, bridge.consumer("t", "g") as consumer:
+        for call in (
+            lambda: bridge.transaction(timeout=wrong),
+            lambda: bridge.transaction(prepare=True, hold=wrong),
+            lambda: consumer.poll(timeout=wrong),
+            lambda: bridge.processor("t", group="g", each=lambda m, txn: None, timeout=wrong),
+            lambda: bridge.processor("t", group="g", each=lambda m, txn: None, stop_timeout=wrong),
+        ):
+            with pytest.raises(InvalidOption, match="number of seconds"):
+                call()
