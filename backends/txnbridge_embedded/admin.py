@@ -55,6 +55,8 @@ class EmbeddedAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
+        if (refuse := self._broker.settings.refuse_name) is not None:
+            refuse(name)
         if not 1 <= partitions <= MAX_PARTITION_ID:
             raise InvalidOption(f"a topic has 1 to {MAX_PARTITION_ID} partitions, not {partitions}")
         for what, kept in (("retention_seconds", retention_seconds), ("retention_bytes", retention_bytes)):

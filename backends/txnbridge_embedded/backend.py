@@ -103,6 +103,7 @@ class EmbeddedBackend(Backend):
             half_check_seconds=options["half_check_seconds"],
             half_checks=options["half_checks"],
             refuse=None if like is None else like.refuse,
+            refuse_name=None if like is None else like.refuse_name,
         )
         store = Store(
             file_of(url),

@@ -6,10 +6,11 @@ things take, and what can go wrong on the way, is not imitated.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from txnbridge.errors import NotSupported
+from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import Capability, Limits, RawHeaders, Support, absent
 
 
@@ -20,6 +21,13 @@ class Like:
     name: str
     limits: Limits
     lacks: Mapping[Capability, Support] = field(default_factory=dict)
+    names: str = ".*"  # what a topic can be called there, as a regular expression
+    naming: str = ""  # the same in words
+
+    def refuse_name(self, topic: str) -> None:
+        """Raise `InvalidOption` for a topic that this broker could not have."""
+        if not re.fullmatch(self.names, topic):
+            raise InvalidOption(f"{topic!r} is no name for a topic on {self.name}: {self.naming}")
 
     def refuse(self, value: bytes | None, headers: RawHeaders, before: int) -> None:
         """Raise `NotSupported` for a message that this broker would not take."""
@@ -51,6 +59,8 @@ LIKES: Mapping[str, Like] = {
             (Capability.SHARE_MESSAGE, _ONE_MEMBER),
             (Capability.RESUME_SEQUENCE, "a producer's sequence ends with its session"),
         ),
+        r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}",
+        "it has up to 249 letters (without accents), digits, '.', '_' and '-', and is not '.' or '..'",
     ),
     "pulsar": Like(
         "Pulsar",

@@ -79,6 +79,7 @@ class Outgoing:
         self._room = settings.spill_bytes
         self._most = settings.max_message_bytes
         self._refuse = settings.refuse
+        self._refuse_name = settings.refuse_name
         self._turns: dict[str, int] = {}  # how often a partition was chosen for a topic
         self._emptied = 0  # how often the memory was
         self.count = 0  # messages taken since `clear`, in memory or stored
@@ -184,6 +185,8 @@ class Outgoing:
     def _topic(self, name: str) -> Topic:
         topic = self._topics.get(name)
         if topic is None:
+            if self._refuse_name is not None:
+                self._refuse_name(name)
             topic = self._topics[name] = self._find_topic(name)
         return topic
 

@@ -56,13 +56,23 @@ class PollingReader(Reader):
         self._watch = Watch(self._connection, store.path)
         try:
             for topic in subscription.topics:
-                store.ensure_topic(self._connection, topic, deadline)
+                self._find(topic, deadline)
             self._open(deadline)
             self._look(deadline)
         except BaseException:
             self._watch.close()
             self._connection.close()
             raise
+
+    def _find(self, topic: str, deadline: Deadline) -> None:
+        """A group may wait for a topic that nobody has written yet; whoever only looks makes none."""
+        if self._settings.refuse_name is not None:
+            self._settings.refuse_name(topic)
+        if self._subscription.group is not None:
+            self._store.ensure_topic(self._connection, topic, deadline)
+        else:
+            with self._reading(deadline) as connection:
+                self._store.topic(connection, topic)
 
     # --- what readers do differently ---------------------------------------------------------------------------------
 

@@ -24,3 +24,4 @@ class Settings:
     half_checks: int = 15
     # Refuses a message (value, headers, how many came before it in the transaction) that another broker would not take.
     refuse: Callable[[bytes | None, RawHeaders, int], None] | None = None
+    refuse_name: Callable[[str], None] | None = None  # the same for a topic

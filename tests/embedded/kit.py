@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
 
+from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import (
     Begin,
     Broker,
@@ -20,6 +22,7 @@ from txnbridge.spi import (
     Identity,
     Message,
     Partition,
+    Reader,
     ReaderListener,
     Subscription,
     Token,
@@ -112,9 +115,19 @@ class Silent(ReaderListener):
         pass
 
 
+def alone(broker: Broker, topic: str = "orders") -> Reader:
+    """A reader without a group, on a topic that is made if nobody has written to it yet."""
+    with suppress(InvalidOption):  # it is there, with more partitions
+        broker.admin.create_topic(topic, 1, Deadline(10))
+    return broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+
+
 def read(broker: Broker, topic: str) -> list[Message]:
-    """Every committed message of a topic that can be read now, partition by partition."""
-    reader = broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+    """Every committed message of a topic that can be read now, partition by partition; none if there is no topic."""
+    try:
+        reader = broker.reader(Subscription((topic,)), Silent(), Deadline(10))
+    except NotFound:
+        return []
     try:
         found: list[Message] = []
         while any(reader.lag(Deadline(10)).values()):

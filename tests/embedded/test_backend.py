@@ -141,6 +141,24 @@ def test_like_refuses_a_message_that_is_too_large_there(opened, name, most):
         send_one(broker, bytes(most + 1))
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "orders/new", "bücher", "x" * 250, "a b"])
+def test_like_kafka_refuses_a_name_that_no_topic_can_have_there(path: Path, name: str):
+    with txnbridge.connect(f"embedded:{path}?like=kafka") as bridge:
+        for call in (
+            lambda: bridge.admin.create_topic(name),
+            lambda: bridge.read(name, 1),
+            lambda: bridge.consumer(name, "g"),
+            lambda: bridge.publisher().send(name, b"1"),
+        ):
+            with pytest.raises(InvalidOption):
+                call()
+        with bridge.transaction() as txn:
+            with pytest.raises(InvalidOption):
+                txn.send(name, b"1")
+            txn.send("Orders_1.new-" + "x" * 200, b"1")
+        assert len(bridge.admin.topics()) == 1
+
+
 def test_like_kafka_bounds_how_long_a_prepared_transaction_lives(opened):
     broker = opened(like="kafka", timeout=30)
     token = prepare(broker, "orders", b"1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import pytest
 from txnbridge_embedded import polling
@@ -34,10 +35,13 @@ class Seen:
 
 @pytest.fixture
 def reading(broker):
-    """Open readers without a group, closed at the end."""
+    """Open readers without a group on topics that are made for them, closed at the end."""
     readers = []
 
     def open_one(*topics, start="earliest", listener=None):
+        for topic in topics or ("orders",):
+            with suppress(InvalidOption):  # it is there, with more partitions
+                broker.admin.create_topic(topic, 1, Deadline(10))
         subscription = Subscription(topics or ("orders",), None, start)
         readers.append(broker.reader(subscription, listener or Seen(), Deadline(10)))
         return readers[-1]
@@ -361,10 +365,20 @@ def test_lag_counts_what_can_be_read_and_was_not(broker, reading):
     assert reader.lag(Deadline(10)) == {ORDERS: 7}
 
 
-def test_a_missing_topic_that_may_not_be_created_is_not_found(opened):
-    broker = opened(create_topics=0)
+@pytest.mark.parametrize("create_topics", [0, 1])
+def test_reading_without_a_group_makes_no_topic(opened, create_topics):
+    broker = opened(create_topics=create_topics)
     with pytest.raises(NotFound, match="txnbridge topics create"):
         broker.reader(Subscription(("missing",)), Seen(), Deadline(10))
+    assert broker.admin.topics(Deadline(10)) == []
+
+
+def test_a_group_that_reads_a_topic_may_make_it(opened):
+    with pytest.raises(NotFound, match="txnbridge topics create"):
+        opened(create_topics=0).reader(Subscription(("missing",), "g"), Seen(), Deadline(10))
+    broker = opened(create_topics=1)
+    broker.reader(Subscription(("missing",), "g"), Seen(), Deadline(10)).close(Deadline(10))
+    assert [topic.name for topic in broker.admin.topics(Deadline(10))] == ["missing"]
 
 
 def test_ending_a_transaction_by_an_administrator_frees_the_reader(broker, reading):

@@ -28,7 +28,7 @@ def read_and_time(path: Path, told: bool) -> None:
     if not told:
         wake._watch = lambda path: -1
     broker = kit.open_broker(path)
-    reader = broker.reader(Subscription(("orders",)), kit.Silent(), Deadline(10))
+    reader = kit.alone(broker)
     tell("waiting")
     last = False
     while not last:
@@ -60,7 +60,7 @@ def rest(path: Path, told: bool, group: str | None) -> float:
     if not told:
         wake._watch = lambda path: -1
     broker = kit.open_broker(path)
-    reader = broker.reader(Subscription(("orders",), group), kit.Silent(), Deadline(10))
+    reader = broker.reader(Subscription(("orders",), group), kit.Silent(), Deadline(10)) if group else kit.alone(broker)
     reader.poll(1, Deadline(0.1))
     used, begun = time.process_time(), time.monotonic()
     assert reader.poll(1, Deadline(1.5)) == []
@@ -79,7 +79,7 @@ def test_waiting_costs_next_to_nothing(path, told, group):
 
 
 def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
-    reader = broker.reader(Subscription(("orders",)), kit.Silent(), Deadline(10))
+    reader = kit.alone(broker)
     writer = kit.open_writer(broker)
     thread = threading.Timer(0.1, kit.commit, [writer, "orders", b"order"])
     thread.start()
@@ -127,7 +127,7 @@ def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
 
 def test_a_reader_that_is_let_go_keeps_no_descriptor(broker):
     def open_and_close() -> int:
-        reader = broker.reader(Subscription(("orders",)), kit.Silent(), Deadline(10))
+        reader = kit.alone(broker)
         reader.close(Deadline(10))
         return len(list(Path("/proc/self/fd").iterdir()))
 
