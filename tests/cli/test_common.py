@@ -139,6 +139,22 @@ def test_a_wrong_call_is_one_line_that_says_where_help_is(args, invoke):
     assert re.fullmatch(r"txnbridge: .+; see `txnbridge.* --help`\n", result.stderr)
 
 
+@pytest.mark.parametrize(
+    ("args", "meant"),
+    [
+        (["topcis"], "topics"),
+        (["topics", "lst"], "list"),
+        (["transactions", "comit"], "commit"),
+        (["gret"], "greet"),
+    ],
+)
+def test_a_mistyped_command_is_answered_with_the_nearest(args, meant, invoke):
+    with plugins.registered(Commands()):
+        result = invoke(*args)
+    assert result.exit_code == 2
+    assert f"there is no command '{args[-1]}'; did you mean '{meant}'?" in result.stderr
+
+
 def test_without_a_url_nothing_is_picked_by_accident(invoke):
     result = invoke("send", "orders", "a body")
     assert result.exit_code == 2
@@ -151,6 +167,27 @@ def test_the_url_may_come_from_the_environment(monkeypatch, invoke):
     with plugins.registered(backend):
         assert invoke("send", "orders", "a body").exit_code == 0
     assert [sent[:2] for writer in backend.brokers[0].writers for sent in writer.sent] == [("orders", b"a body")]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["read", "orders"],
+        ["doctor"],
+        ["topics", "list"],
+        ["topics", "delete", "orders", "--yes"],
+        ["transactions", "list"],
+        ["transactions", "abort", "x", "--yes", "--reason", "y"],
+    ],
+)
+def test_a_command_that_looks_makes_neither_a_topic_nor_a_file(args, invoke, tmp_path):
+    url = f"embedded:{tmp_path}/broker.db"
+    result = invoke(*args, "--url", url)
+    assert result.exit_code == 2 and "there is no broker's file" in result.output
+    assert not list(tmp_path.iterdir())
+    with txnbridge.connect(url) as bridge:
+        invoke(*args, "--url", url)
+        assert bridge.admin.topics() == []
 
 
 def test_the_timeout_reaches_the_bridge(invoke):

@@ -102,7 +102,7 @@ def test_a_plug_in_that_fails_is_a_problem_by_its_name(invoke):
     assert "is fine" in result.stdout
 
 
-def test_an_installed_plug_in_that_cannot_be_imported_is_named_and_the_rest_works(url, tmp_path):
+def test_an_installed_plug_in_that_cannot_be_imported_is_named_and_the_rest_works(bridge, tmp_path):
     info = tmp_path / "site" / "brittle-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brittle\nVersion: 1\n")
@@ -120,7 +120,7 @@ def test_an_installed_plug_in_that_cannot_be_imported_is_named_and_the_rest_work
     assert set(findings.values()) == {"ok"}
 
 
-def test_a_healthy_broker_is_healthy(invoke, url):
+def test_a_healthy_broker_is_healthy(invoke, bridge):
     result = invoke("doctor")
     assert result.exit_code == 0
     assert result.stdout

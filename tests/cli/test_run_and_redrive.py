@@ -66,6 +66,8 @@ def shop(tmp_path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture
 def orders(bridge):
+    bridge.admin.create_topic("shipments")
+
     def send(*values: bytes) -> None:
         with bridge.transaction() as txn:
             txn.send_many("orders", values)

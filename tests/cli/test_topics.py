@@ -12,7 +12,7 @@ def test_a_topic_is_created_once_and_listed(invoke, url):
     assert [line.split() for line in lines] == [["topic", "partitions", "retention"], ["orders", "2", "for", "ever"]]
 
 
-def test_an_empty_list_says_so(invoke, url):
+def test_an_empty_list_says_so(invoke, bridge):
     assert invoke("topics", "list").stdout == "no topics\n"
     assert json.loads(invoke("topics", "list", "--json").stdout) == []
 
@@ -63,7 +63,7 @@ def test_deleting_needs_yes(invoke, url, bridge):
 
 
 @pytest.mark.parametrize("args", [["delete", "missing"], ["delete", "missing", "--yes"], ["grow", "missing", "2"]])
-def test_a_missing_topic_is_a_wrong_call(invoke, url, args):
+def test_a_missing_topic_is_a_wrong_call(invoke, bridge, args):
     result = invoke("topics", *args)
     assert result.exit_code == 2
     assert "'missing'" in result.stderr

@@ -66,7 +66,9 @@ def test_what_is_not_a_token_is_a_wrong_call(invoke, url, token):
 
 
 def test_a_token_of_another_broker_is_refused(invoke, prepared, tmp_path):
-    result = invoke("status", str(prepared.token), "--url", f"embedded:{tmp_path}/other.db")
+    other = f"embedded:{tmp_path}/other.db"
+    txnbridge.connect(other).close()
+    result = invoke("status", str(prepared.token), "--url", other)
     assert result.exit_code == 2
     assert "belongs to cluster" in result.stderr
 
@@ -81,7 +83,7 @@ def test_open_transactions_are_listed(invoke, prepared):
     assert line.split()[-1] == "2"
 
 
-def test_when_nothing_is_open_the_list_says_so(invoke, url):
+def test_when_nothing_is_open_the_list_says_so(invoke, bridge):
     assert invoke("transactions", "list").stdout == "no open transactions\n"
     assert invoke("transactions", "list", "--json").stdout == "[]\n"
 
@@ -114,7 +116,7 @@ def test_describe_shows_what_is_known(invoke, prepared):
     assert txnbridge.Token.parse(shown["token"]).transaction == prepared.id
 
 
-def test_describing_a_transaction_that_is_not_there_is_a_wrong_call(invoke, url):
+def test_describing_a_transaction_that_is_not_there_is_a_wrong_call(invoke, bridge):
     result = invoke("transactions", "describe", "nonsense")
     assert (result.exit_code, "'nonsense'" in result.stderr) == (2, True)
 

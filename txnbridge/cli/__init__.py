@@ -9,7 +9,7 @@ import sys
 import click
 
 import txnbridge
-from txnbridge.cli._common import EXIT_CODES_HELP, guarded
+from txnbridge.cli._common import EXIT_CODES_HELP, Group, guarded
 from txnbridge.cli._extensions import plugin_commands
 
 # Command -> its line in `txnbridge --help`. The command is `command` in the module of its name.
@@ -27,7 +27,7 @@ COMMANDS = {
 }
 
 
-class Main(click.Group):
+class Main(Group):
     """The commands of this package by name, then those of plug-ins."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import click
 
 import txnbridge
+from txnbridge._url import find_backend, nearest, parse_url
 from txnbridge.commands import asked_for, json_and_debug
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -124,6 +125,10 @@ class Cli:
             raise click.UsageError("no broker: give its URL with --url or in TXNBRIDGE_URL")
         return txnbridge.connect(url, timeout=self.timeout, **options)
 
+    def look(self) -> txnbridge.Bridge:
+        """As `connect`, for what only looks: a name that is mistyped makes no topic, nor a file that is a broker."""
+        return self.connect(create_topics=0, **_making_no_file(self.url))
+
     def document(self, value: Any) -> None:
         """Machine output: the one JSON document of this command, or one of its JSON lines."""
         click.echo(json.dumps(value))
@@ -160,6 +165,15 @@ class Cli:
             yield lambda step: bar.advance(task, step)
 
 
+def _making_no_file(url: str | None) -> dict[str, Any]:
+    """The option for that, of a backend that has it; the URL's own comes first."""
+    if not url:
+        return {}
+    address, given = parse_url(url)
+    backend = find_backend(address.scheme)
+    return {backend.name: {"create": False}} if "create" in backend.options and "create" not in given else {}
+
+
 def console(stderr: bool = False) -> Console:
     """Where rich writes: no markup in what is shown, and no line broken that goes to a file or a pipe."""
     from rich.console import Console
@@ -171,6 +185,18 @@ def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else 10_000
     return PlainConsole(file=stream, markup=False, highlight=False, emoji=False, width=width)
+
+
+class Group(click.Group):
+    """Commands of which a mistyped one is answered with the nearest."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            near = nearest(args[0], self.list_commands(ctx))
+            ctx.fail(f"there is no command {args[0]!r}" + (f"; did you mean {near!r}?" if near else ""))
+        return super().resolve_command(ctx, args)
 
 
 def command(

@@ -40,7 +40,7 @@ def _look(cli: Cli) -> tuple[list[Advice], ExitCode]:
     ]
     code = None
     try:
-        with cli.connect() as bridge:
+        with cli.look() as bridge:
             findings += bridge.admin.check()
     except TxnBridgeError as error:
         findings.append(Advice("problem", "connection", str(error)))

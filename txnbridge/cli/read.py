@@ -44,8 +44,7 @@ def command(
     """
     if ack and group is None:
         raise click.UsageError("--ack needs --group: without a group nothing is acknowledged")
-    # A mistyped name must not become a new topic.
-    with cli.connect(create_topics=0) as bridge, bridge.consumer(topic, group, start=start) as consumer:
+    with cli.look() as bridge, bridge.consumer(topic, group, start=start) as consumer:
         for batch in _batches(consumer, limit, follow, None if group is None else Deadline(cli.timeout)):
             for message in batch:
                 if cli.json:

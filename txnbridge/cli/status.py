@@ -24,7 +24,7 @@ def command(cli: Cli, token: str) -> ExitCode:
     Exit code 0: committed; 1: prepared, nobody has ended it yet; 5: aborted; 4: unknown.
     """
     parsed = Token.parse(token)
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         status = bridge.status(parsed)
     if cli.json:
         cli.document(

@@ -9,13 +9,13 @@ import click
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 
-command = click.Group("topics", help="List, create, delete and grow topics.")
+command = _common.Group("topics", help="List, create, delete and grow topics.")
 
 
 @_common.command("list", help="List topics.")
 @click.option("--internal", is_flag=True, help="Also those that txnbridge keeps for itself.")
 def list_(cli: Cli, internal: bool) -> None:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         topics = bridge.admin.topics(internal)
     if cli.json:
         cli.document([asdict(topic) for topic in topics])
@@ -50,7 +50,7 @@ def create(cli: Cli, name: str, partitions: int, retention_seconds: float | None
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Really do it.")
 def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         topic = bridge.admin.topic(name)
         if yes:
             bridge.admin.delete_topic(name)
@@ -67,7 +67,7 @@ def delete(cli: Cli, name: str, yes: bool) -> ExitCode:
 @click.argument("name")
 @click.argument("partitions", type=click.IntRange(min=1))
 def grow(cli: Cli, name: str, partitions: int) -> None:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         bridge.admin.grow_topic(name, partitions)
     if cli.json:
         cli.document({"topic": name, "partitions": partitions})

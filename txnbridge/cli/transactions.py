@@ -15,12 +15,12 @@ from txnbridge.spi import OpenTransaction
 _log = logging.getLogger("txnbridge")
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
 
-command = click.Group("transactions", help="List and end open and prepared transactions.")
+command = _common.Group("transactions", help="List and end open and prepared transactions.")
 
 
 @_common.command("list", help="List open and prepared transactions, the oldest first.")
 def list_(cli: Cli) -> None:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         found = bridge.admin.transactions()
     if cli.json:
         cli.document([_as_json(transaction) for transaction in found])
@@ -34,7 +34,7 @@ def list_(cli: Cli) -> None:
 @_common.command("describe", help="Show all that is known of one open or prepared transaction.")
 @click.argument("transaction")
 def describe(cli: Cli, transaction: str) -> None:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         found = bridge.admin.transaction(transaction)
     if cli.json:
         cli.document(_as_json(found))
@@ -70,7 +70,7 @@ def _ending(decision: Decision, help: str) -> click.Command:
     @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
     def end(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         token = Token.parse(transaction) if transaction.startswith("txb") else None
-        with cli.connect() as bridge:
+        with cli.look() as bridge:
             if not (yes and reason):
                 return _say_what_would_happen(cli, bridge, token or transaction, decision)
             outcome = _end(bridge, token or transaction, decision, reason)
@@ -113,7 +113,7 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
 @click.option("--yes", is_flag=True, help="Really do it. Stop its writer first.")
 @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
 def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
-    with cli.connect() as bridge:
+    with cli.look() as bridge:
         if not (yes and reason):
             cli.say(f"would finish what is half done about transaction {transaction}; its writer must be stopped first")
             cli.say("do it with --yes and --reason TEXT")
