@@ -368,7 +368,9 @@ class Transaction:
             self._abort()
             if isinstance(cause, TransactionAborted | Fenced):
                 raise cause
-            raise TransactionAborted(f"transaction {self.id} was aborted because part of it failed") from cause
+            raise TransactionAborted(
+                f"transaction {self.id} was aborted because part of it failed ({self._why_failed()})"
+            ) from cause
         if self._prepare:
             self._do_prepare()
         else:
@@ -481,8 +483,13 @@ class Transaction:
         self._bridge._check_process()
         text = f"{call} needs an {needed} transaction; {self.id} is {self._state.value}"
         if self._state is State.FAILED:
-            text += f" ({type(self._cause).__name__}: {self._cause}); abort it and run it again"
+            text += f" ({self._why_failed()}); abort it and run it again"
         return InvalidState(text)
+
+    def _why_failed(self) -> str:
+        """Only our own errors' text: others may quote a message."""
+        kind = type(self._cause).__name__
+        return f"{kind}: {self._cause}" if isinstance(self._cause, TxnBridgeError) else kind
 
     def _fail(self, error: BaseException) -> None:
         if self._state is State.OPEN:
