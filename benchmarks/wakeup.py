@@ -40,6 +40,7 @@ def wait_for_bytes(pipe: Connection) -> None:
 def rest(pipe: Connection, folder: Path, kind: str) -> None:
     """Wait for nothing for as many seconds as asked, and answer what part of a core that took."""
     with txnbridge.connect(url(folder)) as bridge:
+        bridge.admin.create_topic("nothing")
         group = "resting" if kind == "group" else None
         with bridge.consumer("nothing", group=group) as consumer:
             consumer.poll(timeout=0.1)
@@ -83,6 +84,7 @@ def measure_waking(settings: Settings, folder: Path) -> None:
     answered: list[list[float]] = []
     piped: list[list[float]] = []
     with txnbridge.connect(url(folder)) as bridge:
+        bridge.admin.create_topic("topic")
         with child(wait_for_messages, folder, None) as reader, child(wait_for_bytes) as pipe:
             reader.recv()
             for _ in range(settings.rounds):
