@@ -150,10 +150,11 @@ class EmbeddedBroker(Broker):
             if status is not None:
                 return status
             # Its deadline is over and nobody has ended it. A commit checks the deadline with the file locked, so once
-            # this call has had the lock, and it has still not ended, no commit can come any more.
+            # this call has had the lock, and it has still not ended, no commit can come any more. That is recorded,
+            # because the clock may be set back.
             try:
                 with self.store.writing(connection, deadline, "looking at a transaction"):
-                    return _look(connection, token) or Status(TokenState.ABORTED, reason="its deadline passed")
+                    return _look(connection, token) or _record_expired(connection, token)
             except DeadlineExceeded:
                 return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process writes just now")
 
@@ -197,6 +198,17 @@ class EmbeddedBroker(Broker):
 def _look(connection: Connection, token: Token) -> Status | None:
     """What the file says of a token's transaction; None if that is up to its deadline, which has passed."""
     return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
+
+
+def _record_expired(connection: Connection, token: Token) -> Status:
+    """Abort a transaction whose deadline has passed, inside a write transaction, so that it stays aborted."""
+    reason = "its deadline passed"
+    if "p" in token.how:
+        ((number,),) = connection.execute("SELECT number FROM transactions WHERE id = ?", (token.transaction,))
+        endings.mark_aborted(connection, number, reason)
+    else:
+        connection.execute("UPDATE writers SET retired = 1 WHERE id = ?", (token.how.get("w"),))
+    return Status(TokenState.ABORTED, reason=reason)
 
 
 def _look_at_prepared(connection: Connection, token: Token) -> Status | None:

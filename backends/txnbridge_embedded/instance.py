@@ -57,6 +57,7 @@ class Instance:
         self.id = secrets.token_hex(8)
         self.last = 0
         self.told = False  # a token may name this instance, so its row has to outlive it
+        self.dead = False  # others have retired or forgotten it
         self._owner = owner
 
     def add(self, connection: sqlite3.Connection) -> None:
@@ -74,6 +75,7 @@ class Instance:
             "UPDATE writers SET last = ?, used_at = ? WHERE id = ? AND retired = 0", (self.last + 1, now_ms(), self.id)
         )
         if not found.rowcount:
+            self.dead = True
             self._owner.check(connection)
             raise TransactionAborted("this writer was idle for so long that it was taken for dead; run it again")
 

@@ -241,7 +241,7 @@ class PlainWriter(EmbeddedWriter):
 
     def begin(self, begin: Begin) -> None:
         # A number that a token names is not given to another transaction.
-        if self._stale or self.instance.told:
+        if self._stale or self.instance.told or self.instance.dead:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}
