@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from txnbridge.errors import DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -38,7 +38,7 @@ from txnbridge_embedded.log import EmbeddedLog
 from txnbridge_embedded.publisher import EmbeddedPublisher
 from txnbridge_embedded.reader import open_reader
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Connection, Store, now_ms
 from txnbridge_embedded.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
 
@@ -72,6 +72,8 @@ class EmbeddedBroker(Broker):
             raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
         try:
             if self._connection is None:
+                if self._closed:
+                    raise InvalidState("this bridge is closed")
                 self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
@@ -81,9 +83,9 @@ class EmbeddedBroker(Broker):
             self._lock.release()
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -175,12 +177,14 @@ class EmbeddedBroker(Broker):
             return
         self._closed = True
         for writer in list(self._writers):
-            writer.close()
+            if not writer.in_use:  # its user ends the transaction, and closes it
+                writer.close()
         for publisher in self._publishers:
             with suppress(TxnBridgeError):  # its own flush has raised it, or will
                 publisher.close(deadline)
-        with suppress(TxnBridgeError), self.session(deadline) as connection:
-            self._leave(connection, deadline)
+        leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
+        with suppress(TxnBridgeError), self.session(leaving) as connection:
+            self._leave(connection, leaving)
         self._disconnect()
         self.store.close()
 

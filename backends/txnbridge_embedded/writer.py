@@ -39,14 +39,12 @@ from txnbridge_embedded import endings, groups, retention
 from txnbridge_embedded.instance import Instance, Owner
 from txnbridge_embedded.outgoing import Outgoing, Rows, store
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 
 # How often a writer looks for messages past their retention: it costs a query a partition.
 TRIM_SECONDS = 10.0
-# What a closing writer may spend on removing what it stored of an open transaction; others do the rest.
-_CLOSING_SECONDS = 1.0
 
 Acks = tuple[groups.AckContext, Mapping[Partition, Sequence[Position]]]
 
@@ -109,6 +107,11 @@ class EmbeddedWriter(Writer):
     def flush(self, deadline: Deadline) -> None:
         if self._outgoing.bytes:
             self._store_part(deadline)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it has a transaction, and so somebody who works with it."""
+        return self._begun is not None
 
     @property
     def _begin(self) -> Begin:
@@ -216,7 +219,7 @@ class EmbeddedWriter(Writer):
         self._connection = self._store.connect()
 
     def close(self) -> None:
-        self._let_go(Deadline(_CLOSING_SECONDS))
+        self._let_go(Deadline(LEAVING_SECONDS))
         self._connection.close()
         self._closed(self, self.instance)
 
