@@ -340,24 +340,22 @@ class Bridge:
         self._return_writer(writer, transaction._begin, sound)
 
     def _return_writer(self, writer: Writer, begin: Begin, sound: bool) -> None:
-        try:
-            with self._room:
-                kept = not begin.prepare and self._idle is not None
-                if kept and self._idle is not None:
-                    if not sound:
-                        self._doubtful.add(writer)
-                    self._idle.append(writer)
-            if not kept:
-                writer.close()  # it was made for this transaction alone, or the bridge is closed
-        finally:
-            self._free_slot()
+        with self._room:
+            idle = None if begin.prepare else self._idle
+            if idle is not None:
+                if not sound:
+                    self._doubtful.add(writer)
+                idle.append(writer)
+        if idle is None:  # it was made for this transaction alone, or the bridge is closed
+            _quietly(writer.close)
+        self._free_slot()
 
     def _free_slot(self) -> None:
         with self._room:
             self._busy -= 1
             self._room.notify()
 
-    def _clear_abandoned(self) -> None:
+    def _clear_abandoned(self, deadline: Deadline | None = None) -> None:
         """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
         while True:
             try:
@@ -367,7 +365,7 @@ class Bridge:
             transaction = begin.transaction
             try:
                 with self._events.step("abort", transaction, abandoned=True):
-                    writer.abort(Deadline(self._timeout))
+                    writer.abort(deadline or Deadline(self._timeout))
                 self._return_writer(writer, begin, sound=True)
             except TxnBridgeError as error:
                 _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)
@@ -604,8 +602,10 @@ class Bridge:
         Prepared transactions live on. It takes no longer than the bridge's timeout: a call that still runs then is left
         to its caller, and a poll after two seconds. Safe to repeat.
         """
+        if self._forked:
+            return
         with self._room:
-            if self._closed or self._forked:
+            if self._closed:
                 return
             self._closed = True
             self._room.notify_all()  # who waits for a writer is refused
@@ -629,7 +629,7 @@ class Bridge:
     def _end_calls(self, deadline: Deadline) -> None:
         """Abort the transactions on which no call runs, and wait for the calls that do."""
         while True:
-            self._clear_abandoned()
+            self._clear_abandoned(deadline)
             with self._room:
                 unfinished = list(self._transactions)
             for transaction in unfinished:
@@ -665,8 +665,9 @@ class Bridge:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """A call that closing waits for, and that is refused once closing has begun."""
+        self._check_open()
         with self._room:
-            refused = self._closed or self._forked
+            refused = self._closed
             self._calls += not refused
         if refused:
             raise self._refusal()

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -95,6 +96,20 @@ def test_a_program_may_exit_while_its_daemon_threads_commit(path):
     for _ in range(6):
         run(EXIT_MEANWHILE, f"embedded:{path}")
     assert whole(f"embedded:{path}")
+
+
+def test_closing_waits_for_a_poll_of_another_thread(path):
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+        consumer = bridge.consumer("orders", "shipping")
+        found = []
+        polling = threading.Thread(target=lambda: found.append(consumer.poll(timeout=0.5)))
+        polling.start()
+        while not (consumer._guard.locked() or found):
+            time.sleep(0.001)
+    polling.join()
+    assert [len(batch) for batch in found] == [0]
+    with pytest.raises(txnbridge.InvalidState, match="closed"):
+        consumer.poll()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
