@@ -77,7 +77,9 @@ class Instance:
         if not found.rowcount:
             self.dead = True
             self._owner.check(connection)
-            raise TransactionAborted("this writer was idle for so long that it was taken for dead; run it again")
+            raise TransactionAborted(
+                "this writer was taken for dead: it was silent for long, or somebody's clock is ahead; run it again"
+            )
 
     def retire(self, connection: sqlite3.Connection) -> int:
         """Let it commit nothing more, inside a write transaction; returns the last that it did commit."""
