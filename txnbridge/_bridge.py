@@ -11,7 +11,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
@@ -51,6 +52,11 @@ _log = logging.getLogger("txnbridge")
 # Between two tries to reach a broker for an answer: long enough not to burden one that is starting, short enough that a
 # caller with a deadline of a second still gets several tries.
 _RETRY_SECONDS = 0.1
+# How often a closing bridge looks whether a call has ended that does not tell; most take milliseconds.
+_LOOK_SECONDS = 0.01
+# How long a closing bridge waits for polls of other threads: a poll that waits for messages has nothing to lose, and
+# twice what one takes by default lets most of them end.
+_POLL_SECONDS = 2.0
 
 FORK_HELP = (
     "this bridge was opened before a fork and cannot be used in the child. Open it there: in gunicorn in the"
@@ -156,7 +162,8 @@ class Bridge:
         self._opening_log = threading.Lock()  # another one: writers may need a log while they are opened
         self._room = threading.Condition()
         self._size = writers
-        self._busy = 0
+        self._busy = 0  # writers that have a transaction
+        self._calls = 0  # other calls that run
         self._logs: dict[str, Decisions] = {}  # those that hold ledgers
         self._elsewhere = elsewhere  # what keeps the decision logs, if the broker itself does not
         self._idle: list[Writer] | None = None  # None: not opened yet
@@ -258,7 +265,8 @@ class Bridge:
                 self._return_writer(writer, begin, sound=False)
                 raise
         transaction = Transaction(self, writer, begin, 0 if fingerprint else None)
-        self._transactions.add(transaction)
+        with self._room:
+            self._transactions.add(transaction)
         return transaction
 
     def _new_begin(self, timeout: float | None, prepare: bool, hold: float | None) -> Begin:
@@ -282,8 +290,10 @@ class Bridge:
                     return self._broker.prepare_writer(self._identity, self._ledger(), begin.deadline)
             if self._idle is None:
                 self._open_writers(begin.deadline)
-            assert self._idle is not None
-            writer = self._idle.pop()
+            with self._room:
+                writer = self._idle.pop() if self._idle else None
+            if writer is None:
+                raise self._refusal()
         except BaseException:
             self._free_slot()
             raise
@@ -295,11 +305,13 @@ class Bridge:
         while True:
             self._clear_abandoned()
             with self._room:
-                if self._busy < self._size:
+                if self._busy < self._size and not self._closed:
                     self._busy += 1
                     return
-                # In short turns, because a transaction that is left unfinished meanwhile tells nobody.
-                self._room.wait(min(deadline.left(), 0.1))
+                if not self._closed:
+                    # In short turns, because a transaction that is left unfinished meanwhile tells nobody.
+                    self._room.wait(min(deadline.left(), 0.1))
+            self._check_open()
             if deadline.expired:
                 raise DeadlineExceeded(
                     f"all {self._size} writers of this bridge had open transactions for {deadline.seconds:g} s;"
@@ -323,16 +335,19 @@ class Bridge:
                     self._idle = self._broker.open_writers(self._identity, self._size, self._ledger(), deadline)
 
     def _give_back(self, transaction: Transaction, writer: Writer, sound: bool) -> None:
-        self._transactions.discard(transaction)
+        with self._room:
+            self._transactions.discard(transaction)
         self._return_writer(writer, transaction._begin, sound)
 
     def _return_writer(self, writer: Writer, begin: Begin, sound: bool) -> None:
-        if begin.prepare:
-            writer.close()  # it was made for this transaction alone
-        elif self._idle is not None:
-            if not sound:
-                self._doubtful.add(writer)
-            self._idle.append(writer)
+        with self._room:
+            idle = None if begin.prepare else self._idle
+            if idle is not None:
+                if not sound:
+                    self._doubtful.add(writer)
+                idle.append(writer)
+        if idle is None:  # it was made for this transaction alone, or the bridge is closed
+            _quietly(writer.close)
         self._free_slot()
 
     def _free_slot(self) -> None:
@@ -340,14 +355,17 @@ class Bridge:
             self._busy -= 1
             self._room.notify()
 
-    def _clear_abandoned(self) -> None:
+    def _clear_abandoned(self, deadline: Deadline | None = None) -> None:
         """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
-        while self._abandoned:
-            writer, begin = self._abandoned.popleft()
+        while True:
+            try:
+                writer, begin = self._abandoned.popleft()
+            except IndexError:
+                return
             transaction = begin.transaction
             try:
                 with self._events.step("abort", transaction, abandoned=True):
-                    writer.abort(Deadline(self._timeout))
+                    writer.abort(deadline or Deadline(self._timeout))
                 self._return_writer(writer, begin, sound=True)
             except TxnBridgeError as error:
                 _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)
@@ -382,10 +400,13 @@ class Bridge:
         return self._end(token, commit=False)
 
     def status(self, token: str | Token) -> Status:
-        """What became of a token's transaction. Changes nothing. Raises `InvalidToken`, `BrokerUnavailable`."""
+        """What became of a token's transaction. Raises `InvalidToken`, `BrokerUnavailable`.
+
+        It decides nothing. It may record what has become true by the clock: that a deadline passed, before it says so.
+        """
         parsed = self._check_token(token)
         self.capabilities.require(Capability.STATUS_LOOKUP)
-        with self._events.step("status", parsed.transaction) as found:
+        with self._call(), self._events.step("status", parsed.transaction) as found:
             status = self._broker.status(parsed, self._ledger(parsed), Deadline(self._timeout))
             found["state"] = status.state.value
         return status
@@ -400,7 +421,8 @@ class Bridge:
         self.capabilities.require(Capability.RESOLVE_ANYWHERE)
         end = self._broker.commit if commit else self._broker.abort
         deadline = Deadline(self._timeout)
-        with self._events.step("resolve", parsed.transaction, decision="commit" if commit else "abort") as found:
+        decision = "commit" if commit else "abort"
+        with self._call(), self._events.step("resolve", parsed.transaction, decision=decision) as found:
             while True:
                 try:
                     outcome = end(parsed, self._ledger(parsed), deadline)
@@ -432,7 +454,7 @@ class Bridge:
                 except EvidenceLost as error:
                     error.token = str(token)
                     raise
-                except (OutcomeUnknown, BrokerUnavailable):
+                except (OutcomeUnknown, BrokerUnavailable, InvalidState):  # the last one: closed meanwhile
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
                 if status.state is TokenState.COMMITTED:
@@ -535,8 +557,9 @@ class Bridge:
         if group is not None and (not isinstance(group, str) or not group.strip()):
             raise InvalidOption("a group's name is non-empty text")
         found = topic_list(topics)
-        consumer = Consumer(self, found, Subscription(tuple(t.name for t in found), group, start, sharing))
-        self._consumers.add(consumer)
+        with self._call():
+            consumer = Consumer(self, found, Subscription(tuple(t.name for t in found), group, start, sharing))
+            self._consumers.add(consumer)
         return consumer
 
     def processor(
@@ -600,42 +623,74 @@ class Bridge:
         self.capabilities.require(Capability.IDEMPOTENT_SEND)
         if name is not None:
             self.capabilities.require(Capability.RESUME_SEQUENCE)
-        return Publisher(self, self._broker.publisher(name, Deadline(self._timeout)))
+        with self._call():
+            return Publisher(self, self._broker.publisher(name, Deadline(self._timeout)))
 
     def decisions(self, name: str | None = None) -> Decisions:
         """The decision log of this bridge's application, or of another name: the first decision for an id wins."""
-        self._check_open()
-        return self._open_decisions(name or self._identity.application, Deadline(self._timeout))
+        with self._call():
+            return self._open_decisions(name or self._identity.application, Deadline(self._timeout))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abort what is unfinished, leave all groups, let go. Prepared transactions live on. Safe to repeat."""
-        if self._closed or self._forked:
+        """Refuse new calls, wait for running ones, abort what is unfinished, leave all groups, let go.
+
+        Prepared transactions live on. It takes no longer than the bridge's timeout: a call that still runs then is left
+        to its caller, and a poll after two seconds. Safe to repeat.
+        """
+        if self._forked:
             return
+        with self._room:
+            if self._closed:
+                return
+            self._closed = True
+            self._room.notify_all()  # who waits for a writer is refused
         deadline = Deadline(self._timeout)
         with self._events.step("bridge.close"):
-            for transaction in list(self._transactions):
-                self._abort_unfinished(transaction)
-            self._closed = True
+            self._end_calls(deadline)
+            polls = Deadline(min(deadline.left(), _POLL_SECONDS))
             for consumer in list(self._consumers):
-                _quietly(consumer.close)
-            self._clear_abandoned()
-            for closable in [*(self._idle or ()), *self._logs.values()]:
-                _quietly(closable.close)
+                _quietly(lambda consumer=consumer: _close_consumer(consumer, polls, deadline))
+            with self._room:
+                idle, self._idle = self._idle or [], None
+            for writer in idle:
+                _quietly(writer.close)
+            for log in self._logs.values():
+                _quietly(log.close)
             self._broker.close(deadline)
             if self._elsewhere is not None:
                 _quietly(self._elsewhere.close)
         _live.discard(self)
 
-    def _abort_unfinished(self, transaction: Transaction) -> None:
-        if transaction.outcome is None and transaction.token is None:
+    def _end_calls(self, deadline: Deadline) -> None:
+        """Abort the transactions on which no call runs, and wait for the calls that do."""
+        while True:
+            self._clear_abandoned(deadline)
+            with self._room:
+                unfinished = list(self._transactions)
+            for transaction in unfinished:
+                self._abort_unfinished(transaction, deadline)
+            with self._room:
+                if not self._busy and not self._calls:
+                    return
+                if deadline.expired:
+                    break
+                self._room.wait(min(deadline.left(), _LOOK_SECONDS))
+        _log.warning("closing: calls of other threads still run after %g s; they are left to them", deadline.seconds)
+
+    def _abort_unfinished(self, transaction: Transaction, deadline: Deadline) -> None:
+        try:
+            aborted = transaction._end_from_outside(deadline)
+        except Exception as error:
+            _log.warning("closing: %s", error)
+            return
+        if aborted:
             warnings.warn(
                 f"transaction {transaction.id} was left unfinished; it is aborted",
                 ResourceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-            _quietly(transaction.abort)
 
     def __enter__(self) -> Bridge:
         self._check_open()
@@ -644,14 +699,37 @@ class Bridge:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that closing waits for, and that is refused once closing has begun."""
+        self._check_open()
+        with self._room:
+            refused = self._closed
+            self._calls += not refused
+        if refused:
+            raise self._refusal()
+        try:
+            yield
+        finally:
+            with self._room:
+                self._calls -= 1
+                self._room.notify_all()
+
     def _check_open(self) -> None:
+        if self._closed or self._forked:
+            raise self._refusal()
+
+    def _refusal(self) -> InvalidState:
         self._check_process()
-        if self._closed:
-            raise InvalidState("this bridge is closed")
+        return InvalidState("this bridge is closed")
 
     def _check_process(self) -> None:
         if self._forked:
             raise InvalidState(FORK_HELP)
+        if _exiting and threading.current_thread() is not threading.main_thread():
+            # A daemon thread's, whose program ends without asking it: it would only die of a refusal, and say so. It
+            # ends with the program, or is refused if somebody should wait for it.
+            threading.Event().wait(self._timeout)
 
     def _mark_forked(self) -> None:
         """In the child of a fork: nothing of the parent's may be used, closed or collected."""
@@ -678,6 +756,16 @@ def _quietly(call: Any) -> None:
         _log.warning("closing: %s", error)
 
 
+def _close_consumer(consumer: Consumer, polls: Deadline, deadline: Deadline) -> None:
+    while True:
+        try:
+            return consumer.close(deadline.left())
+        except InvalidState:  # another thread polls
+            if polls.expired:
+                raise
+        time.sleep(_LOOK_SECONDS)
+
+
 def _require_xxhash() -> None:
     try:
         import xxhash  # noqa: F401
@@ -686,6 +774,7 @@ def _require_xxhash() -> None:
 
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
+_exiting = False  # the interpreter is
 _parents: list[Broker] = []  # brokers of the parent process, kept so that nothing of theirs is ever closed here
 
 
@@ -696,6 +785,8 @@ def _after_fork() -> None:
 
 
 def _at_exit() -> None:
+    global _exiting
+    _exiting = True
     for bridge in list(_live):
         _quietly(bridge.close)
 

@@ -46,7 +46,7 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """What became of a token. Asking changes nothing.
+    """What became of a token. Asking decides nothing.
 
     `expires_at` (milliseconds since 1970) is when a prepared transaction is aborted if nobody ends it; `reason` says
     why the state is what it is; `permanent` says that UNKNOWN will never become anything else.

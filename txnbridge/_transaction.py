@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from txnbridge._consumer import Assignment, collect_acks
+from txnbridge._deadline import Deadline
 from txnbridge._messages import (
     Headers,
     Message,
@@ -92,6 +93,7 @@ class Transaction:
         "_held",
         "_lent",
         "_prepare",
+        "_shut",
         "_slow",
         "_state",
         "_token",
@@ -110,6 +112,7 @@ class Transaction:
         self._token: Token | None = None
         self._cause: BaseException | None = None  # why it is FAILED
         self._held: dict[Assignment, list[Position]] = {}
+        self._shut = False  # aborted because the bridge was closed
         self._lent = False  # to a handler, which may not commit it
         self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
         self._fingerprint = fingerprint
@@ -351,6 +354,9 @@ class Transaction:
                     self._finish_or_abort()
                 else:
                     self._abort_after(error, quiet)
+            elif self._shut and error is None:
+                self._bridge._check_process()
+                raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
         return quiet
 
     def _finish_or_abort(self) -> None:
@@ -477,6 +483,8 @@ class Transaction:
 
     def _busy(self, call: str) -> TxnBridgeError:
         self._bridge._check_process()
+        if self._bridge._closed:
+            return InvalidState(f"{call} on transaction {self.id}, whose bridge is closed")
         return InvalidState(f"{call} on transaction {self.id} while another call on it runs: one thread at a time")
 
     def _refusal(self, call: str, needed: str = "open") -> TxnBridgeError:
@@ -484,6 +492,8 @@ class Transaction:
         text = f"{call} needs an {needed} transaction; {self.id} is {self._state.value}"
         if self._state is State.FAILED:
             text += f" ({self._why_failed()}); abort it and run it again"
+        if self._shut:
+            text += ": its bridge was closed meanwhile"
         return InvalidState(text)
 
     def _why_failed(self) -> str:
@@ -514,6 +524,19 @@ class Transaction:
                 if time.monotonic() >= until:
                     return
             time.sleep(_TURN_SECONDS)
+
+    def _end_from_outside(self, deadline: Deadline) -> bool:
+        """The bridge is closed: abort, unless it has ended or a call on it runs; whether it was aborted."""
+        try:
+            with self._exclusive("close"):
+                if self._state not in _UNFINISHED:
+                    return False
+                self._shut = True
+                self._begin.deadline.at = min(self._begin.deadline.at, deadline.at)
+                self._abort()
+                return True
+        except InvalidState:
+            return False
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._bridge._forked:

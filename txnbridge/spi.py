@@ -205,7 +205,10 @@ class Broker(ABC):
 
     @abstractmethod
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        """What became of a token, prepared or not. Changes nothing."""
+        """What became of a token, prepared or not.
+
+        It decides nothing. Who says ABORTED because a deadline has passed records it first: the clock may be set back.
+        """
 
     @property
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from txnbridge.errors import DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -38,7 +38,7 @@ from txnbridge_embedded.log import EmbeddedLog
 from txnbridge_embedded.publisher import EmbeddedPublisher
 from txnbridge_embedded.reader import open_reader
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Connection, Store, now_ms
 from txnbridge_embedded.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
 
@@ -72,6 +72,8 @@ class EmbeddedBroker(Broker):
             raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
         try:
             if self._connection is None:
+                if self._closed:
+                    raise InvalidState("this bridge is closed")
                 self._connection = self.store.connect()
             yield self._connection
         except (CommitUnclear, OutcomeUnknown):
@@ -81,9 +83,9 @@ class EmbeddedBroker(Broker):
             self._lock.release()
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -150,10 +152,11 @@ class EmbeddedBroker(Broker):
             if status is not None:
                 return status
             # Its deadline is over and nobody has ended it. A commit checks the deadline with the file locked, so once
-            # this call has had the lock, and it has still not ended, no commit can come any more.
+            # this call has had the lock, and it has still not ended, no commit can come any more. That is recorded,
+            # because the clock may be set back.
             try:
                 with self.store.writing(connection, deadline, "looking at a transaction"):
-                    return _look(connection, token) or Status(TokenState.ABORTED, reason="its deadline passed")
+                    return _look(connection, token) or _record_expired(connection, token)
             except DeadlineExceeded:
                 return Status(TokenState.UNKNOWN, reason="its deadline has passed, and another process writes just now")
 
@@ -174,12 +177,14 @@ class EmbeddedBroker(Broker):
             return
         self._closed = True
         for writer in list(self._writers):
-            writer.close()
+            if not writer.in_use:  # its user ends the transaction, and closes it
+                writer.close()
         for publisher in self._publishers:
             with suppress(TxnBridgeError):  # its own flush has raised it, or will
                 publisher.close(deadline)
-        with suppress(TxnBridgeError), self.session(deadline) as connection:
-            self._leave(connection, deadline)
+        leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
+        with suppress(TxnBridgeError), self.session(leaving) as connection:
+            self._leave(connection, leaving)
         self._disconnect()
         self.store.close()
 
@@ -197,6 +202,17 @@ class EmbeddedBroker(Broker):
 def _look(connection: Connection, token: Token) -> Status | None:
     """What the file says of a token's transaction; None if that is up to its deadline, which has passed."""
     return _look_at_prepared(connection, token) if "p" in token.how else _look_at_plain(connection, token)
+
+
+def _record_expired(connection: Connection, token: Token) -> Status:
+    """Abort a transaction whose deadline has passed, inside a write transaction, so that it stays aborted."""
+    reason = "its deadline passed"
+    if "p" in token.how:
+        ((number,),) = connection.execute("SELECT number FROM transactions WHERE id = ?", (token.transaction,))
+        endings.mark_aborted(connection, number, reason)
+    else:
+        connection.execute("UPDATE writers SET retired = 1 WHERE id = ?", (token.how.get("w"),))
+    return Status(TokenState.ABORTED, reason=reason)
 
 
 def _look_at_prepared(connection: Connection, token: Token) -> Status | None:

@@ -11,7 +11,7 @@ from txnbridge_embedded import groups, members
 from txnbridge_embedded.cursor import Bounds, Cursor, count_between, first_since, read_bounds
 from txnbridge_embedded.groups import AckContext
 from txnbridge_embedded.polling import PollingReader
-from txnbridge_embedded.store import Connection, now_ms
+from txnbridge_embedded.store import LEAVING_SECONDS, Connection, now_ms
 
 
 class GroupReader(PollingReader):
@@ -102,6 +102,7 @@ class GroupReader(PollingReader):
         return count_between(connection, bounds, bounds.position or 0, taken)
 
     def _leave(self, deadline: Deadline) -> None:
+        deadline = Deadline(min(deadline.left(), LEAVING_SECONDS))
         self._heartbeat.stop()
         try:
             now = now_ms()

@@ -57,6 +57,7 @@ class Instance:
         self.id = secrets.token_hex(8)
         self.last = 0
         self.told = False  # a token may name this instance, so its row has to outlive it
+        self.dead = False  # others have retired or forgotten it
         self._owner = owner
 
     def add(self, connection: sqlite3.Connection) -> None:
@@ -74,8 +75,11 @@ class Instance:
             "UPDATE writers SET last = ?, used_at = ? WHERE id = ? AND retired = 0", (self.last + 1, now_ms(), self.id)
         )
         if not found.rowcount:
+            self.dead = True
             self._owner.check(connection)
-            raise TransactionAborted("this writer was idle for so long that it was taken for dead; run it again")
+            raise TransactionAborted(
+                "this writer was taken for dead: it was silent for long, or somebody's clock is ahead; run it again"
+            )
 
     def retire(self, connection: sqlite3.Connection) -> int:
         """Let it commit nothing more, inside a write transaction; returns the last that it did commit."""

@@ -13,6 +13,7 @@ from txnbridge.errors import (
     Fenced,
     InvalidOption,
     OutcomeUnknown,
+    TransactionAborted,
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter, Publisher, RawHeaders
@@ -196,7 +197,12 @@ class EmbeddedPublisher(Publisher):
                 if self._instance is None:
                     self._owner.check(self._connection)
                     instance.add(self._connection)
-                instance.claim(self._connection)
+                try:
+                    instance.claim(self._connection)
+                except TransactionAborted:  # it was idle for long: nobody was told of its batches, so another may go on
+                    instance = Instance(self._owner)
+                    instance.add(self._connection)
+                    instance.claim(self._connection)
                 self._write(rows, sequences)
         except CommitUnclear:
             self._connection.close()

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from txnbridge.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
     InvalidOption,
+    InvalidState,
     NotFound,
     StorageFailed,
     TxnBridgeError,
@@ -41,6 +43,9 @@ _TURN_PATIENCE = 0.1
 _READ_POLL = 0.001
 # How long a new connection puts up with such a lock; it has no caller's deadline.
 _CONNECT_SECONDS = 5.0
+# Whoever leaves a group or closes waits no longer than this for a file that others keep locked: some hundred commits.
+# What is left behind harms nobody: a member's lease runs out, a writer's record is forgotten in time.
+LEAVING_SECONDS = 1.0
 # How old the known partition count of a topic may be: topics grow rarely, and a look costs a query.
 _TOPIC_AGE = 1.0
 # The write-ahead log is copied into the file once it is this long. Longer saves nothing, because most pages are
@@ -54,11 +59,40 @@ class CommitUnclear(StorageFailed):
 
 
 class Connection(sqlite3.Connection):
-    """A connection with its own place in the queue of writers."""
+    """A connection with its own place in the queue of writers, for one user at a time.
+
+    `close` may come from any thread: SQLite crashes if a connection is closed while it works, so one that is in use is
+    closed when that use ends.
+    """
 
     turn = -1  # a descriptor of the turn file: flock belongs to it, so that threads of one process queue as well
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self._guard = threading.Lock()  # held for a moment only
+        self._used = self._closing = False
+        super().__init__(*given, **options)
+
+    def enter(self) -> None:
+        """Begin a use. Raises `InvalidState` once it is closed."""
+        with self._guard:
+            if self._closing:
+                raise InvalidState("this bridge is closed")
+            self._used = True
+
+    def leave(self) -> None:
+        """End a use."""
+        with self._guard:
+            self._used = False
+            if self._closing:
+                self._let_go()
+
     def close(self) -> None:
+        with self._guard:
+            self._closing = True
+            if not self._used:
+                self._let_go()
+
+    def _let_go(self) -> None:
         turn, self.turn = self.turn, -1
         if turn >= 0:
             os.close(turn)
@@ -199,19 +233,24 @@ class Store:
         Raises `DeadlineExceeded` if others hold the file until then, `CommitUnclear` if the commit itself failed, and
         otherwise what `translate` says: then nothing of the block is in the file.
         """
+        connection.enter()
         try:
-            self._begin(connection, deadline, what)
-            yield connection
-        except BaseException as error:
-            _roll_back(connection)
-            if isinstance(error, sqlite3.Error | UnicodeEncodeError):
-                raise translate(error, f"{what} in {self.path}") from error
-            raise
-        self._commit(connection, what)
+            try:
+                self._begin(connection, deadline, what)
+                yield connection
+            except BaseException as error:
+                _roll_back(connection)
+                if isinstance(error, sqlite3.Error | UnicodeEncodeError):
+                    raise translate(error, f"{what} in {self.path}") from error
+                raise
+            self._commit(connection, what)
+        finally:
+            connection.leave()
 
     @contextmanager
     def reading(self, connection: Connection, deadline: Deadline) -> Iterator[Connection]:
         """One snapshot to read from. Keep it short: the file's log cannot be cut back while it lasts."""
+        connection.enter()
         try:
             self._retry(connection, deadline, "reading", _READ_POLL, _begin_snapshot)
             yield connection
@@ -219,6 +258,7 @@ class Store:
             raise translate(error, f"reading {self.path}") from error
         finally:
             _roll_back(connection)
+            connection.leave()
 
     def _begin(self, connection: Connection, deadline: Deadline, what: str) -> None:
         if self._inode is not None and not files.in_place(self.path, self._inode):
@@ -287,9 +327,15 @@ class Store:
         if keeper is None:  # closed meanwhile, by another thread
             return
         try:
+            keeper.enter()
+        except InvalidState:
+            return
+        try:
             keeper.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:  # such as a full disk: the log keeps everything, the next writer tries again
             _log.debug("the log of %s could not be copied: %s", self.path, error)
+        finally:
+            keeper.leave()
 
     # --- topics ----------------------------------------------------------------------------------------------------
 

@@ -39,14 +39,12 @@ from txnbridge_embedded import endings, groups, retention
 from txnbridge_embedded.instance import Instance, Owner
 from txnbridge_embedded.outgoing import Outgoing, Rows, store
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 
 # How often a writer looks for messages past their retention: it costs a query a partition.
 TRIM_SECONDS = 10.0
-# What a closing writer may spend on removing what it stored of an open transaction; others do the rest.
-_CLOSING_SECONDS = 1.0
 
 Acks = tuple[groups.AckContext, Mapping[Partition, Sequence[Position]]]
 
@@ -113,6 +111,11 @@ class EmbeddedWriter(Writer):
     def flush(self, deadline: Deadline) -> None:
         if self._outgoing.bytes:
             self._store_part(deadline)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it has a transaction, and so somebody who works with it."""
+        return self._begun is not None
 
     @property
     def _begin(self) -> Begin:
@@ -220,7 +223,7 @@ class EmbeddedWriter(Writer):
         self._connection = self._store.connect()
 
     def close(self) -> None:
-        self._let_go(Deadline(_CLOSING_SECONDS))
+        self._let_go(Deadline(LEAVING_SECONDS))
         self._connection.close()
         self._closed(self, self.instance)
 
@@ -245,7 +248,7 @@ class PlainWriter(EmbeddedWriter):
 
     def begin(self, begin: Begin) -> None:
         # A number that a token names is not given to another transaction.
-        if self._stale or self.instance.told:
+        if self._stale or self.instance.told or self.instance.dead:
             self.reopen(begin.deadline)
         super().begin(begin)
         self._how = {"w": self.instance.id, "n": self.instance.last + 1}

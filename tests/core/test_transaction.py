@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,9 +32,11 @@ from txnbridge import (
     Token,
     TokenState,
     Topic,
+    Transaction,
     TransactionAborted,
     codecs,
 )
+from txnbridge.spi import Deadline
 
 
 @pytest.fixture
@@ -431,6 +434,71 @@ def test_closing_the_bridge_aborts_what_is_unfinished_and_warns() -> None:
     bridge.close()
     with pytest.raises(InvalidState, match="closed"):
         bridge.transaction()
+
+
+def test_a_block_whose_bridge_was_closed_meanwhile_does_not_end_as_if_it_had_committed() -> None:
+    bridge, _ = connect_toy()
+    with pytest.raises(TransactionAborted, match="closed"), bridge.transaction() as txn:
+        with pytest.warns(ResourceWarning, match="left unfinished"):
+            bridge.close()
+        with pytest.raises(InvalidState, match="closed"):
+            txn.send("t", b"1")
+    assert txn.outcome is Outcome.ABORTED
+
+
+class SlowWriter(ToyWriter):
+    """Its commit lasts until it may end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def commit(self, deadline: Deadline) -> None:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        super().commit(deadline)
+
+
+@contextmanager
+def slow_commit(timeout: float) -> Iterator[tuple[Bridge, ToyBroker, SlowWriter, Transaction]]:
+    """A bridge on which another thread commits."""
+    bridge, broker = connect_toy(timeout=timeout)
+    writer = SlowWriter()
+    broker.open_writers = lambda *given: [writer]  # type: ignore[method-assign]
+    txn = bridge.transaction(timeout=60)
+    thread = threading.Thread(target=txn.commit)
+    thread.start()
+    assert writer.begun.wait(60)
+    try:
+        yield bridge, broker, writer, txn
+    finally:
+        writer.may_end.set()
+        thread.join()
+
+
+def test_closing_waits_for_a_commit_that_runs_and_refuses_what_is_new() -> None:
+    with slow_commit(timeout=60) as (bridge, broker, writer, txn):
+        closing = threading.Thread(target=bridge.close)
+        closing.start()
+        deadline = Deadline(60)
+        while not bridge._closed:
+            deadline.check("waiting for the bridge to begin to close")
+        for call in (bridge.transaction, bridge.publisher, lambda: bridge.consumer("t")):
+            with pytest.raises(InvalidState, match="closed"):
+                call()
+        assert not broker.closed
+        writer.may_end.set()
+        closing.join()
+    assert (txn.outcome, broker.closed) == (Outcome.COMMITTED, True)
+    assert writer.calls == ["begin", "commit", "close"]
+
+
+def test_a_commit_that_runs_longer_than_closing_may_last_keeps_its_writer_to_its_end() -> None:
+    with slow_commit(timeout=0.1) as (bridge, broker, writer, txn):
+        bridge.close()
+        assert broker.closed and writer.calls == ["begin"]
+    assert txn.outcome is Outcome.COMMITTED
+    assert writer.calls == ["begin", "commit", "close"]
 
 
 def test_a_bridge_without_an_id_opens_its_writers_when_they_are_needed() -> None:

@@ -118,10 +118,21 @@ def test_a_prepared_transaction_past_its_deadline_is_aborted_whoever_asks(opened
     broker = opened()
     token = prepare(broker, "orders", b"1")
     expire(broker, token)
-    assert status(broker, token).state is TokenState.ABORTED
-    assert rows(broker, "SELECT state FROM transactions") == [("prepared",)]  # asking changed nothing
     assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
     assert status(broker, token).state is TokenState.ABORTED
+    assert values(broker, "orders") == []
+
+
+def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, monkeypatch):
+    broker = opened(hold_seconds=60.0)
+    token = prepare(broker, "orders", b"1")
+    with monkeypatch.context() as ahead:
+        right = time.time_ns
+        ahead.setattr(time, "time_ns", lambda: right() + 3600 * 10**9)
+        found = status(broker, token)
+        assert (found.state, found.reason) == (TokenState.ABORTED, "its deadline passed")
+    assert opened().commit(token, NO_LEDGER, Deadline(5)) is Outcome.ABORTED
+    assert status(broker, token).reason == "its deadline passed"
     assert values(broker, "orders") == []
 
 

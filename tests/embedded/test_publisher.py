@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.embedded.kit import open_broker, rows, values
-from tests.embedded.test_writer import failing
+from tests.embedded.test_writer import failing, give_up
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, Fenced, InvalidOption, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
@@ -50,6 +50,17 @@ def test_closing_the_broker_stores_what_is_left(opened):
     publish(publisher, "orders", b"1")
     broker.close(Deadline(5))
     assert values(opened(), "orders") == [b"1"]
+
+
+@pytest.mark.parametrize("name", [None, "meter"])
+def test_a_publisher_that_was_idle_for_so_long_that_it_was_forgotten_goes_on(broker, name):
+    publisher = broker.publisher(name, Deadline(5))
+    publish(publisher, "orders", b"1")
+    publisher.flush(Deadline(5))
+    give_up(broker, "DELETE FROM writers")
+    publish(publisher, "orders", b"2")
+    publisher.flush(Deadline(5))
+    assert values(broker, "orders") == [b"1", b"2"]
 
 
 def test_a_message_that_cannot_be_sent_is_refused_at_once_and_the_others_go_on(opened):

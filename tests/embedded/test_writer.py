@@ -460,17 +460,35 @@ def test_a_preparing_writer_of_an_older_owner_is_refused(opened):
         open_preparing(first, "billing")
 
 
-def test_a_writer_whose_instance_is_retired_commits_nothing(broker):
-    writer = open_writer(broker)
+def give_up(broker, how):
+    """Take all writers for dead, as others do after a long silence."""
+    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "giving up"):
+        connection.execute(how)
+
+
+@pytest.mark.parametrize("how", ["UPDATE writers SET retired = 1", "DELETE FROM writers"])
+def test_a_writer_that_was_taken_for_dead_fails_one_transaction_and_goes_on(broker, how):
+    writer = open_writer(broker, "billing")
     begin(writer)
     send(writer, "orders", b"1")
-    with broker.session(Deadline(5)) as connection, broker.store.writing(connection, Deadline(5), "retiring"):
-        connection.execute("UPDATE writers SET retired = 1")
+    give_up(broker, how)
     with pytest.raises(TransactionAborted, match="taken for dead"):
         writer.commit(Deadline(5))
-    writer.reopen(Deadline(5))
     commit(writer, "orders", b"marker")
-    assert values(broker, "orders") == [b"marker"]
+    commit(writer, "orders", b"another")
+    assert values(broker, "orders") == [b"marker", b"another"]
+
+
+def test_a_writer_that_was_taken_for_dead_does_not_come_back_once_its_id_has_a_newer_owner(opened):
+    broker = opened()
+    writer = open_writer(broker, "billing")
+    begin(writer)
+    give_up(broker, "DELETE FROM writers")
+    with pytest.raises(TransactionAborted, match="taken for dead"):
+        writer.commit(Deadline(5))
+    open_writer(opened(), "billing", "elsewhere")
+    with pytest.raises(Fenced, match="elsewhere"):
+        begin(writer)
 
 
 # --- what became of it -----------------------------------------------------------------------------------------------
@@ -507,6 +525,23 @@ def test_status_of_a_dead_writers_transaction_is_aborted_after_its_deadline(open
     assert status(opened(), token).state is TokenState.ABORTED
     with pytest.raises(TransactionTimedOut):
         writer.commit(Deadline(5))
+
+
+def test_status_that_says_aborted_by_the_clock_holds_when_the_clock_is_set_right(opened, monkeypatch):
+    broker = opened()
+    writer = open_writer(broker)
+    transaction = begin(writer, timeout=60)
+    send(writer, "orders", b"1")
+    token = token_of(broker, writer, transaction)
+    with monkeypatch.context() as ahead:
+        right = time.time_ns
+        ahead.setattr(time, "time_ns", lambda: right() + 3600 * 10**9)
+        assert status(opened(), token).state is TokenState.ABORTED
+    with pytest.raises(TransactionAborted):
+        writer.commit(Deadline(5))
+    assert status(broker, token).state is TokenState.ABORTED
+    commit(writer, "orders", b"marker")
+    assert values(broker, "orders") == [b"marker"]
 
 
 def test_status_says_nothing_final_while_the_file_is_being_written(opened):

@@ -1,0 +1,148 @@
+"""Closing and exiting while others are at it: nothing is closed under its user, and nobody waits long for a lock."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+import txnbridge
+from tests.embedded.test_store import hold
+from txnbridge.testing import Child
+
+# What the programs have in common: threads that commit until they are told that the bridge is closed.
+COMMITTING = """
+import gc, sys, threading, time, txnbridge
+
+started = threading.Semaphore(0)
+wrong = []
+
+def commit_on_and_on(bridge):
+    count = 0
+    while True:
+        with bridge.transaction() as txn:
+            txn.send("orders", b"x" * 100)
+            txn.send("audit", b"x")
+        count += 1
+        if count == 3:
+            started.release()
+
+def commit_until_closed(bridge):
+    try:
+        commit_on_and_on(bridge)
+    except (txnbridge.InvalidState, txnbridge.TransactionAborted) as error:
+        if "closed" not in str(error):
+            wrong.append(error)
+    except BaseException as error:
+        wrong.append(error)
+"""
+
+CLOSE_MEANWHILE = (
+    COMMITTING
+    + """
+for _ in range(10):
+    bridge = txnbridge.connect(sys.argv[1], writers=8)
+    threads = [threading.Thread(target=commit_until_closed, args=(bridge,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        started.acquire()
+    bridge.close()
+    for thread in threads:
+        thread.join()
+sys.exit(repr(wrong) if wrong else 0)
+"""
+)
+
+EXIT_MEANWHILE = (
+    COMMITTING
+    + """
+bridge = txnbridge.connect(sys.argv[1], writers=8)
+threads = [threading.Thread(target=commit_on_and_on, args=(bridge,), daemon=True) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for _ in threads:
+    started.acquire()
+"""
+)
+
+
+def run(program: str, url: str) -> None:
+    """A program that has to end well, without a word."""
+    # A transaction that is ended by closing warns its program, which is no fault of this one.
+    command = [sys.executable, "-W", "ignore::ResourceWarning", "-c", program, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def whole(url: str) -> bool:
+    with txnbridge.connect(url) as bridge:
+        sent = [len(bridge.read(topic, 1_000_000)) for topic in ("orders", "audit")]
+    return sent[0] == sent[1] > 0
+
+
+def test_closing_while_threads_commit_refuses_what_is_new_and_waits_for_what_runs(path):
+    run(CLOSE_MEANWHILE, f"embedded:{path}")
+    assert whole(f"embedded:{path}")
+
+
+def test_a_program_may_exit_while_its_daemon_threads_commit(path):
+    for _ in range(6):
+        run(EXIT_MEANWHILE, f"embedded:{path}")
+    assert whole(f"embedded:{path}")
+
+
+def test_closing_waits_for_a_poll_of_another_thread(path):
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+        consumer = bridge.consumer("orders", "shipping")
+        found = []
+        polling = threading.Thread(target=lambda: found.append(consumer.poll(timeout=0.5)))
+        polling.start()
+        while not (consumer._guard.locked() or found):
+            time.sleep(0.001)
+    polling.join()
+    assert [len(batch) for batch in found] == [0]
+    with pytest.raises(txnbridge.InvalidState, match="closed"):
+        consumer.poll()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
+def test_transactions_that_were_dropped_before_they_prepared_leave_no_descriptor_and_plain_ones_go_on(path):
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+
+        def drop(count: int) -> int:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                for _ in range(count):
+                    bridge.transaction(prepare=True).send("orders", b"dropped")
+                    gc.collect()
+            for number in range(8):  # more than there are writers
+                with bridge.transaction() as txn:
+                    txn.send("orders", b"%d" % number)
+            return len(os.listdir("/proc/self/fd"))
+
+        drop(5)  # what is opened once is open
+        assert drop(1) == drop(30)
+        assert len(bridge.read("orders", 1000)) == 24
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_leaving_a_group_and_closing_do_not_wait_for_a_file_that_another_process_sits_on(path, sharing):
+    bridge = txnbridge.connect(f"embedded:{path}", timeout=120)
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    consumer = bridge.consumer("orders", "shipping", sharing=sharing)
+    assert consumer.poll()
+    with Child(hold, path, 100) as child:
+        child.told()
+        before = time.monotonic()
+        with pytest.raises(txnbridge.DeadlineExceeded):
+            consumer.close()
+        bridge.close()
+        assert time.monotonic() - before < 60  # and not all of the bridge's timeout
