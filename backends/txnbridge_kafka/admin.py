@@ -28,15 +28,16 @@ from txnbridge.spi import (
     Outcome,
     Partition,
     Position,
+    TokenState,
     TopicInfo,
 )
 from txnbridge_kafka import doctor
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.endings import end_prepared
+from txnbridge_kafka.endings import end_prepared, ending_of
 from txnbridge_kafka.forgotten import mend
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
 from txnbridge_kafka.prepared import token_of
-from txnbridge_kafka.requests import DONE, Described
+from txnbridge_kafka.requests import Described
 from txnbridge_kafka.topics import Topics
 
 # What has begun and not ended, as coordinators call it.
@@ -161,7 +162,10 @@ class KafkaAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """As the contract says. `transaction` is a transaction's own id or the id of its writer."""
+        """As the contract says. `transaction` is a transaction's own id or the id of its writer.
+
+        Aborting one that is not prepared shuts its writer out: that is told so, and opens its id anew.
+        """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         records = self._records(deadline)
@@ -195,16 +199,19 @@ class KafkaAdmin(Admin):
         return found, None if found is None else records.of(found)
 
     def _abort(self, found: Described, deadline: Deadline) -> Outcome:
-        ended = self._requests.end(found.id, found.pid, found.epoch, False, deadline)
-        if ended.code == DONE:
-            return Outcome.ABORTED
-        # Somebody else was quicker. The start tells whether what is there now is still the same transaction.
-        now = self._requests.describe([found.id], deadline).get(found.id)
-        if now is None or (now.pid, now.start) != (found.pid, found.start) or now.state == "Empty":
-            raise OutcomeUnknown(f"the transaction of {found.id} ended while it was to be aborted, nobody knows how")
-        if now.state == OPEN:
-            raise BrokerUnavailable(f"the coordinator refused to abort the transaction of {found.id}: {ended.code}")
-        return _outcome(now)
+        """Fence the id, which aborts what is open on it as one act: its writer may live, and would commit the rest.
+
+        It may also have ended the transaction itself since, so what is true is read after that.
+        """
+        self._requests.fence(found.id, found.timeout, deadline)
+        assert found.start is not None
+        status = ending_of(self._cluster, found, deadline)
+        if status.state is TokenState.UNKNOWN:
+            raise OutcomeUnknown(
+                f"the writer of {found.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
+                f" that, unless it had just been ended by its writer: {status.reason}"
+            )
+        return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Write the markers that a broker forgot of ended transactions, as their coordinator had decided them.

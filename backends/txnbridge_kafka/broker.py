@@ -146,7 +146,7 @@ class KafkaBroker(Broker):
         try:
             if token.prepared:
                 return prepared_status(self._cluster, token, ledger, deadline)
-            return plain_status(self._cluster.requests, ledger, token.how, deadline)
+            return plain_status(self._cluster, ledger, token.how, deadline)
         except AccessDenied as error:
             return Status(TokenState.UNKNOWN, reason=f"only the decision log can tell: {error}")
 

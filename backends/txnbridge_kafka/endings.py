@@ -5,39 +5,64 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from txnbridge.errors import EvidenceLost, InvalidToken, OutcomeUnknown
+from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound, OutcomeUnknown
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.history import NotYetError, last_outcome, outcome_by_start, steps
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
-from txnbridge_kafka.requests import Described, Requests
+from txnbridge_kafka.requests import Described
 
 _GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
+_UNREADABLE = (
+    "its writer's id has expired or was opened again since, and only its coordinator's log (topic"
+    " __transaction_state), which this user may not read, may tell how it ended"
+)
 
 
-def plain_status(requests: Requests, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
+def plain_status(cluster: Cluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
     """What became of a transaction that was not prepared, and of which everything was stored before its commit.
 
     All transactions of one opening share producer id and epoch; being stored, this one was the coordinator's last.
+    Where a late copy of one of its requests may have begun another behind it, its token has its start time as well.
     """
     if how.get("asked") is False:
         # Nobody else commits what was not prepared. The coordinator may speak of the transaction before this one.
         return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit")
     id, pid, epoch = _numbers(how, "pid", "epoch")
-    key = evidence_key(id, pid, f"epoch {epoch}")
-    found = requests.describe([id], deadline).get(id)
-    if found is None or found.pid != pid:
-        return _recorded(ledger, key, deadline)
-    if found.epoch == epoch:
+    start = how.get("start")
+    found = cluster.requests.describe([id], deadline).get(id)
+    if found is not None and (found.pid != pid or start not in (None, found.start)):
+        found = None  # it is about another one
+    if found is not None and found.epoch == epoch:
         return _status(found)
-    recorded = _recorded(ledger, key, deadline)
-    if (
-        recorded.permanent
-        and found.epoch == epoch + 1
-        and found.state in ABORTED
-        and _is_still_ours(ledger, how, deadline)
-    ):
+    key = evidence_key(id, pid, f"epoch {epoch}")
+    if state := recorded_outcome(ledger, key, deadline, under=how.get("opening")):
+        return Status(TokenState(state))
+    timed_out = found is not None and found.epoch == epoch + 1 and found.state in ABORTED
+    if timed_out and _is_still_ours(ledger, how, deadline):
         return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
-    return recorded
+    return _written_down(cluster, id, pid, epoch, start, deadline)
+
+
+def ending_of(cluster: Cluster, found: Described, deadline: Deadline) -> Status:
+    """What became of a transaction that was seen open, once its id has been fenced."""
+    return _written_down(cluster, found.id, found.pid, found.epoch, found.start, deadline)
+
+
+def _written_down(cluster: Cluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline) -> Status:
+    """By the coordinator's own log, read after the id was fenced: what an opener saw before that proves nothing."""
+    try:
+        known = steps(cluster, id, deadline)
+        committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
+    except NotYetError:
+        return Status(TokenState.UNKNOWN, reason="its coordinator has not written down yet how it ended")
+    except AccessDenied:
+        return Status(TokenState.UNKNOWN, reason=_UNREADABLE, permanent=True)
+    except NotFound:
+        committed = None
+    if committed is None:
+        return Status(TokenState.UNKNOWN, reason=_GONE, permanent=True)
+    return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
 def _is_still_ours(ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> bool:
@@ -56,23 +81,18 @@ def _status(found: Described) -> Status:
     return Status(TokenState.ABORTED)
 
 
-def _recorded(ledger: Ledger, key: str, deadline: Deadline) -> Status:
-    state = recorded_outcome(ledger, key, deadline)
-    if state is None:
-        return Status(TokenState.UNKNOWN, reason=_GONE, permanent=True)
-    return Status(TokenState(state))
-
-
 def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
     """What became of a prepared transaction: the coordinator's start time tells it from any other of its id."""
-    id, pid, _, start = read_how(token.how)
+    id, pid, epoch, start = read_how(token.how)
     found = cluster.requests.describe([id], deadline).get(id)
     # The state before the start: older brokers keep the start of the last transaction when an id is opened again.
     if found is not None and found.pid == pid and found.state != "Empty" and found.start == start:
         if found.state == OPEN:
             return Status(TokenState.PREPARED, expires_at=token.expires_at)
         return Status(TokenState.COMMITTED if found.state in COMMITTED else TokenState.ABORTED)
-    return _recorded(ledger, evidence_key(id, pid, f"start {start}"), deadline)
+    if state := recorded_outcome(ledger, evidence_key(id, pid, f"start {start}"), deadline):
+        return Status(TokenState(state))
+    return _written_down(cluster, id, pid, epoch, start, deadline)
 
 
 def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:

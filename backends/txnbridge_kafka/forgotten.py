@@ -105,7 +105,7 @@ def mend_own(
 ) -> None:
     """Write the markers that are missing there of earlier openings of an id that this process has opened.
 
-    `past` is what the coordinator said before that: complete, so no marker was on its way any more.
+    `past` is what the coordinator said before that. Opening the id has waited until no marker was on its way any more.
     Raises `StorageFailed` if nobody knows how a forgotten transaction ended.
     """
     try:
@@ -151,7 +151,7 @@ def _own_ends(
 
 
 def _as_recorded(owner: Owner, past: Described, epoch: int, deadline: Deadline) -> bool | None:
-    if epoch == past.epoch and past.state != "Empty":
+    if epoch == past.epoch and past.state in ("CompleteCommit", "CompleteAbort"):
         return past.state in COMMITTED
     if owner.opening is None:
         return None

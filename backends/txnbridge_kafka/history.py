@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -21,7 +21,9 @@ from txnbridge_kafka.errors import translate
 from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
 
 STATE_TOPIC = "__transaction_state"
+_ONGOING = 1
 _PREPARE_COMMIT, _PREPARE_ABORT = 2, 3
+_COMMITTED, _ABORTED = {_PREPARE_COMMIT, 4}, {_PREPARE_ABORT, 5}
 _READ_AT_ONCE = 500
 
 _log = logging.getLogger("txnbridge.kafka.client")
@@ -37,20 +39,75 @@ class Ending:
     partitions: frozenset[Partition]
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of an id as its coordinator wrote it down: `status` is the protocol's number for a state."""
+
+    pid: int
+    epoch: int
+    status: int
+    partitions: frozenset[Partition]
+    start: int  # of the transaction, in milliseconds
+
+
+# The coordinator has forgotten the id.
+_EXPIRED = Step(-1, -1, 6, frozenset(), -1)
+
+
+def steps(cluster: Cluster, id: str, deadline: Deadline) -> list[Step]:
+    """Every step of this id that the log still has, oldest first: all from one of them on.
+
+    Raises `AccessDenied` if this user may not read it, `NotFound` if there is no such log.
+    """
+    # The coordinator finds an id as a group's does: by the same hash.
+    number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
+    return [
+        _EXPIRED if value is None else _step(value)
+        for key, value in _records(cluster, number, deadline)
+        if key == _key(id)
+    ]
+
+
 def endings(cluster: Cluster, id: str, deadline: Deadline) -> list[Ending]:
     """Every decision about transactions of this id that the log still has, oldest first.
 
     Raises `AccessDenied` if this user may not read it.
     """
-    # The coordinator finds an id as a group's does: by the same hash.
-    number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
-    found = []
-    for key, value in _records(cluster, number, deadline):
-        if value is not None and key == _key(id):
-            ending = _ending(value)
-            if ending is not None:
-                found.append(ending)
-    return found
+    return [
+        Ending(step.pid, step.epoch, step.status == _PREPARE_COMMIT, step.partitions)
+        for step in steps(cluster, id, deadline)
+        if step.status in (_PREPARE_COMMIT, _PREPARE_ABORT)
+    ]
+
+
+def outcome_by_start(known: Sequence[Step], pid: int, start: int) -> bool | None:
+    """Whether the transaction with this start was committed; None if that is not there."""
+    for step in known:
+        if (step.pid, step.start) == (pid, start) and step.status in _COMMITTED | _ABORTED:
+            return step.status in _COMMITTED
+    return None
+
+
+def last_outcome(known: Sequence[Step], pid: int, epoch: int) -> bool | None:
+    """Whether the last transaction of an opening was committed, of which something was stored.
+
+    None if that is not there. Raises `NotYetError` as long as it may still be written: no later step is there.
+    """
+    own = [number for number, step in enumerate(known) if (step.pid, step.epoch) == (pid, epoch)]
+    if not own:
+        return None
+    last, later = known[own[-1]], known[own[-1] + 1 :]
+    if not later:
+        raise NotYetError
+    if last.status == _ONGOING:
+        # What fences an id, and a time-out, abort what is open under an epoch of their own.
+        shut_out = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
+        return False if shut_out else None
+    return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
+
+
+class NotYetError(Exception):
+    """The coordinator has not written it down yet."""
 
 
 def _records(cluster: Cluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -91,14 +148,13 @@ def _key(id: str) -> bytes:
     return struct.pack(">hh", 0, len(name)) + name
 
 
-def _ending(value: bytes) -> Ending | None:
-    """The decision in a record; None for a record of another state."""
+def _step(value: bytes) -> Step:
     try:
         version, pid, epoch, _timeout, status = struct.unpack_from(">hqhib", value)
-        if status not in (_PREPARE_COMMIT, _PREPARE_ABORT):
-            return None
         fields = _Fields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
-        return Ending(pid, epoch, status == _PREPARE_COMMIT, frozenset(fields.partitions()))
+        partitions = frozenset(fields.partitions())
+        _changed, start = fields.times()
+        return Step(pid, epoch, status, partitions, start)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise StorageFailed(f"a record of {STATE_TOPIC} has a form that is not known here") from error
 
@@ -120,6 +176,10 @@ class _Fields:
                 yield topic, self._take(">i")
             if self._flexible:
                 self._skip_tags()
+
+    def times(self) -> tuple[int, int]:
+        """When it was written, and when its transaction started: they come behind the partitions."""
+        return self._take(">q"), self._take(">q")
 
     def _skip_tags(self) -> None:
         for _ in range(self._varint()):

@@ -10,7 +10,6 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied, EvidenceLost, Fenced
 from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
-from txnbridge_kafka.requests import Described
 
 # What the coordinator's states mean for the transaction that they are about.
 COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
@@ -91,18 +90,15 @@ class Owner:
                 f"{self.name} was opened by {host or 'another process'} since: this owner must stop", newer=host
             )
 
-    def note_outcome(self, found: Described, deadline: Deadline, *, prepared: bool = False) -> None:
-        """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it."""
+    def note_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
+        """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it.
+
+        Only of what this owner itself has begun: of what another one may have begun since it was looked at, it would
+        prove nothing.
+        """
         if self.opening is None:
             return  # no log may be written, and so nobody was promised that it can be asked
-        state = "committed" if found.state in COMMITTED else "aborted"
-        marks = [f"start {found.start}"] if prepared else [f"epoch {found.epoch}"]
-        if state == "aborted" and not prepared:
-            # A time-out raises the epoch, and the token has the one before. If that one had an end of its own, it was
-            # recorded before this, and the first record counts.
-            marks.append(f"epoch {found.epoch - 1}")
-        for mark in marks:
-            self.ledger.record(OUTCOME, evidence_key(found.id, found.pid, mark), {"state": state}, deadline)
+        self.ledger.record(OUTCOME, key, {"state": "committed" if committed else "aborted"}, deadline)
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
@@ -110,10 +106,14 @@ def evidence_key(id: str, pid: int, mark: str) -> str:
     return f"{id}/{pid}/{mark}"
 
 
-def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline) -> str | None:
-    """ "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left."""
+def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
+    """ "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left.
+
+    With `under`, by that opening: in the version before, the next opener also recorded what it had seen.
+    """
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)
     except EvidenceLost:
         return None
-    return next((str(entry.data["state"]) for entry in entries if entry.kind == OUTCOME), None)
+    own = [entry for entry in entries if entry.kind == OUTCOME and under in (None, entry.opening)]
+    return next((str(entry.data["state"]) for entry in own), None)

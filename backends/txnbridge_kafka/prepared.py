@@ -19,7 +19,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import OPEN, PREPARE, Owner
+from txnbridge_kafka.owner import COMMITTED, OPEN, PREPARE, Owner, evidence_key
 from txnbridge_kafka.requests import Described
 from txnbridge_kafka.writer import KafkaWriter
 
@@ -41,8 +41,6 @@ def pool_ids(name: str, count: int) -> list[str]:
 
 class PreparedWriter(KafkaWriter):
     """Carries one transaction, which is prepared or aborted, and is then let go of."""
-
-    _start: int | None = None
 
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
@@ -197,8 +195,9 @@ class Pool:
         writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
         try:
             writer.past = before
-            if before is not None and before.state != "Empty":
-                self._owner.note_outcome(before, deadline, prepared=True)
+            if before is not None and before.state in ("CompleteCommit", "CompleteAbort"):
+                key = evidence_key(id, before.pid, f"start {before.start}")
+                self._owner.note_outcome(key, before.state in COMMITTED, deadline)
             self._owner.check(deadline)
             writer.open(deadline)
         except BaseException:

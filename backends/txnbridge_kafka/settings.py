@@ -43,6 +43,12 @@ class Settings:
         """The topic of a decision log."""
         return f"{self.prefix}log-{name}"
 
+    @property
+    def soonest_retry(self) -> float:
+        """The seconds within which no producer can have sent a request again that the broker had refused."""
+        # It waits as long as this says, give or take a fifth, or longer.
+        return float(self.client.get("retry.backoff.ms", 100)) / 2000
+
     def __reduce__(self) -> Any:
         raise TypeError("settings hold secrets; they are not pickled")
 

@@ -45,7 +45,7 @@ from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import plain_status
 from txnbridge_kafka.errors import DENIED, kafka_error, too_late, translate
 from txnbridge_kafka.forgotten import mend_own
-from txnbridge_kafka.owner import OPEN, SETTLED, Owner
+from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
 from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
 from txnbridge_kafka.requests import Described
@@ -112,6 +112,7 @@ class KafkaWriter(Writer):
         self._acks: dict[str, tuple[AckContext, dict[Partition, int]]] = {}
         self.quick: dict[str, Callable[..., object]] = {}
         self._asked = False  # whether a commit was asked for, of which everything was stored
+        self._start: int | None = None  # the coordinator's start time of the transaction, where it was asked
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -178,15 +179,23 @@ class KafkaWriter(Writer):
 
     def _end_leftover(self, opened: Described, deadline: Deadline) -> None:
         """End what is open, and keep what a token may be asked about: opening the id destroys that evidence."""
-        self.past = found = end_if_open(self._cluster, self.id, deadline, only=opened)
-        if self._unknown and not self._owner.denied and found is not None and found.pid == opened.pid:
+        self.past = end_if_open(self._cluster, self.id, deadline, only=opened)
+        if self._unknown and self._asked and not self._owner.denied:
             try:
                 self._owner.open_once(deadline)
-                self._owner.note_outcome(found, deadline)
+                self._note_outcome(deadline)
             except AccessDenied as error:
                 # Going on is worth more than what a token, if there is one, can be told later: UNKNOWN, for good.
                 self._unrecorded = True
                 _log.warning("what became of the last transaction of %s cannot be recorded: %s", self.id, error)
+
+    def _note_outcome(self, deadline: Deadline) -> None:
+        how = self.evidence().how
+        status = plain_status(self._cluster, self._owner.ledger, how, deadline)
+        self._unrecorded = status.state is TokenState.UNKNOWN
+        if not self._unrecorded:
+            key = evidence_key(self.id, how["pid"], f"epoch {how['epoch']}")
+            self._owner.note_outcome(key, status.state is TokenState.COMMITTED, deadline)
 
     def _ready(self, deadline: Deadline) -> TransactionalProducer:
         # Also what happened since the last transaction: a broker that went away meanwhile may have forgotten its end.
@@ -212,6 +221,7 @@ class KafkaWriter(Writer):
         self._acks = {}
         self.messages = 0
         self._acknowledged = self._asked = False
+        self._start = None
 
     def _where_evidence_begins(self, deadline: Deadline) -> Mapping[str, Any]:
         try:
@@ -359,6 +369,8 @@ class KafkaWriter(Writer):
         how: dict[str, Any] = {"id": self.id, "asked": self._asked}
         if under is not None:
             how |= {"pid": under.pid, "epoch": under.epoch}
+        if self._start is not None:
+            how["start"] = self._start
         if self._owner.opening is not None or self._owner.denied:
             how["opening"] = self._owner.opening
         return Evidence(how, self.messages, log=self._log)
@@ -373,16 +385,27 @@ class KafkaWriter(Writer):
         self._store(self._producer, deadline)
         # If anything was stored, the coordinator's state is this transaction's own and not the previous one's.
         self._asked = bool(self.messages or self._acknowledged)
+        if self._asked and self._producer.doubt():
+            self._start = self._ask_for_start(deadline)
+        asked_at = time.monotonic()
         with self._cluster.events.step("step:commit", self._begun.transaction):
             error = self._producer.commit(deadline)
+        at_once = time.monotonic() - asked_at < self._cluster.settings.soonest_retry
         self._stale = self._producer.doubt()
         if error is None:
             return
+        refused_only_once = at_once and not self._producer.watch.doubt and error.code() in _ENDED
         self._stale = self._stale or error.str()
         if error.retriable():
             self._unknown = True
             raise OutcomeUnknown(f"the broker did not answer the commit: {error.str()}") from KafkaException(error)
-        self._settle(error, deadline)
+        self._settle(error, refused_only_once, deadline)
+
+    def _ask_for_start(self, deadline: Deadline) -> int | None:
+        """By which this transaction is told from one that a late copy of a request of it may begin behind it."""
+        found = self._cluster.requests.describe([self.id], deadline).get(self.id)
+        own = found is not None and found.state == OPEN and _is_under(found, self._opened)
+        return found.start if own and found is not None else None
 
     def _store(self, producer: TransactionalProducer, deadline: Deadline) -> None:
         """Acknowledge and flush; on any trouble the transaction is aborted here, or is left for `abort`."""
@@ -394,15 +417,21 @@ class KafkaWriter(Writer):
             self.abort(deadline)
             raise
 
-    def _settle(self, error: KafkaError, deadline: Deadline) -> None:
-        """The broker refused a commit. What is true is what its coordinator says."""
+    def _settle(self, error: KafkaError, refused_only_once: bool, deadline: Deadline) -> None:
+        """The broker refused a commit. What is true is what its coordinator says.
+
+        If that has no word on it any more, because the id was opened since: a request of which only one copy can have
+        arrived, and that was refused, was certainly not carried out.
+        """
         self._unknown = True
         try:
             # If it is open still, the refusal came before any decision; no request of this producer may follow now.
             self._drop()
             assert self._opened is not None
-            end_if_open(self._cluster, self.id, deadline, only=self._opened)
-            status = plain_status(self._cluster.requests, self._owner.ledger, self.evidence().how, deadline)
+            found = end_if_open(self._cluster, self.id, deadline, only=self._opened)
+            if refused_only_once and not (found is not None and _is_under(found, self._opened)):
+                raise self._failed(error, "committing", deadline) from KafkaException(error)
+            status = plain_status(self._cluster, self._owner.ledger, self.evidence().how, deadline)
         except (BrokerUnavailable, AccessDenied) as unheard:
             raise OutcomeUnknown(
                 f"neither the coordinator nor the decision log says what became of the commit: {unheard}"
@@ -433,7 +462,6 @@ class KafkaWriter(Writer):
             return otherwise(f"{text}: it is larger than its topic takes (max.message.bytes); smaller messages pass")
         if code in _FENCED or error.fatal():
             return self._lost(error, what, deadline)
-        # Before it opens an id, its next owner ends what is open there; until then that is all that its last one sees.
         fenced = self._newer_owner(deadline) if code in _ENDED else None
         return fenced or otherwise(f"{text}; run it again")
 
@@ -500,16 +528,15 @@ class KafkaWriter(Writer):
             self._producer = None
 
 
-def end_if_open(cluster: Cluster, id: str, deadline: Deadline, only: Described | None = None) -> Described | None:
-    """Abort what an id has open, and say what its last transaction came to; None for an id never used.
+def end_if_open(cluster: Cluster, id: str, deadline: Deadline, only: Described) -> Described | None:
+    """Abort what an owner itself has open, and say what its last transaction came to; None for an id that is forgotten.
 
-    `only`: leave it alone unless it is open under this producer id and epoch; anything else is a newer owner's.
+    Its producer must have been dropped: a living one goes on under this epoch, and would commit the rest. What is not
+    open under this producer id and epoch is left alone: it is a newer owner's.
     """
     while True:
         found = cluster.requests.describe([id], deadline).get(id)
-        if found is None or found.state in SETTLED:
-            return found
-        if only is not None and (found.pid, found.epoch) != (only.pid, only.epoch):
+        if found is None or found.state in SETTLED or not _is_under(found, only):
             return found
         if found.state == OPEN:
             with cluster.events.step("step:end", id=id, decision="abort"):
@@ -531,6 +558,11 @@ def _columns(items: Sequence[Item]) -> tuple[Sequence[bytes | None], ...]:
         if {*map(type, values), *map(type, keys)} <= _PLAIN:
             return values, keys
     return ()
+
+
+def _is_under(found: Described, opened: Described | None) -> bool:
+    """Whether the coordinator still speaks of this opening."""
+    return opened is not None and (found.pid, found.epoch) == (opened.pid, opened.epoch)
 
 
 def _is_fenced(error: BaseException | None) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
+from txnbridge_kafka.history import Step
 from txnbridge_kafka.requests import ActiveProducer, Described, Ended, Requests
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded
@@ -79,6 +80,7 @@ class Coordinator(Requests):
         self.told = Described("", "Empty", 1000, 0, None, 30_000, ())
         self.silent = self.denied = False
         self.settles = False  # whether what is being committed is complete when it is asked about again
+        self.steps: list[Step] = []  # what it has written down
         self.ended: list[bool] = []  # the decisions that were asked for
 
     def opened(self) -> None:
@@ -107,6 +109,11 @@ class Coordinator(Requests):
         self.ended.append(commit)
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
         return Ended(0, pid, epoch)
+
+    def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
+        self._answer(deadline)
+        self.opened()
+        return self.told.pid, self.told.epoch
 
     def producers(
         self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False

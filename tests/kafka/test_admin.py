@@ -821,7 +821,7 @@ def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, un
 
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
-        history._ending(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
+        history._step(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 @pytest.mark.full

@@ -18,6 +18,10 @@ from tests.kafka.test_shield import (  # noqa: F401
     test_a_late_commit_does_nothing_to_our_next_transaction,
     through,
 )
+from tests.kafka.test_takeovers import (  # noqa: F401
+    halves,
+    test_a_few_takeovers_leave_nothing_half_visible,
+)
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 
