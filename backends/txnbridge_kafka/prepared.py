@@ -65,7 +65,7 @@ class PreparedWriter(KafkaWriter):
         assert self._producer is not None and self._opened is not None
         opened = self._opened
         nothing = not self.messages and not self._acks
-        self._store(self._producer, deadline)
+        self._store(deadline)
         if nothing:
             # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
             group = f"{self._cluster.settings.prefix}empty"

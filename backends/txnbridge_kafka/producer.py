@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -122,10 +121,6 @@ class TransactionalProducer:
 
     def _first_failure(self) -> KafkaError | None:
         return self.cause(self.failures[0]) if self.failures else None
-
-    def send_offsets(self, offsets: list[Any], group: object, deadline: Deadline) -> KafkaError | None:
-        error = self._until_done(lambda left: self._client.send_offsets_to_transaction(offsets, group, left), deadline)
-        return error and self.cause(error)
 
     def commit(self, deadline: Deadline) -> KafkaError | None:
         return self._until_done(self._client.commit_transaction, deadline)

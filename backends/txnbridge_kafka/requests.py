@@ -32,6 +32,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.acks import Member
 from txnbridge_kafka.limits import EPOCH_BUMPS
 from txnbridge_kafka.security import OAuthTokens
 from txnbridge_kafka.settings import Settings
@@ -58,6 +59,7 @@ with warnings.catch_warnings():
             AddOffsetsToTxnRequest,
             EndTxnRequest,
             InitProducerIdRequest,
+            TxnOffsetCommitRequest,
             WriteTxnMarkersRequest,
         )
 
@@ -84,10 +86,14 @@ ANSWERS: Mapping[int, str] = {
     TRANSACTION_ABORTABLE: "it can only be aborted",
 }
 
+# What coordinators are of.
+_GROUP, _TRANSACTION = 0, 1
 _INVALID_TRANSACTION_TIMEOUT = 50
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 # Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
 _NOT_NOW = {14, 15, 16, 51}
+# For acknowledgements also: a broker that has not heard of the topic yet, or was too slow to store them.
+_ACK_LATER = {*_NOT_NOW, 3, 7}
 # A partition without a leader at the moment, or with another one.
 _NO_LEADER = {5, 6}
 _UNKNOWN_TOPIC = 3
@@ -125,11 +131,26 @@ class Described:
 
 @dataclass(frozen=True)
 class Ended:
-    """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on."""
+    """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on.
+
+    `only_once`: no other copy of the request can have arrived or be on its way.
+    """
 
     code: int
     pid: int
     epoch: int
+    only_once: bool = True
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The last word to an acknowledgement: 0, or the code of its refusal.
+
+    `again`: an answer was lost, so another copy of a request may still arrive, in whatever transaction.
+    """
+
+    code: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -228,7 +249,7 @@ class Requests:
                 raise _refused(answer.error_code, what)
             if answer.error_code not in ANSWERS:
                 raise _NotYetError(f"the coordinator said {_name(answer.error_code)}")
-            return _ended(answer, pid, epoch)
+            return _ended(answer, pid, epoch, only_once=not before)
 
         try:
             return self._until(deadline, what, attempt)
@@ -263,13 +284,46 @@ class Requests:
         what = f"adding a group to the transaction of {id!r}"
 
         async def attempt(line: _Line) -> None:
-            request = AddOffsetsToTxnRequest(
-                transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
-            )
-            answer = await line.ask(await line.coordinator(id), request)
+            answer = await line.ask(await line.coordinator(id), _add_offsets(id, pid, epoch, group))
             _check(answer.error_code, what)
 
         self._until(deadline, what, attempt)
+
+    def acknowledge(
+        self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline
+    ) -> Acknowledged:
+        """Put a group's positions into a transaction. Raises `DeadlineExceeded` if no final answer came."""
+        added, out, lost = False, False, False
+
+        async def ask(line: _Line, node: int, request: Any) -> Any:
+            nonlocal out, lost
+            await line.connect(node)
+            lost, out = lost or out, True
+            answer = await line.ask(node, request)
+            out = False
+            return answer
+
+        async def attempt(line: _Line) -> int:
+            nonlocal added
+            if not added:
+                node = await line.coordinator(id)
+                answer = await ask(line, node, _add_offsets(id, pid, epoch, member.group))
+                if answer.error_code in _NOT_NOW:
+                    raise _NotYetError(f"the coordinator of {id!r} said {_name(answer.error_code)}")
+                if answer.error_code != DONE:
+                    return int(answer.error_code)
+                added = True
+            node = await line.group_coordinator(member.group)
+            answer = await ask(line, node, _positions(id, pid, epoch, member, offsets))
+            refusals = {each.error_code for _, each in _each_partition(answer.topics)} - {DONE}
+            if final := refusals - _ACK_LATER:
+                return int(min(final))
+            if refusals:
+                raise _NotYetError(f"the coordinator of group {member.group!r} said {_name(min(refusals))}")
+            return DONE
+
+        code = self._until(deadline, f"acknowledging for group {member.group!r}", attempt)
+        return Acknowledged(code, lost)
 
     def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
         """Every transactional id that any broker coordinates; with `states` only those in one of them."""
@@ -524,9 +578,13 @@ class _Line:
         (node,) = await self.coordinators([id])
         return node
 
-    async def coordinators(self, ids: Sequence[str]) -> dict[int, list[str]]:
-        """The coordinator of each transactional id."""
-        request = FindCoordinatorRequest(key_type=1, coordinator_keys=list(ids), min_version=4, max_version=4)
+    async def group_coordinator(self, group: str) -> int:
+        (node,) = await self.coordinators([group], _GROUP)
+        return node
+
+    async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
+        """The coordinator of each transactional id, or of each group."""
+        request = FindCoordinatorRequest(key_type=kind, coordinator_keys=list(ids), min_version=4, max_version=4)
         found: dict[int, list[str]] = defaultdict(list)
         for each in (await self.ask(self.any, request)).coordinators:
             _check(each.error_code, f"looking for the coordinator of {each.key!r}")
@@ -567,6 +625,44 @@ def _features() -> Any:
     return ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
 
 
+def _add_offsets(id: str, pid: int, epoch: int, group: str) -> Any:
+    return AddOffsetsToTxnRequest(
+        transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
+    )
+
+
+def _positions(id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int]) -> Any:
+    kind = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.TxnOffsetCommitRequestPartition(
+                    partition_index=number,
+                    committed_offset=offsets[topic, number],
+                    committed_leader_epoch=-1,
+                    committed_metadata="",
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in _by_topic(offsets).items()
+    ]
+    # Only from version 3 on does the coordinator check that the member belongs to the group; 5 is another protocol.
+    return TxnOffsetCommitRequest(
+        transactional_id=id,
+        group_id=member.group,
+        producer_id=pid,
+        producer_epoch=epoch,
+        generation_id=member.generation,
+        member_id=member.name,
+        group_instance_id=member.instance,
+        topics=topics,
+        min_version=3,
+        max_version=3,
+    )
+
+
 def _markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
     kind = WriteTxnMarkersRequest.WritableTxnMarker
     topics = [
@@ -595,10 +691,10 @@ def _described(state: Any) -> Described:
     )
 
 
-def _ended(answer: Any, pid: int, epoch: int) -> Ended:
+def _ended(answer: Any, pid: int, epoch: int, only_once: bool) -> Ended:
     if answer.API_VERSION >= 5 and answer.error_code == DONE:
-        return Ended(DONE, answer.producer_id, answer.producer_epoch)
-    return Ended(answer.error_code, pid, epoch)
+        return Ended(DONE, answer.producer_id, answer.producer_epoch, only_once)
+    return Ended(answer.error_code, pid, epoch, only_once)
 
 
 def _active(producer: Any) -> ActiveProducer:

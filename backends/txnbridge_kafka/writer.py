@@ -12,12 +12,13 @@ from itertools import repeat
 from operator import itemgetter, length_hint
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
     Conflict,
+    DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
     Fenced,
@@ -40,15 +41,16 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
+from txnbridge_kafka.acks import member_of
 from txnbridge_kafka.clients import milliseconds, too_large
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import plain_status
-from txnbridge_kafka.errors import DENIED, kafka_error, too_late, translate
+from txnbridge_kafka.errors import DENIED, kafka_error, translate
 from txnbridge_kafka.forgotten import mend_own
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
 from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
-from txnbridge_kafka.requests import Described
+from txnbridge_kafka.requests import DONE, Described
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 _log = logging.getLogger("txnbridge")
@@ -339,24 +341,37 @@ class KafkaWriter(Writer):
             # A group has one position a partition: the next to read.
             offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
 
-    def _send_acks(self, producer: TransactionalProducer, deadline: Deadline) -> None:
+    def _send_acks(self, deadline: Deadline) -> None:
         for group, (context, offsets) in self._acks.items():
             if group not in self._mended_groups:
                 self._mend_group(group, deadline)
-            wanted = [TopicPartition(topic, number, offset) for (topic, number), offset in offsets.items()]
             with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
-                error = producer.send_offsets(wanted, context.metadata, deadline)
+                error = self._acknowledge(context, offsets, deadline)
             if error is None:
                 continue
             what = f"acknowledging for group {group}"
-            if error.retriable():
-                raise too_late(error, what, deadline) from KafkaException(error)
             found = translate(error, what)
             if not isinstance(found, StorageFailed):
                 found = self._failed(error, what, deadline)
             raise found from KafkaException(error)
-        self._acknowledged = self._acknowledged or bool(self._acks)
         self._acks = {}
+
+    def _acknowledge(
+        self, context: AckContext, offsets: Mapping[Partition, int], deadline: Deadline
+    ) -> KafkaError | None:
+        """By our own requests: the client's call may take ten times its deadline when a broker restarts."""
+        assert self._opened is not None and isinstance(context.metadata, bytes)
+        self._acknowledged = True
+        pid, epoch, member = self._opened.pid, self._opened.epoch, member_of(context.metadata)
+        lost = "the answer to an acknowledgement was lost"  # so a copy of it may still arrive
+        try:
+            found = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline)
+        except DeadlineExceeded:
+            self._stale = self._stale or lost
+            raise
+        if found.again:
+            self._stale = self._stale or lost
+        return None if found.code == DONE else KafkaError(found.code)
 
     def flush(self, deadline: Deadline) -> None:
         assert self._producer is not None
@@ -382,16 +397,18 @@ class KafkaWriter(Writer):
 
     def commit(self, deadline: Deadline) -> None:
         assert self._producer is not None
-        self._store(self._producer, deadline)
+        self._store(deadline)
         # If anything was stored, the coordinator's state is this transaction's own and not the previous one's.
         self._asked = bool(self.messages or self._acknowledged)
-        if self._asked and self._producer.doubt():
+        if self._asked and (self._stale or self._producer.doubt()):
             self._start = self._ask_for_start(deadline)
         asked_at = time.monotonic()
         with self._cluster.events.step("step:commit", self._begun.transaction):
-            error = self._producer.commit(deadline)
-        at_once = time.monotonic() - asked_at < self._cluster.settings.soonest_retry
-        self._stale = self._producer.doubt()
+            error, once = self._commit_acks(deadline) if self._has_acks_alone() else (None, True)
+            if error is None:
+                error = self._producer.commit(deadline)
+        at_once = once and time.monotonic() - asked_at < self._cluster.settings.soonest_retry
+        self._stale = self._stale or self._producer.doubt() or ("" if once else "a commit was asked for twice")
         if error is None:
             return
         refused_only_once = at_once and not self._producer.watch.doubt and error.code() in _ENDED
@@ -401,18 +418,35 @@ class KafkaWriter(Writer):
             raise OutcomeUnknown(f"the broker did not answer the commit: {error.str()}") from KafkaException(error)
         self._settle(error, refused_only_once, deadline)
 
+    def _has_acks_alone(self) -> bool:
+        """Then the client, which did not see them, takes the transaction for empty, and sends nothing to end it."""
+        return self._acknowledged and not self.messages
+
+    def _commit_acks(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
+        """The refusal, if any, and whether only one copy of the request can have arrived."""
+        assert self._opened is not None
+        try:
+            ended = self._cluster.requests.end(
+                self.id, self._opened.pid, self._opened.epoch, True, deadline, shut_out=False
+            )
+        except OutcomeUnknown:
+            self._unknown, self._stale = True, "a commit was not answered"
+            raise
+        return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
+
     def _ask_for_start(self, deadline: Deadline) -> int | None:
         """By which this transaction is told from one that a late copy of a request of it may begin behind it."""
         found = self._cluster.requests.describe([self.id], deadline).get(self.id)
         own = found is not None and found.state == OPEN and _is_under(found, self._opened)
         return found.start if own and found is not None else None
 
-    def _store(self, producer: TransactionalProducer, deadline: Deadline) -> None:
+    def _store(self, deadline: Deadline) -> None:
         """Acknowledge and flush; on any trouble the transaction is aborted here, or is left for `abort`."""
         deadline.check("the transaction")
         try:
-            self._send_acks(producer, deadline)
+            # In this order, because the coordinator takes one new partition or group at a time.
             self.flush(deadline)
+            self._send_acks(deadline)
         except (TransactionAborted, Fenced):
             self.abort(deadline)
             raise
@@ -502,6 +536,8 @@ class KafkaWriter(Writer):
             with suppress(BrokerUnavailable):
                 producer.flush(Deadline(min(_FLUSH_BEFORE_ABORT, deadline.left())))
         # After a failure the client would open the id by itself, and nobody could tell that from another process.
+        if self._has_acks_alone():
+            self._stale = self._stale or "it has acknowledgements that its client did not see"
         if not self._stale and not producer.failures and producer.abort(Deadline(deadline.left() / 2)) is None:
             self._stale = producer.doubt()
             return

@@ -8,13 +8,14 @@ says what a test has decided. So this shows what our code makes of an answer, an
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
+from txnbridge_kafka.acks import Member
 from txnbridge_kafka.history import Step
-from txnbridge_kafka.requests import ActiveProducer, Described, Ended, Requests
+from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Requests
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded
 from txnbridge.spi import Deadline, Partition
@@ -24,9 +25,7 @@ KEYS = {
     "Produce": 0,
     "InitProducerId": 22,
     "AddPartitionsToTxn": 24,
-    "AddOffsetsToTxn": 25,
     "EndTxn": 26,
-    "TxnOffsetCommit": 28,
 }
 # In place of an error: the connection is closed.
 HANG_UP = -195
@@ -82,6 +81,7 @@ class Coordinator(Requests):
         self.settles = False  # whether what is being committed is complete when it is asked about again
         self.steps: list[Step] = []  # what it has written down
         self.ended: list[bool] = []  # the decisions that were asked for
+        self.refusals: list[int] = []  # of acknowledgements, which our own requests bring
 
     def opened(self) -> None:
         """An opening raises the epoch."""
@@ -109,6 +109,13 @@ class Coordinator(Requests):
         self.ended.append(commit)
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
         return Ended(0, pid, epoch)
+
+    def acknowledge(
+        self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline
+    ) -> Acknowledged:
+        self._answer(deadline)
+        assert (member.group, member.generation, member.name) == ("billing", -1, ""), member
+        return Acknowledged(self.refusals.pop(0) if self.refusals else 0, again=False)
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
         self._answer(deadline)

@@ -214,7 +214,7 @@ def test_a_late_acknowledgement_does_not_move_a_group_of_ours(
         with through.transaction() as txn:
             (second,) = take(consumer, 1)
             txn.ack(second)
-            writer_of(txn)._send_acks(producer_of(txn), txn._begin.deadline)
+            writer_of(txn)._send_acks(txn._begin.deadline)
             hold.release()
             hold.answered()
     with bridge.consumer(topic, group) as consumer:

@@ -1,0 +1,184 @@
+"""Acknowledgements, which our own requests bring: no broker that restarts makes them hang, or stops a processor."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+from confluent_kafka import Consumer
+from hypothesis import given
+from hypothesis import strategies as st
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
+from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_kafka.acks import Member, member_of
+
+import txnbridge
+from txnbridge import Abort, BrokerUnavailable, Event, Outcome, OutcomeUnknown, State, TransactionAborted
+from txnbridge.errors import BackendMissing
+from txnbridge.testing import listening
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+ACKS = "step:acks"
+
+
+@given(group=NAMES, generation=st.integers(-1, 2**31 - 1), name=NAMES, instance=st.none() | NAMES)
+def test_a_member_is_read_from_what_the_client_says_of_it(
+    group: str, generation: int, name: str, instance: str | None
+) -> None:
+    behind = b"\1" if instance is None else b"\0" + instance.encode() + b"\0"
+    told = b"CGMDv2:" + struct.pack("<i", generation) + group.encode() + b"\0" + name.encode() + b"\0" + behind
+    assert member_of(told) == Member(group, generation, name, instance)
+
+
+@given(st.binary() | st.binary().map(lambda rest: b"CGMDv2:" + rest))
+def test_what_is_not_understood_is_told_as_another_version(told: bytes) -> None:
+    with suppress(BackendMissing):
+        member_of(told)
+
+
+@pytest.mark.parametrize("instance", [None, "one"])
+def test_the_client_that_is_installed_is_understood(instance: str | None) -> None:
+    settings = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "log_level": 0}
+    client = Consumer(settings if instance is None else {**settings, "group.instance.id": instance})
+    assert member_of(client.consumer_group_metadata()) == Member("g", -1, "", instance)
+    client.close()
+
+
+# --- on a broker that is killed ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[brokers.Broker]:
+    """Killed and started again by these tests alone."""
+    with kafka_or_skip(container=False) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def txnbridge_url(mortal: brokers.Broker) -> str:
+    return f"{mortal.url}?session.timeout.ms=6000&heartbeat.interval.ms=1000"
+
+
+@pytest.fixture
+def restart(mortal: brokers.Broker) -> Callable[[], None]:
+    def kill_and_start() -> None:
+        mortal.kill()
+        mortal.start()
+
+    return kill_and_start
+
+
+def readable(bridge: txnbridge.Bridge, topic: str) -> list[txnbridge.Message]:
+    with suppress(BrokerUnavailable):
+        return bridge.read(topic, 1000)
+    return []
+
+
+def test_acknowledgements_alone_are_committed_and_aborted(bridge: txnbridge.Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 2))
+            raise Abort
+        (first, second) = take(consumer, 2)
+        for message in (first, second):
+            with bridge.transaction() as txn:
+                txn.ack(message)
+            assert txn.outcome is Outcome.COMMITTED
+        assert consumer.lag() == {(topic, 0): 0}
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["with messages", "alone"])
+def test_a_commit_ends_in_time_when_the_broker_was_restarted_behind_the_poll(
+    bridge: txnbridge.Bridge, restart: Callable[[], None], new_topic: Callable[[], str], group: str, sends: bool
+) -> None:
+    source, target = new_topic(), new_topic()
+    send(bridge, source, *[b"%d" % number for number in range(5)])
+    ended: list[State] = []
+    with bridge.consumer(source, group) as consumer:
+        while len(ended) < 5 or consumer.lag()[source, 0]:
+            with suppress(TransactionAborted, BrokerUnavailable, OutcomeUnknown):
+                batch = consumer.poll(1)
+                if not batch:
+                    continue
+                if len(ended) < 5:
+                    restart()
+                txn = bridge.transaction(timeout=20)
+                try:
+                    with txn:
+                        if sends:
+                            txn.send(target, batch[0].value)
+                        txn.ack(batch)
+                finally:
+                    ended.append(txn.state)
+    assert State.COMMITTED in ended
+    assert values(seen(bridge, target)) == ([b"%d" % number for number in range(5)] if sends else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("reader.poll", "after"),
+        ("transaction.begin", "after"),
+        ("message.send", "after"),
+        (ACKS, "before"),
+        (ACKS, "after"),
+        ("step:commit", "before"),
+        ("step:commit", "after"),
+    ],
+)
+def test_a_processor_goes_on_wherever_the_broker_is_restarted(
+    bridge: txnbridge.Bridge,
+    restart: Callable[[], None],
+    new_topic: Callable[[], str],
+    group: str,
+    name: str,
+    phase: str,
+) -> None:
+    source, target = new_topic(), new_topic()
+    expected = [b"%d" % number for number in range(30)]
+    send(bridge, source, *expected)
+    times = [10, 5]  # of these events, the ones at which it is killed
+
+    def kill_in_time(event: Event) -> None:
+        if (event.name, event.phase) == (name, phase) and times:
+            times[-1] -= 1
+            if not times[-1]:
+                times.pop()
+                restart()
+
+    processor = bridge.processor(
+        source, group=group, each=lambda m, txn: txn.send(target, m.value), max_messages=2, backoff=(0.1, 1.0)
+    )
+    with listening(kill_in_time), processor:
+        eventually(lambda: len(readable(bridge, target)) == 30, "all are passed on")
+    assert values(seen(bridge, target)) == expected
+
+
+def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
+    bridge: txnbridge.Bridge, mortal: brokers.Broker, new_topic: Callable[[], str], group: str
+) -> None:
+    """It raises `DeadlineExceeded` if it does not."""
+    source, target = new_topic(), new_topic()
+    send(bridge, source, b"1")
+    killed: list[Event] = []
+
+    def kill(event: Event) -> None:
+        if event.name == ACKS and event.phase == "before" and not killed:
+            killed.append(event)
+            mortal.kill()
+
+    processor = bridge.processor(
+        source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=3600, stop_timeout=20
+    )
+    try:
+        with listening(kill), processor:
+            eventually(lambda: bool(killed), "the broker is gone")
+    finally:
+        mortal.start()
+    with bridge.processor(source, group=group, each=lambda m, txn: txn.send(target, m.value)):
+        eventually(lambda: bool(readable(bridge, target)), "it is passed on")
+    assert values(seen(bridge, target)) == [b"1"]
