@@ -22,6 +22,7 @@ from txnbridge.errors import (
     DeliveryFailed,
     EvidenceLost,
     Fenced,
+    InvalidOption,
     NotFound,
     OutcomeUnknown,
     StorageFailed,
@@ -206,9 +207,20 @@ class KafkaWriter(Writer):
         assert self._producer is not None
         return self._producer
 
+    def _open_for_longer(self, timeout_ms: int, deadline: Deadline) -> None:
+        """A broker takes the time-out when an id is opened. Raises `InvalidOption` if it allows no such time."""
+        before, self._timeout_ms = self._timeout_ms, timeout_ms
+        try:
+            self._reopen(deadline)
+        except InvalidOption:
+            self._timeout_ms = before
+            raise
+
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
+        if (needed := int(begin.deadline.seconds * 1000)) > self._timeout_ms:
+            self._open_for_longer(needed, begin.deadline)
         producer = self._ready(begin.deadline)
         if self._owner.opening is not None:
             self._log = self._where_evidence_begins(begin.deadline)
@@ -245,24 +257,22 @@ class KafkaWriter(Writer):
     ) -> None:
         if topic not in self._partitions or (partition is not None and partition >= self._partitions[topic]):
             self._look_at(topic, partition, self._begun.deadline)
-        try:
-            if headers is None and partition is None and timestamp is None:
-                self.quick[topic](topic, value, key)
+        where: dict[str, Any] = {}
+        if headers is not None or partition is not None or timestamp is not None:
+            where = {
+                "partition": -1 if partition is None else partition,
+                "timestamp": milliseconds(timestamp),
+                "headers": list(headers or ()),
+            }
+        while True:
+            try:
+                self.quick[topic](topic, value, key, **where)
+            except BufferError:
+                self._wait_for_room()
+            except KafkaException as error:
+                raise self._refused(error, topic) from error
             else:
-                self.quick[topic](
-                    topic,
-                    value,
-                    key,
-                    partition=-1 if partition is None else partition,
-                    timestamp=milliseconds(timestamp),
-                    headers=list(headers or ()),
-                )
-        except BufferError:
-            self._wait_for_room()
-            self.send(topic, value, key, headers, partition, timestamp)
-            return
-        except KafkaException as error:
-            raise self._refused(error, topic) from error
+                break
         self.messages += 1
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:

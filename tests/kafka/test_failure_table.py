@@ -593,3 +593,49 @@ def test_a_publisher_whose_message_is_refused_stops_for_good(shared: World, code
     with pytest.raises(DeliveryFailed):
         publisher.send(TOPIC, b"2")
     publisher.close()
+
+
+# --- a client that is full -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
+def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
+    world: World, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, many: bool
+) -> None:
+    """Longer than Python's stack is deep."""
+    txn = bridge.transaction()
+    writer = writer_of(txn)
+    writer._look_at(TOPIC, None, txn._begin.deadline)
+    produce, refusals = writer.quick[TOPIC], iter(range(5000))
+
+    def full(*message: object, **where: object) -> None:
+        for _ in refusals:
+            raise BufferError("full")
+        produce(*message, **where)
+
+    writer.quick[TOPIC] = full
+    monkeypatch.setattr("txnbridge_kafka.writer._ROOM_SECONDS", 0.0)
+    with txn:
+        if many:
+            txn.send_many(TOPIC, [b"1", b"2"])
+        else:
+            txn.send(TOPIC, b"1")
+    assert (txn.outcome, writer.messages) == (Outcome.COMMITTED, 1 + many)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["send", "send_many"])
+def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(
+    world: World, bridge: Bridge, many: bool
+) -> None:
+    txn = bridge.transaction(timeout=SHORT)
+    writer = writer_of(txn)
+    writer._look_at(TOPIC, None, txn._begin.deadline)
+
+    def full(*message: object, **where: object) -> None:
+        raise BufferError("full")
+
+    writer.quick[TOPIC] = full
+    with within(SHORT), pytest.raises(DeadlineExceeded, match="waiting for the broker to take messages"):
+        with txn:
+            txn.send_many(TOPIC, [b"1"]) if many else txn.send(TOPIC, b"1")
+    assert txn.outcome is Outcome.ABORTED

@@ -14,6 +14,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
+from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
 from tests.kafka.test_shield import (  # noqa: F401
     test_a_late_commit_does_nothing_to_our_next_transaction,
     through,
@@ -21,6 +22,10 @@ from tests.kafka.test_shield import (  # noqa: F401
 from tests.kafka.test_takeovers import (  # noqa: F401
     halves,
     test_a_few_takeovers_leave_nothing_half_visible,
+)
+from tests.kafka.test_writing import (  # noqa: F401
+    test_a_transaction_may_last_longer_than_its_bridge_waits,
+    topic,
 )
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka

@@ -131,3 +131,20 @@ def test_a_transaction_that_was_prepared_keeps_no_client_alive(kafka_broker, top
             client = weakref.ref(producer_of(txn)._client)
         assert client() is None
         bridge.abort(str(txn.token))
+
+
+def test_a_transaction_may_last_longer_than_its_bridge_waits(kafka_broker, topic):
+    """A broker aborts what is open for longer than was said when its id was opened."""
+    with txnbridge.connect(kafka_broker.url, writers=1, timeout=5) as bridge:
+        with bridge.transaction(timeout=40) as txn:
+            txn.send(topic, b"1")
+            writer = writer_of(txn)
+            told = writer._cluster.requests.describe([writer.id], txn._begin.deadline)[writer.id]
+            assert told.timeout >= 40_000
+        with bridge.transaction() as txn:
+            txn.send(topic, b"2")
+        with pytest.raises(InvalidOption, match=r"transaction\.max\.timeout\.ms"):
+            bridge.transaction(timeout=3600)
+        with bridge.transaction() as txn:
+            txn.send(topic, b"3")
+        assert values(bridge, topic) == [b"1", b"2", b"3"]
