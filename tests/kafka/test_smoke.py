@@ -23,10 +23,7 @@ from tests.kafka.test_takeovers import (  # noqa: F401
     halves,
     test_a_few_takeovers_leave_nothing_half_visible,
 )
-from tests.kafka.test_writing import (  # noqa: F401
-    test_a_transaction_may_last_longer_than_its_bridge_waits,
-    topic,
-)
+from tests.kafka.test_writing import test_a_transaction_may_last_longer_than_its_bridge_waits  # noqa: F401
 
 pytestmark = pytest.mark.timeout(600)  # the first start fetches Kafka
 
