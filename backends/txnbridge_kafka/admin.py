@@ -43,7 +43,7 @@ from txnbridge_kafka.topics import Topics
 # What has begun and not ended, as coordinators call it.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 # The id of a writer of ours, plain or for prepared transactions: the transactional id, and the writer's number.
-_WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepared>p?)\d+", re.DOTALL)
+_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
 # How often is looked whether all brokers know of a new topic.
 _LOOK_SECONDS = 0.02
 

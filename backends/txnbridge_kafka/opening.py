@@ -16,7 +16,7 @@ from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import OPEN, PREPARE, SETTLED, Owner
-from txnbridge_kafka.prepared import pool_ids
+from txnbridge_kafka.prepared import is_pool_id
 from txnbridge_kafka.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
@@ -43,7 +43,7 @@ def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], dead
         more = range(len(writers), len(writers) + _LOOKED_FOR)
         leftovers = list(cluster.requests.describe([f"{owner.name}.{number}" for number in more], deadline))
     else:
-        _end_unprepared(cluster, owner, int(before.get("prepared_ids", 0)), deadline)
+        _end_unprepared(cluster, owner, deadline)
         leftovers = [f"{owner.name}.{number}" for number in range(len(writers), int(before.get("writers", 0)))]
     _all_at_once(lambda writer: _open(cluster, owner, writer, deadline), writers)
     # Of an owner with more writers than we have: nobody opens those, so they are fenced without a client.
@@ -83,15 +83,20 @@ def _fence(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
         cluster.requests.fence(id, int(cluster.settings.timeout * 1000), deadline)
 
 
-def _end_unprepared(cluster: Cluster, owner: Owner, prepared_ids: int, deadline: Deadline) -> None:
-    """Of the ids for prepared transactions: abort what is open and has no prepare record that counts."""
-    described = cluster.requests.describe(pool_ids(owner.name, prepared_ids), deadline)
+def _end_unprepared(cluster: Cluster, owner: Owner, deadline: Deadline) -> None:
+    """Of the ids for prepared transactions, of every earlier owner: abort what is open and has no prepare record that
+    counts.
+    """
+    listed = cluster.requests.transactions(deadline, [OPEN])
+    described = cluster.requests.describe([one.id for one in listed if is_pool_id(one.id, owner.name)], deadline)
     if not any(found.state == OPEN for found in described.values()):
         return
     # Read after the opening was written: whoever records one later is told that it does not count.
     spared = {(e.data["id"], e.data["pid"], e.data["start"]) for e in owner.ledger.entries(PREPARE, deadline)}
     for id, found in described.items():
-        if found.state == OPEN and (id, found.pid, found.start) not in spared:
+        if found.state == OPEN and (id, found.pid, found.start) in spared:
+            owner.spared.append(id)
+        elif found.state == OPEN:
             _fence(cluster, owner, id, deadline)
 
 

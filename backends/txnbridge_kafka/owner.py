@@ -32,6 +32,7 @@ class Owner:
         self.ledger = ledger
         self.prepared_ids = prepared_ids
         self.opening: str | None = None
+        self.spared: list[str] = []  # the ids under which earlier owners have left something prepared
         self.denied = ""  # what an administrator has to grant, where the id was opened without the log
         self._lock = threading.Lock()
 
@@ -42,8 +43,8 @@ class Owner:
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
         """Become the newest owner; what was said by the one before.
 
-        The most writers and ids that any owner had are handed on: whoever dies in the middle of opening an id leaves
-        those of its predecessors to the next.
+        The most writers that any owner had are handed on: whoever dies in the middle of opening an id leaves those of
+        its predecessors to the next. (And the most ids, which an owner of an earlier version looks for.)
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from txnbridge.errors import (
@@ -31,12 +33,13 @@ _LOOK_SECONDS = 0.2
 _AHEAD_SECONDS = 30.0
 
 
-def pool_id(name: str, number: int) -> str:
-    return f"{name}.p{number}"
+def is_pool_id(id: str, name: str) -> bool:
+    """Whether an id is for prepared transactions of any owner of a transactional id.
 
-
-def pool_ids(name: str, count: int) -> list[str]:
-    return [pool_id(name, number) for number in range(count)]
+    They carry the opening that they belong to, so that no other owner ever opens one, except to end what is left. (In
+    earlier versions they did not.)
+    """
+    return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
 class PreparedWriter(KafkaWriter):
@@ -53,6 +56,27 @@ class PreparedWriter(KafkaWriter):
     def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
         super().__init__(cluster, owner, id, timeout_ms)
         self._pool = pool
+
+    def open(self, deadline: Deadline) -> None:
+        """An id whose opening met trouble is left for good: a late copy of that request would abort what is prepared
+        under it by then.
+        """
+        while True:
+            try:
+                super().open(deadline)
+            except BaseException:
+                self._take_another_id()
+                raise
+            assert self._producer is not None
+            if not self._producer.doubt():
+                return
+            self._take_another_id()
+            deadline.check("opening an id for a prepared transaction")
+
+    def _take_another_id(self) -> None:
+        self._drop()
+        self.id = self._pool.another(self.id)
+        self._opened = self.past = None
 
     def evidence(self) -> Evidence:
         plain = super().evidence()
@@ -111,7 +135,8 @@ class Pool:
         self._owner = owner
         self._timeout_ms = timeout_ms
         self._longest_ms = longest_ms
-        self._ids = pool_ids(owner.name, owner.prepared_ids)
+        self._ids: list[str] = []
+        self._numbers = count()
         self._taken: set[str] = set()
         self._next = 0
         self._ready: deque[PreparedWriter] = deque()
@@ -128,6 +153,9 @@ class Pool:
     def take(self, deadline: Deadline) -> PreparedWriter:
         """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
         self._owner.open_once(deadline)
+        with self._lock:
+            while len(self._ids) < self._owner.prepared_ids:
+                self._ids.append(self._new_id())
         writer, oldest = self._take_or_open(deadline), None
         while writer is None:
             # While there is time: the caller has to learn what he may end.
@@ -147,6 +175,17 @@ class Pool:
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
         return writer or self._open_one(deadline)
+
+    def _new_id(self) -> str:
+        return f"{self._owner.name}.{self._owner.opening}.p{next(self._numbers)}"
+
+    def another(self, id: str) -> str:
+        """One in place of this one, which is not used any more."""
+        with self._lock:
+            new = self._ids[self._ids.index(id)] = self._new_id()
+            self._taken.discard(id)
+            self._taken.add(new)
+        return new
 
     def release(self, writer: PreparedWriter) -> None:
         with self._lock:
@@ -210,7 +249,9 @@ class Pool:
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
-        described = self._cluster.requests.describe(candidates, deadline)
+        described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline)
+        if sum(found.state == OPEN for found in described.values()) >= self._owner.prepared_ids:
+            return None
         for id in candidates:
             found = described.get(id)
             if found is not None and found.state == OPEN:
@@ -228,7 +269,7 @@ class Pool:
     def _oldest(self, deadline: Deadline) -> Token | None:
         """The oldest that is unresolved, as far as that can be told now."""
         try:
-            described = self._cluster.requests.describe(self._ids, deadline).items()
+            described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline).items()
             unresolved = {(id, found.pid, found.start) for id, found in described if found.state == OPEN}
             for entry in self._owner.ledger.entries(PREPARE, deadline):
                 if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:

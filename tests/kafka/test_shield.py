@@ -255,3 +255,30 @@ def test_a_connection_that_never_was_made_costs_no_new_opening(connect: Connect,
 
 def connect_with_a_dead_address(url: str) -> Bridge:
     return txnbridge.connect(f"{url},127.0.0.1:1", writers=1)
+
+
+@pytest.mark.parametrize("hold", [None, 600.0], ids=["", "opened again for another hold"])
+def test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared(
+    proxy: faults.Proxy, through: Bridge, bridge: Bridge, topic: str, hold: float | None
+) -> None:
+    if hold is not None:  # one is opened ahead, for another time
+        with through.transaction(prepare=True) as txn:
+            txn.send(topic, b"before")
+        assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+        through._broker._pool._ahead.join(60)  # type: ignore[attr-defined]
+    held = proxy.hold(requests="InitProducerId")
+    tokens: list[str] = []
+
+    def prepare() -> None:
+        with through.transaction(prepare=True, hold=hold) as txn:
+            txn.send(topic, b"prepared")
+        tokens.append(str(txn.token))
+
+    preparing = in_thread(prepare)
+    held.wait()
+    proxy.cut()
+    preparing.join(60)
+    held.release()
+    held.answered()
+    assert bridge.commit(tokens[0]) is Outcome.COMMITTED
+    assert values(seen(bridge, topic))[-1] == b"prepared"

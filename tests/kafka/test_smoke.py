@@ -17,11 +17,13 @@ from txnbridge_conformance.suite import (  # noqa: F401
 from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
 from tests.kafka.test_shield import (  # noqa: F401
     test_a_late_commit_does_nothing_to_our_next_transaction,
+    test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared,
     through,
 )
 from tests.kafka.test_takeovers import (  # noqa: F401
     halves,
     test_a_few_takeovers_leave_nothing_half_visible,
+    test_an_owner_that_slept_before_it_opened_an_id_aborts_nothing_that_a_newer_one_prepared,
 )
 from tests.kafka.test_writing import test_a_transaction_may_last_longer_than_its_bridge_waits  # noqa: F401
 
