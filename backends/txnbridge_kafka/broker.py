@@ -132,7 +132,7 @@ class KafkaBroker(Broker):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        return KafkaReader(self._settings, subscription, listener, self._context, self._cluster.topics, deadline)
+        return KafkaReader(self._settings, subscription, listener, self._context, self._cluster, deadline)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 

@@ -23,5 +23,5 @@ class Cluster:
 
     @cached_property
     def offsets(self) -> Offsets:
-        """Where partitions begin and end; its client connects when it is first needed."""
-        return Offsets(self.settings)
+        """Where partitions begin and end."""
+        return Offsets(self.requests)

@@ -25,12 +25,12 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
 from txnbridge_kafka.clients import Consumer, settle
+from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
-from txnbridge_kafka.offsets import Offsets, is_passing
+from txnbridge_kafka.offsets import is_passing
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
-from txnbridge_kafka.topics import Topics
 
 _log = logging.getLogger("txnbridge.kafka.client")
 
@@ -92,7 +92,7 @@ class KafkaReader(Reader):
         subscription: Subscription,
         listener: ReaderListener,
         context: Context,
-        topics: Topics,
+        cluster: Cluster,
         deadline: Deadline,
     ) -> None:
         self._settings = settings
@@ -109,9 +109,9 @@ class KafkaReader(Reader):
         self._left = 0  # how many times partitions have left
         self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
-        self._counts = {topic: topics.partitions(topic, deadline) for topic in subscription.topics}
+        self._counts = {topic: cluster.topics.partitions(topic, deadline) for topic in subscription.topics}
         self._eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
-        self._offsets = Offsets(settings)
+        self._offsets = cluster.offsets
         self._starts = Starts(self._offsets, subscription)
         self._group_starts: GroupStarts | None = None
         self._client = _connect(settings, subscription, self._on_commit)

@@ -26,6 +26,7 @@ from txnbridge.errors import (
     Fenced,
     InvalidOption,
     InvalidState,
+    NotFound,
     NotSupported,
     OutcomeUnknown,
     TransactionAborted,
@@ -50,6 +51,7 @@ with warnings.catch_warnings():
             DescribeTransactionsRequest,
             ListTransactionsRequest,
         )
+        from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest  # type: ignore[import-untyped]
         from kafka.protocol.metadata import (  # type: ignore[import-untyped]
             ApiVersionsRequest,
             FindCoordinatorRequest,
@@ -88,6 +90,12 @@ ANSWERS: Mapping[int, str] = {
 
 # What coordinators are of.
 _GROUP, _TRANSACTION = 0, 1
+# Instead of a time.
+EARLIEST, LATEST = -2, -1
+_READ_COMMITTED = 1
+# A leader that is new, or of which a broker has not heard yet, and one that is too busy.
+_LEADER_LATER = {3, 5, 6, 7, 74, 75, 76, 78}
+_UNSTABLE = 88
 _INVALID_TRANSACTION_TIMEOUT = 50
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 # Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
@@ -324,6 +332,67 @@ class Requests:
 
         code = self._until(deadline, f"acknowledging for group {member.group!r}", attempt)
         return Acknowledged(code, lost)
+
+    def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
+        """Of each partition the first offset stamped at or after a time in milliseconds, -1 if there is none.
+
+        `EARLIEST` is the first that retention has left, `LATEST` where readers of what is committed come to. Raises
+        `NotFound`.
+        """
+        found: dict[Partition, int] = {}
+        if not times:
+            return found
+        what = "reading where partitions begin and end"
+
+        async def attempt(line: _Line) -> dict[Partition, int]:
+            left = times.keys() - found.keys()
+            leaders = await line.leaders(left)
+            if missing := left.difference(*leaders.values()):
+                await line.counts({topic for topic, _ in missing})
+                raise _NotYetError(f"there is no {_title(min(missing))}")
+            later = set()
+            for node, those in leaders.items():
+                for partition, each in _each_partition((await line.ask(node, _times(those, times))).topics):
+                    if each.error_code in _LEADER_LATER:
+                        later.add(each.error_code)
+                    else:
+                        _check(each.error_code, f"{what}, {_title(partition)}")
+                        found[partition] = each.offset
+            if later:
+                raise _NotYetError(f"a leader said {_name(min(later))}")
+            return found
+
+        return self._until(deadline, what, attempt)
+
+    def positions(
+        self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
+    ) -> dict[Partition, int | None]:
+        """The positions of a group, None for a partition that has none.
+
+        With `decided` without those that a transaction is about to change.
+        """
+        what = f"reading the positions of group {group!r}"
+
+        async def attempt(line: _Line) -> dict[Partition, int | None]:
+            node = await line.group_coordinator(group)
+            answer = await line.ask(node, _fetch(group, partitions, decided))
+            _check(answer.error_code, what)
+            found: dict[Partition, int | None] = {}
+            for partition, each in _each_partition(answer.topics):
+                if each.error_code != _UNSTABLE:
+                    _check(each.error_code, f"{what}, {_title(partition)}")
+                    found[partition] = each.committed_offset if each.committed_offset >= 0 else None
+            return found
+
+        return self._until(deadline, what, attempt) if partitions else {}
+
+    def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
+        """How many partitions each topic has. Raises `NotFound`."""
+
+        async def attempt(line: _Line) -> dict[str, int]:
+            return await line.counts(topics)
+
+        return self._until(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
         """Every transactional id that any broker coordinates; with `states` only those in one of them."""
@@ -608,6 +677,16 @@ class _Line:
                     found[each.leader_id].append(partition)
         return found
 
+    async def counts(self, topics: Iterable[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for topic in (await self.metadata(sorted(topics))).topics:
+            if topic.error_code == _UNKNOWN_TOPIC:
+                raise NotFound(f"there is no topic {topic.name!r}")
+            if topic.error_code not in _NO_LEADER:
+                _check(topic.error_code, f"looking for topic {topic.name!r}")
+            found[topic.name] = len(topic.partitions)
+        return found
+
     async def transaction_version(self, node: Any) -> int:
         """The finalised level, as a node says now."""
         levels = (await self.ask(node, _features())).finalized_features or ()
@@ -623,6 +702,33 @@ class _Line:
 def _features() -> Any:
     name = "txnbridge"
     return ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
+
+
+def _times(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
+    kind = ListOffsetsRequest.ListOffsetsTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.ListOffsetsPartition(
+                    partition_index=number, current_leader_epoch=-1, timestamp=times[topic, number]
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in _by_topic(partitions).items()
+    ]
+    return ListOffsetsRequest(
+        replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics, min_version=2, max_version=6
+    )
+
+
+def _fetch(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
+    topics = [
+        OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in _by_topic(partitions).items()
+    ]
+    return OffsetFetchRequest(group_id=group, topics=topics, require_stable=decided, min_version=7, max_version=7)
 
 
 def _add_offsets(id: str, pid: int, epoch: int, group: str) -> Any:

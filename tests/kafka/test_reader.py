@@ -11,9 +11,11 @@ from typing import Any
 import confluent_kafka.admin
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
+from txnbridge_kafka import cluster as asked
 from txnbridge_kafka import cursor
 from txnbridge_kafka import reader as reading
 from txnbridge_kafka.reader import KafkaReader
+from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
 
@@ -122,9 +124,8 @@ class Member:
         context = Context(
             "test", Emitter("test", ()), APPLICATION, 30, None, None, {}, lambda _, id: cluster.ledger(id)
         )
-        self.reader = KafkaReader(
-            self.settings, subscription, self.listener, context, Topics(self.settings), Deadline(20)
-        )
+        self.cluster = asked.Cluster(self.settings, Requests(self.settings), Topics(self.settings), context.events)
+        self.reader = KafkaReader(self.settings, subscription, self.listener, context, self.cluster, Deadline(20))
 
     def __getattr__(self, name):
         return getattr(self.reader, name)
@@ -163,6 +164,7 @@ class Member:
 
     def close(self):
         self.reader.close(Deadline(20))
+        self.cluster.requests.close()
 
     def closed_or_late(self):
         with suppress(DeadlineExceeded):
