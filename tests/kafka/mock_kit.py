@@ -15,7 +15,7 @@ from pathlib import Path
 import confluent_kafka
 from txnbridge_kafka.acks import Member
 from txnbridge_kafka.history import Step
-from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Requests
+from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Listed, Requests
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded
 from txnbridge.spi import Deadline, Partition
@@ -109,6 +109,10 @@ class Coordinator(Requests):
         self.ended.append(commit)
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
         return Ended(0, pid, epoch)
+
+    def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
+        self._answer(deadline)
+        return []
 
     def acknowledge(
         self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline

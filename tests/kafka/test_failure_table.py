@@ -218,7 +218,7 @@ REFUSALS: list[tuple[str, int, type[TxnBridgeError] | None, str]] = [
     ("Produce", K.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, AccessDenied, WRITE_ON_ID),
     (ACKS, K.INVALID_PRODUCER_EPOCH, TransactionAborted, SHUT_OUT),
     (ACKS, K.PRODUCER_FENCED, TransactionAborted, SHUT_OUT),
-    (ACKS, K.INVALID_TXN_STATE, TransactionAborted, SHUT_OUT),
+    (ACKS, K.INVALID_TXN_STATE, TransactionAborted, f"INVALID_TXN_STATE.*{AGAIN}"),
     (ACKS, K.INVALID_PRODUCER_ID_MAPPING, TransactionAborted, f"INVALID_PRODUCER_ID_MAPPING.*{AGAIN}"),
     (ACKS, K.UNKNOWN_PRODUCER_ID, TransactionAborted, f"UNKNOWN_PRODUCER_ID.*{AGAIN}"),
     (ACKS, K.TRANSACTION_ABORTABLE, TransactionAborted, f"TRANSACTION_ABORTABLE.*{AGAIN}"),
