@@ -134,7 +134,7 @@ class Deliveries:
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
         self._fetched: list[Message] = []
-        self._paused: set[Partition] = set()
+        self._set_aside: list[Message] = []  # fetched, of partitions that were paused then
         self._most = 0  # no more than so many are remembered
         self._any_back = False  # false: none is
         self.doubts: dict[str, Token] = {}  # transactions that hold some and whose outcome is not known
@@ -148,7 +148,7 @@ class Deliveries:
             return wanted
         with self.lock:
             if self._most + wanted > MAX_UNACKED:
-                self._most = len(self._fetched) + sum(map(len, self.assignments.values()))
+                self._most = len(self._fetched) + len(self._set_aside) + sum(map(len, self.assignments.values()))
             room = MAX_UNACKED - self._most
         if room <= 0:
             raise InvalidState(
@@ -167,21 +167,15 @@ class Deliveries:
 
     def fetched(self) -> list[Message]:
         """What is there to be handed out."""
-        if not self._paused:
-            return self._fetched
-        return [m for m in self._fetched if (m.topic, m.partition) not in self._paused]
+        return self._fetched
 
     def hand_out(self, most: int) -> list[Message]:
         """The first of them are out now."""
         with self.lock:
-            ready = self.fetched()
-            if most >= len(ready):
-                taken, rest = ready, []
+            if most >= len(self._fetched):
+                taken, self._fetched = self._fetched, []
             else:
-                taken, rest = ready[:most], ready[most:]
-            if self._paused:
-                rest = [m for m in self._fetched if (m.topic, m.partition) in self._paused] + rest
-            self._fetched = rest
+                taken, self._fetched = self._fetched[:most], self._fetched[most:]
             if self._group is not None:
                 for assignment, messages in groupby(taken, _source_of):
                     assignment.hand_out([message.position for message in messages])
@@ -189,11 +183,13 @@ class Deliveries:
 
     def _drop(self, partitions: set[Partition]) -> None:
         if self._fetched:
-            self._fetched = [m for m in self._fetched if (m.topic, m.partition) not in partitions]
+            self._fetched = _elsewhere(self._fetched, partitions)
+        if self._set_aside:
+            self._set_aside = _elsewhere(self._set_aside, partitions)
 
     def next_positions(self, positions: dict[Partition, Position]) -> dict[Partition, Position]:
         """Where a reader stands that has handed out what is with the program, and no more."""
-        for message in reversed(self._fetched):
+        for message in reversed(self._set_aside + self._fetched):
             positions[message.topic, message.partition] = message.position
         with self.lock:
             for partition, assignment in self.assignments.items():
@@ -202,10 +198,17 @@ class Deliveries:
         return positions
 
     def pause(self, partitions: Iterable[Partition]) -> None:
-        self._paused.update(partitions)
+        """Nothing comes of these from the reader any more; what has come is set aside."""
+        with self.lock:
+            paused = set(partitions)
+            self._set_aside += [m for m in self._fetched if (m.topic, m.partition) in paused]
+            self._fetched = _elsewhere(self._fetched, paused)
 
     def resume(self, partitions: Iterable[Partition]) -> None:
-        self._paused.difference_update(partitions)
+        with self.lock:
+            resumed = set(partitions)
+            self._fetched = [m for m in self._set_aside if (m.topic, m.partition) in resumed] + self._fetched
+            self._set_aside = _elsewhere(self._set_aside, resumed)
 
     # --- held -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +290,7 @@ class Deliveries:
             if not self._individual:  # such a broker goes back, so everything behind these comes again too
                 given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
             elif self._ordered:
-                for message in self._fetched:  # they come before what is fetched already
+                for message in self._fetched + self._set_aside:  # they come before what is fetched already
                     if message.source in given:
                         message.source.back.add(message.position)
             if self._ordered:
@@ -306,7 +309,8 @@ class Deliveries:
                     assignment.back.add(positions[partition])
                 else:  # no position says where it stood: what is with this consumer comes again
                     assignment.take_back(list(assignment.out))
-                    assignment.back.update(m.position for m in self._fetched if m.source is assignment)
+                    fetched = self._fetched + self._set_aside
+                    assignment.back.update(m.position for m in fetched if m.source is assignment)
             if not self._ordered:
                 self._drop(set(positions))
 
@@ -354,7 +358,6 @@ class Deliveries:
             leaving = [self.assignments.pop(p) for p in partitions if p in self.assignments]
             for assignment in leaving:
                 assignment.ended = True
-            self._paused.difference_update(partitions)
             self._drop(set(partitions))
             still = {transaction for a in self.assignments.values() for transaction in a.held}
             self.doubts = {transaction: token for transaction, token in self.doubts.items() if transaction in still}
@@ -362,6 +365,10 @@ class Deliveries:
                 return None, []
             name, holder = self._holder
             return holder(), [assignment.partition for assignment in leaving if name in assignment.held]
+
+
+def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Message]:
+    return [m for m in messages if (m.topic, m.partition) not in partitions]
 
 
 # --- acknowledging ---------------------------------------------------------------------------------------------------

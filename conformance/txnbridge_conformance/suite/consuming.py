@@ -227,6 +227,7 @@ def test_acknowledging_twice_is_refused(bridge: Bridge, topic: str, group: str) 
         with bridge.transaction() as txn:
             with pytest.raises(InvalidState, match="already"):
                 txn.ack(message)
+        assert up_to(consumer, mark(bridge, topic)) == []
 
 
 def test_acknowledging_what_was_read_without_a_group_is_refused(bridge: Bridge, topic: str) -> None:
@@ -246,6 +247,7 @@ def test_acknowledging_through_another_bridge_is_refused(
         with connect().transaction() as txn:
             with pytest.raises(InvalidState, match="another bridge"):
                 txn.ack(message)
+        assert up_to(consumer, mark(bridge, topic)) == []
 
 
 @proves(Capability.CONFLICT)
@@ -507,13 +509,3 @@ def test_what_was_aborted_before_something_undecided_is_no_lag(bridge: Bridge, t
         eventually(has_no_lag, "nothing is left to read")
         assert found == []
     bridge.abort(str(undecided.token))
-
-
-def test_who_reads_in_a_group_and_is_dropped_leaves_it(connect: Connect, topic: str, group: str) -> None:
-    one, two = connect(), connect()
-    send(one, topic, b"1", b"2")
-    for message in one.consumer(topic, group):
-        assert message.value == b"1"
-        break
-    with two.consumer(topic, group) as other:
-        assert values(take(other, 2)) == [b"1", b"2"]
