@@ -109,7 +109,11 @@ class KafkaReader(Reader):
         self._left = 0  # how many times partitions have left
         self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
-        self._counts = {topic: cluster.topics.partitions(topic, deadline) for topic in subscription.topics}
+        # A group may wait for a topic that nobody has written yet; whoever only looks makes none.
+        create = subscription.group is not None
+        self._counts = {
+            topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics
+        }
         self._eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
         self._offsets = cluster.offsets
         self._starts = Starts(self._offsets, subscription)

@@ -61,7 +61,7 @@ class Topics:
         self._lock = threading.Lock()
         self._client: AdminClient | None = None
 
-    def partitions(self, topic: str, deadline: Deadline, at_least: int = 1) -> int:
+    def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
         """How many partitions a topic has; a missing one is created where that is allowed. Raises `NotFound`.
 
         If it has less than `at_least`, it is asked again for a moment: partitions may have been added just now.
@@ -69,7 +69,7 @@ class Topics:
         count = self.count(topic, deadline)
         # From the first answer on: it may itself take longer than that.
         sure_at = time.monotonic() + _SURE_SECONDS
-        if not count and self._may_create(topic):
+        if not count and create and self._may_create(topic):
             self.create(topic, self._settings.create_topics, deadline)
             sure_at = deadline.at
         while count < at_least and time.monotonic() < sure_at and not deadline.expired:

@@ -90,7 +90,7 @@ class PulsarReader(Reader):
         self._together_until = 0.0
         self._turn = 0
         self._closed = False
-        topics = {topic: cluster.topics.concrete(topic, deadline) for topic in subscription.topics}
+        topics = self._concrete(deadline)
         try:
             with translated(f"reading {', '.join(subscription.topics)}"):
                 self._add(self._open(topics, True, deadline))
@@ -245,11 +245,16 @@ class PulsarReader(Reader):
                 begun = {c: self._way.begin(c, deadline) for c in due if not self._waits(c, deadline)}
                 if due and not begun:
                     time.sleep(_HELD_SECONDS)
-                topics = {t: self._cluster.topics.concrete(t, deadline) for t in self._subscription.topics if look}
+                topics = self._concrete(deadline) if look else {}
                 return _Found(begun, self._open(topics, False, deadline))
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._lane)
+
+    def _concrete(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
+        """A group may wait for a topic that nobody has written yet; whoever only looks makes none."""
+        create, found = self._subscription.group is not None, self._cluster.topics
+        return {topic: found.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
     def _waits(self, cursor: Cursor, deadline: Deadline) -> bool:
         """Whether a partition is to begin later: what others have acknowledged in open transactions comes again if they

@@ -44,7 +44,7 @@ class Topics:
 
     # --- looking ---------------------------------------------------------------------------------------------------
 
-    def concrete(self, topic: str, deadline: Deadline, at_least: int = 1) -> tuple[str, ...]:
+    def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
         """The full names of a topic's partitions; a missing topic is created where that is allowed.
 
         Known for a moment, but asked anew if it has less than `at_least`. Raises `NotFound`, `InvalidOption`.
@@ -52,7 +52,7 @@ class Topics:
         at, found = self._known.get(topic, (0.0, ()))
         if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
             return found
-        found = self._found_or_created(topic, deadline, at_least)
+        found = self._found_or_created(topic, deadline, at_least, create)
         self._known[topic] = time.monotonic(), found
         return found
 
@@ -111,13 +111,13 @@ class Topics:
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int) -> tuple[str, ...]:
+    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
             found = self.look(topic, deadline)
             if len(found) >= at_least:
                 return found
-            if not found and self._settings.create_topics:
+            if not found and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break

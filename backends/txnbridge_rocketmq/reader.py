@@ -75,7 +75,9 @@ class RocketMQReader(Reader):
         self._look_at = 0.0
         self._turn = 0
         self._closed = False
-        topics = {topic: cluster.topics.queues(topic, deadline) for topic in subscription.topics}
+        # A group may wait for a topic that nobody has written yet; whoever only looks makes none.
+        create = subscription.group is not None
+        topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
         self._sharing: Sharing | None = None
         self._group: GroupStarts | None = None

@@ -38,13 +38,13 @@ class Topics:
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def queues(self, topic: str, deadline: Deadline, at_least: int = 1) -> tuple[Queue, ...]:
+    def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
         """The queues of a topic that can be read, by partition; a missing topic is created where that is allowed.
 
         Known for a moment, but asked anew if there are less than `at_least`. Raises `NotFound`, `InvalidOption`, and
         `NotSupported` for a topic on several brokers.
         """
-        return self._route(topic, deadline, at_least).readable
+        return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
         """The queues that can be written, for a message to this partition, or to any.
@@ -73,21 +73,21 @@ class Topics:
         topic_name(topic)
         return route_of(self._client, topic, deadline)
 
-    def _route(self, topic: str, deadline: Deadline, at_least: int) -> remoting.Route:
+    def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> remoting.Route:
         at, known = self._known.get(topic, (0.0, None))
         if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
             return known
-        found = _on_one_broker(self._found_or_created(topic, deadline, at_least))
+        found = _on_one_broker(self._found_or_created(topic, deadline, at_least, create))
         self._known[topic] = time.monotonic(), found
         return found
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int) -> remoting.Route:
+    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> remoting.Route:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
             found = self._look(topic, deadline)
             if found is not None and len(found.readable) >= at_least:
                 return found
-            if found is None and self._settings.create_topics:
+            if found is None and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
