@@ -94,6 +94,7 @@ class MemoryWriter(ToyWriter):
 
 class MemoryReader(ToyReader):
     raises: list[BaseException]
+    seek_raises: list[BaseException]
     unassigned_polls = 0
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
@@ -108,6 +109,8 @@ class MemoryReader(ToyReader):
         return found
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
+        if self.seek_raises:
+            raise self.seek_raises.pop(0)
         super().seek({p: at for p, at in positions.items() if p in self.sources})
 
 
@@ -119,6 +122,7 @@ class MemoryBroker(ToyBroker):
         self.values: list[Any] = []
         self.raises: dict[str, list[BaseException]] = {}
         self.poll_raises: list[BaseException] = []
+        self.seek_raises: list[BaseException] = []
         self.unassigned_polls = 0
         self.begun = 0
         self.committed: list[Committed] = []
@@ -131,6 +135,7 @@ class MemoryBroker(ToyBroker):
             raise NotFound("there is no topic 'missing'")
         reader = MemoryReader(subscription, listener)
         reader.raises = self.poll_raises
+        reader.seek_raises = self.seek_raises
         reader.unassigned_polls = self.unassigned_polls
         reader.feed(*self.values)
         self.readers.append(reader)
@@ -334,6 +339,15 @@ def test_when_polling_fails_it_backs_off(room):
     room.run(each=copy)
     assert room.broker.sent == [b"0"]
     assert len(room.waits) == 2
+
+
+def test_when_going_back_fails_nothing_of_the_batch_is_skipped(room):
+    room.feed(b"0", b"1", b"2")
+    room.broker.raises["commit"] = [TransactionAborted("a test says so")]
+    room.broker.seek_raises += [BrokerUnavailable("down"), BrokerUnavailable("still down")]
+    room.run(each=copy)
+    assert room.broker.sent == [b"0", b"1", b"2"]
+    assert room.broker.acked == [0, 1, 2]
 
 
 @pytest.mark.parametrize("call", ["begin", "send", "ack", "commit"])
