@@ -175,7 +175,8 @@ class Deliveries:
             if most >= len(self._fetched):
                 taken, self._fetched = self._fetched, []
             else:
-                taken, self._fetched = self._fetched[:most], self._fetched[most:]
+                taken = self._fetched[:most]
+                del self._fetched[:most]
             if self._group is not None:
                 for assignment, messages in groupby(taken, _source_of):
                     assignment.hand_out([message.position for message in messages])
