@@ -8,7 +8,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge._topics import check_topic_name
+from txnbridge._topics import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import Advice, Broker, OpenTransaction, Partition, TopicInfo
@@ -42,6 +42,23 @@ class Admin:
             retention_seconds=retention_seconds,
             retention_bytes=retention_bytes,
         )
+
+    def _ensure(self, topics: Iterable[Topic], partitions: int) -> list[str]:
+        """For `Bridge.ensure_topics`."""
+        self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        found = {topic.name: topic.partitions for topic in self._broker.admin.topics(self._deadline())}
+        created = []
+        for topic in topics:
+            if topic.name not in found:
+                wanted = topic.partitions or partitions
+                if self.create_topic(topic.name, wanted, retention_seconds=topic.retention):
+                    created.append(topic.name)
+            elif topic.partitions not in (None, has := found[topic.name]):
+                raise InvalidOption(
+                    f"topic {topic.name!r} is declared with {topic.partitions} partitions and has {has}:"
+                    f" declare partitions={has}, or have more with: txnbridge topics grow {topic.name} N"
+                )
+        return created
 
     def topics(self, internal: bool = False) -> list[TopicInfo]:
         """All topics by name; those of txnbridge itself only with `internal=True`."""

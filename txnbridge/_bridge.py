@@ -25,7 +25,7 @@ from txnbridge._messages import Message
 from txnbridge._plugins import plugins
 from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token, TokenState
-from txnbridge._topics import Topic
+from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import Transaction
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge.capabilities import Capabilities, Capability, Limits
@@ -159,6 +159,7 @@ class Bridge:
         self._identity = identity
         self._timeout = float(timeout)
         self._hold = hold
+        self._create_topics = create_topics
         self._url = url
         self._count = itertools.count(1)
         self._opening = threading.Lock()
@@ -532,6 +533,20 @@ class Bridge:
         if isinstance(self._elsewhere, Bridge):
             return self._elsewhere.cluster
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
+
+    # --- topics -----------------------------------------------------------------------------------------------------
+
+    def ensure_topics(self, *topics: str | Topic) -> list[str]:
+        """Make those of these topics that are missing, as they are declared; the names of those that it made.
+
+        `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares one; without `partitions` it gets
+        `create_topics` of them, or one. A topic that is there stays as it is, its retention too.
+
+        Raises `InvalidOption` if one is there with another number of partitions than declared, `NotSupported` on a
+        broker that cannot make topics, `AccessDenied`.
+        """
+        with self._call():
+            return self.admin._ensure(map(as_topic, topics), self._create_topics or 1)
 
     # --- reading, publishing, deciding ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from txnbridge import Bridge, Capability, InvalidOption, NotFound, Outcome, TransactionAborted
+from txnbridge import Bridge, Capability, InvalidOption, NotFound, Outcome, Topic, TransactionAborted, codecs
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
@@ -37,6 +37,20 @@ def test_creating_a_topic_twice_is_no_error_unless_it_differs(bridge: Bridge, un
     assert [bridge.admin.create_topic(name, 2), bridge.admin.create_topic(name, 2)] == [True, False]
     with pytest.raises(InvalidOption):
         bridge.admin.create_topic(name, 3)
+
+
+@needs(Capability.TOPIC_ADMIN)
+def test_topics_declared_in_a_program_are_made_if_missing_and_else_left_alone(
+    bridge: Bridge, unique: Callable[[str], str]
+) -> None:
+    declared, other = Topic(unique("conformance"), codecs.json, partitions=3), unique("conformance")
+    assert bridge.ensure_topics(declared) == [declared.name]
+    assert bridge.ensure_topics(declared, other) == [other]
+    assert bridge.admin.topic(declared.name).partitions == 3
+    bridge.admin.grow_topic(declared.name, 4)
+    assert bridge.ensure_topics(declared.name) == []
+    with pytest.raises(InvalidOption, match="3 partitions and has 4"):
+        bridge.ensure_topics(declared)
 
 
 @proves(Capability.TOPIC_ADMIN)
