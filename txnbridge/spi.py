@@ -147,6 +147,9 @@ class Backend(ABC):
     options: Mapping[str, Option]
     steps: tuple[str, ...] = ()  # the names of its own `step:` events
 
+    def check_installed(self) -> None:
+        """Raise `BackendMissing` without the client library. It connects to nothing: a broker may not run yet."""
+
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
         """Connect. `options` are complete and typed.

@@ -165,7 +165,7 @@ class Requests:
     """
 
     def __init__(self, settings: Settings) -> None:
-        _check_version()
+        check_version()
         _silence()
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
         self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
@@ -682,15 +682,18 @@ def _pauses() -> Iterator[float]:
 # --- kafka-python ----------------------------------------------------------------------------------------------------
 
 
-def _check_version() -> None:
+def check_version() -> None:
+    """Raise `BackendMissing` without the one minor version of kafka-python that we know."""
     try:
         version = importlib.metadata.version("kafka-python")
     except importlib.metadata.PackageNotFoundError:
-        raise BackendMissing("kafka-python is not installed; pip install 'txnbridge[kafka]'") from None
+        raise BackendMissing(
+            "kafka-python is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
+        ) from None
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not (3, 0, 12) <= numbers < (3, 1):
         raise BackendMissing(
-            f"kafka-python {version} is installed, and only >=3.0.12,<3.1 will do; pip install 'txnbridge[kafka]'"
+            f"kafka-python {version} is installed and will not do: pip install 'kafka-python>=3.0.12,<3.1'"
         )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -892,7 +895,7 @@ def test_kafka_pythons_own_lines_go_nowhere(kafka_broker, capfd, caplog):
 @pytest.mark.parametrize("version", ["3.0.11", "3.1.0", "3.1.0.dev1", "2.9.9", "4.0"])
 def test_another_version_of_kafka_python_is_refused(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(BackendMissing, match=r"pip install 'txnbridge\[kafka\]'"):
+    with pytest.raises(BackendMissing, match="pip install 'kafka-python>=3"):
         Requests(settings_for("127.0.0.1:1"))
 
 
@@ -901,8 +904,27 @@ def test_a_missing_kafka_python_is_told_with_what_to_install(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(BackendMissing, match=r"not installed; pip install 'txnbridge\[kafka\]'"):
+    with pytest.raises(BackendMissing, match=r"not installed: .* pip install -e '\.\[kafka\]'"):
         Requests(settings_for("127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("package", ["confluent_kafka", "kafka"])
+def test_no_kafka_is_started_for_a_demo_that_lacks_its_client(package):
+    program = f"""
+import importlib.metadata, sys
+sys.modules[{package!r}] = None
+if {package!r} == "kafka":
+    importlib.metadata.version = lambda name: (_ for _ in ()).throw(importlib.metadata.PackageNotFoundError(name))
+import txnbridge_conformance._commands as commands
+def start(name):
+    raise AssertionError("started in vain")
+commands._started = start
+from txnbridge.cli import main
+main(["demo", "kafka"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"txnbridge: [\w-]+ is not installed: .* pip install -e '\.\[kafka\]'\n", done.stderr)
 
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
