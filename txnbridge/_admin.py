@@ -11,7 +11,7 @@ from txnbridge._token import Decision, Outcome
 from txnbridge._topics import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import Advice, Broker, OpenTransaction, Partition, TopicInfo
+from txnbridge.spi import Advice, Broker, GroupInfo, OpenTransaction, Partition, TopicInfo
 
 
 class Admin:
@@ -90,6 +90,30 @@ class Admin:
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.bounds(names, self._deadline())
+
+    def groups(self) -> dict[str, int]:
+        """Every group by name, and how many members it has now."""
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return dict(sorted(self._broker.admin.groups(self._deadline()).items()))
+
+    def group(self, name: str) -> GroupInfo:
+        """One group: its members and what each has, its positions and its lag. Raises `NotFound`."""
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return self._broker.admin.group(name, self._deadline())
+
+    def reset_group(
+        self, name: str, to: str | int = "earliest", topics: str | Iterable[str] | None = None
+    ) -> dict[Partition, Position]:
+        """Let a group without members go on elsewhere: at "earliest", "latest" or a time in milliseconds since 1970.
+
+        It holds for these topics, or for all that the group has read; returns where it stands now. Raises `NotFound`,
+        and `InvalidState` while the group has members or an undecided transaction holds acknowledgements of it.
+        """
+        if to not in ("earliest", "latest") and (not isinstance(to, int) or isinstance(to, bool)):
+            raise InvalidOption(f"a group is set to 'earliest', 'latest' or milliseconds since 1970, not {to!r}")
+        names = (topics,) if isinstance(topics, str) else None if topics is None else tuple(topics)
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return self._broker.admin.reset_group(name, to, names, self._deadline())
 
     def transactions(self) -> list[OpenTransaction]:
         """Open and prepared transactions, the oldest first."""

@@ -15,6 +15,7 @@ from txnbridge.spi import (
     Advice,
     Deadline,
     Decision,
+    GroupInfo,
     OpenTransaction,
     Outcome,
     Partition,
@@ -22,7 +23,7 @@ from txnbridge.spi import (
     Token,
     TopicInfo,
 )
-from txnbridge_embedded import endings, groups, retention
+from txnbridge_embedded import endings, groups, retention, standing
 from txnbridge_embedded.cursor import read_bounds
 from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID
 from txnbridge_embedded.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
@@ -141,6 +142,27 @@ class EmbeddedAdmin(Admin):
         if topic is None:
             raise NotFound(f"there is no topic {name!r}")
         return topic
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def groups(self, deadline: Deadline) -> dict[str, int]:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            rows = connection.execute(
+                "SELECT name, (SELECT count(*) FROM members WHERE group_id = groups.id AND expires_at >= ?)"
+                " FROM groups",
+                (now_ms(),),
+            )
+            return dict(rows.fetchall())
+
+    def group(self, name: str, deadline: Deadline) -> GroupInfo:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            return standing.look(connection, name)
+
+    def reset_group(
+        self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
+    ) -> dict[Partition, Position]:
+        with self._broker.session(deadline) as connection:
+            return standing.reset(self._store, connection, name, to, topics, deadline)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
