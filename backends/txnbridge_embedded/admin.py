@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -263,7 +264,9 @@ class EmbeddedAdmin(Admin):
                 "warning",
                 f"transaction {transaction}",
                 f"is {state} and holds readers back for up to {left} s more",
-                f"txnbridge transactions commit {transaction}, or abort" if state == "prepared" else "",
+                f"txnbridge transactions commit (or abort) {shlex.quote(transaction)} --yes --reason TEXT"
+                if state == "prepared"
+                else "",
             )
         for group, count in parked:
             yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")

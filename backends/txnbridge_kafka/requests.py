@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import socket
 import threading
 import time
@@ -98,6 +99,7 @@ _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 _PATIENCE = 5.0
 # A log-in on a busy machine takes tenths of a second.
 _LEAST_PATIENCE = 0.3
+_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # what kafka-python says where no server is
 # Markers take milliseconds to be written; a coordinator takes seconds to move.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
 # Enough for a few callers at once; more are made as needed and not kept.
@@ -368,13 +370,16 @@ class Requests:
 
         return self._until(deadline, "asking for the cluster's features", attempt)
 
-    def cluster_id(self, deadline: Deadline) -> str:
-        """The cluster's own id."""
+    def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
+        """The cluster's own id.
+
+        Raises `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
+        """
 
         async def attempt(line: _Line) -> str:
             return str((await line.metadata()).cluster_id)
 
-        return self._until(deadline, "asking for the cluster's id", attempt)
+        return self._until(deadline, "asking for the cluster's id", attempt, nobody_for)
 
     def close(self) -> None:
         """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
@@ -384,9 +389,16 @@ class Requests:
         for line in idle:
             line.close()
 
-    def _until(self, deadline: Deadline, what: str, attempt: Callable[[_Line], Awaitable[T]]) -> T:
-        """Try until it succeeds, is refused, or the deadline passes."""
+    def _until(
+        self,
+        deadline: Deadline,
+        what: str,
+        attempt: Callable[[_Line], Awaitable[T]],
+        nobody_for: float = math.inf,
+    ) -> T:
+        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all."""
         reason, cause = "no time was left to ask", None
+        begun, nobody = time.monotonic(), 0  # tries, one after the other
         for pause in _pauses():
             if deadline.expired:
                 break
@@ -405,6 +417,12 @@ class Requests:
             except (errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error
+            nobody = nobody + 1 if any(sign in reason for sign in _NOBODY) else 0
+            if nobody >= len(self._servers) and time.monotonic() - begun >= nobody_for:
+                raise BrokerUnavailable(
+                    f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
+                    " correct the URL"
+                )
             time.sleep(min(pause, deadline.left()))
         raise DeadlineExceeded(
             f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"

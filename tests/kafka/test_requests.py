@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +25,12 @@ from txnbridge_kafka import requests
 from txnbridge_kafka.requests import ANSWERS, Described, Ended, Requests
 from txnbridge_kafka.settings import Settings
 
+import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
 from txnbridge.errors import (
     AccessDenied,
     BackendMissing,
+    BrokerUnavailable,
     DeadlineExceeded,
     Fenced,
     InvalidOption,
@@ -617,6 +620,20 @@ def test_without_a_broker_every_call_ends_by_its_deadline(call):
     ours = Requests(settings_for("127.0.0.1:1"))
     check_in_time(call, ours, 0.3)
     ours.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_where_nothing_listens_a_bridge_says_so_in_one_line_and_does_not_wait_for_it(host):
+    with pytest.raises(BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
+        txnbridge.connect(f"kafka://{host}:1", timeout=600)
+    assert "\n" not in str(refused.value)
+    shown = "".join(traceback.format_exception(refused.value))
+    assert shown.count("Traceback") == 1  # and none of the client's
+
+
+def test_a_server_that_refuses_does_not_keep_the_next_one_from_being_asked(kafka_broker):
+    with txnbridge.connect(f"kafka://127.0.0.1:1,{kafka_broker.url[8:]}") as bridge:
+        assert bridge.cluster
 
 
 @pytest.mark.parametrize("call", ALL.values(), ids=ALL)
