@@ -8,10 +8,10 @@ from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
-from txnbridge._topics import check_topic_name
+from txnbridge._topics import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import Advice, Broker, OpenTransaction, Partition, TopicInfo
+from txnbridge.spi import Advice, Broker, GroupInfo, OpenTransaction, Partition, TopicInfo
 
 
 class Admin:
@@ -43,6 +43,23 @@ class Admin:
             retention_bytes=retention_bytes,
         )
 
+    def _ensure(self, topics: Iterable[Topic], partitions: int) -> list[str]:
+        """For `Bridge.ensure_topics`."""
+        self._broker.capabilities.require(Capability.TOPIC_ADMIN)
+        found = {topic.name: topic.partitions for topic in self._broker.admin.topics(self._deadline())}
+        created = []
+        for topic in topics:
+            if topic.name not in found:
+                wanted = topic.partitions or partitions
+                if self.create_topic(topic.name, wanted, retention_seconds=topic.retention):
+                    created.append(topic.name)
+            elif topic.partitions not in (None, has := found[topic.name]):
+                raise InvalidOption(
+                    f"topic {topic.name!r} is declared with {topic.partitions} partitions and has {has}:"
+                    f" declare partitions={has}, or have more with: txnbridge topics grow {topic.name} N"
+                )
+        return created
+
     def topics(self, internal: bool = False) -> list[TopicInfo]:
         """All topics by name; those of txnbridge itself only with `internal=True`."""
         topics = self._broker.admin.topics(self._deadline())
@@ -73,6 +90,30 @@ class Admin:
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.bounds(names, self._deadline())
+
+    def groups(self) -> dict[str, int]:
+        """Every group by name, and how many members it has now."""
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return dict(sorted(self._broker.admin.groups(self._deadline()).items()))
+
+    def group(self, name: str) -> GroupInfo:
+        """One group: its members and what each has, its positions and its lag. Raises `NotFound`."""
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return self._broker.admin.group(name, self._deadline())
+
+    def reset_group(
+        self, name: str, to: str | int = "earliest", topics: str | Iterable[str] | None = None
+    ) -> dict[Partition, Position]:
+        """Let a group without members go on elsewhere: at "earliest", "latest" or a time in milliseconds since 1970.
+
+        It holds for these topics, or for all that the group has read; returns where it stands now. Raises `NotFound`,
+        and `InvalidState` while the group has members or an undecided transaction holds acknowledgements of it.
+        """
+        if to not in ("earliest", "latest") and (not isinstance(to, int) or isinstance(to, bool)):
+            raise InvalidOption(f"a group is set to 'earliest', 'latest' or milliseconds since 1970, not {to!r}")
+        names = (topics,) if isinstance(topics, str) else None if topics is None else tuple(topics)
+        self._broker.capabilities.require(Capability.GROUP_ADMIN)
+        return self._broker.admin.reset_group(name, to, names, self._deadline())
 
     def transactions(self) -> list[OpenTransaction]:
         """Open and prepared transactions, the oldest first."""

@@ -6,6 +6,7 @@ import atexit
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 import warnings
@@ -25,7 +26,7 @@ from txnbridge._messages import Message
 from txnbridge._plugins import plugins
 from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token, TokenState
-from txnbridge._topics import Topic
+from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import Transaction
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge.capabilities import Capabilities, Capability, Limits
@@ -150,13 +151,16 @@ class Bridge:
     ) -> None:
         self._forked = False
         self._abandoned: deque[tuple[Writer, Begin]] = deque()  # of transactions that were left unfinished
-        self._closed = False
+        self._closed = False  # to new calls
+        self._closing = threading.Lock()
+        self._let_go = False
         self._name = f"{backend.name}-{_random(4)}"
         self._events = Emitter(self._name, plugins.listeners())
         self._header_makers = plugins.header_makers()
         self._identity = identity
         self._timeout = float(timeout)
         self._hold = hold
+        self._create_topics = create_topics
         self._url = url
         self._count = itertools.count(1)
         self._opening = threading.Lock()
@@ -534,6 +538,20 @@ class Bridge:
             return self._elsewhere.cluster
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)
 
+    # --- topics -----------------------------------------------------------------------------------------------------
+
+    def ensure_topics(self, *topics: str | Topic) -> list[str]:
+        """Make those of these topics that are missing, as they are declared; the names of those that it made.
+
+        `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares one; without `partitions` it gets
+        `create_topics` of them, or one. A topic that is there stays as it is, its retention too.
+
+        Raises `InvalidOption` if one is there with another number of partitions than declared, `NotSupported` on a
+        broker that cannot make topics, `AccessDenied`.
+        """
+        with self._call():
+            return self.admin._ensure(map(as_topic, topics), self._create_topics or 1)
+
     # --- reading, publishing, deciding ------------------------------------------------------------------------------
 
     def consumer(
@@ -657,16 +675,32 @@ class Bridge:
         """Refuse new calls, wait for running ones, abort what is unfinished, leave all groups, let go.
 
         Prepared transactions live on. It takes no longer than the bridge's timeout: a call that still runs then is left
-        to its caller, and a poll after two seconds. Safe to repeat.
+        to its caller, and a poll after two seconds. Safe to repeat; while another thread closes it waits for that.
+
+        From inside a call of the same thread (by a signal handler or a listener) it refuses new calls and returns: that
+        call goes on to its end, and the next `close()`, at the end of the bridge's block or of the program, does the
+        rest.
         """
         if self._forked:
             return
         with self._room:
-            if self._closed:
-                return
             self._closed = True
             self._room.notify_all()  # who waits for a writer is refused
+        if self._is_calling():  # raising here would make a commit that is interrupted look as if it had failed
+            _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
+            return
         deadline = Deadline(self._timeout)
+        if not self._closing.acquire(timeout=deadline.left()):
+            _log.warning("closing: another thread has been closing %r for %g s", self, deadline.seconds)
+            return
+        try:
+            if not self._let_go:
+                self._close(deadline)
+                self._let_go = True
+        finally:
+            self._closing.release()
+
+    def _close(self, deadline: Deadline) -> None:
         with self._events.step("bridge.close"):
             self._end_calls(deadline)
             polls = Deadline(min(deadline.left(), _POLL_SECONDS))
@@ -688,6 +722,18 @@ class Bridge:
             if self._elsewhere is not None:
                 _quietly(self._elsewhere.close)
         _live.discard(self)
+
+    def _is_calling(self) -> bool:
+        """Whether a call of this bridge, `close` among them, runs further down on this thread's stack."""
+        frame = sys._getframe(1).f_back  # the caller of `close`
+        if frame is not None and frame.f_code is Bridge.__exit__.__code__:
+            frame = frame.f_back
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if caller is self or (isinstance(caller, Transaction | Consumer | Publisher) and caller._bridge is self):
+                return True
+            frame = frame.f_back
+        return False
 
     def _end_calls(self, deadline: Deadline) -> None:
         """Abort the transactions on which no call runs, and wait for the calls that do."""

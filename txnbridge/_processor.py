@@ -6,6 +6,7 @@ the messages hold their place: the pass is repeated, or the loop stops with the 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -165,7 +166,8 @@ class Processor:
 
     Run it with `run()`, or as a block in a thread of its own. It runs once.
 
-    Raises `InvalidOption` for settings that make no sense and for a handler that does not take two arguments,
+    Raises `InvalidOption` for settings that make no sense and for a handler that does not take two arguments or is
+    asynchronous,
     `NotSupported` on a broker that cannot acknowledge in a transaction.
     """
 
@@ -784,6 +786,12 @@ def _is_plain_abort(state: RetryCallState) -> bool:
 
 def _check_takes_two(setting: str, handler: Any) -> None:
     """Raise `InvalidOption` for a handler that cannot be called with what it is for, and the transaction."""
+    called = handler if inspect.isroutine(handler) or isinstance(handler, functools.partial) else type(handler).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
+        raise InvalidOption(
+            f"{setting}= is a plain function: an `async def` or a generator would be called and never run. Inside a"
+            " plain one, asyncio.run(…) runs what is asynchronous"
+        )
     try:
         signature = inspect.signature(handler)
     except (TypeError, ValueError):  # some that are written in C have none

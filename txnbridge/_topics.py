@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from txnbridge import codecs
+from txnbridge._deadline import check_seconds
 from txnbridge._messages import NO_HEADERS, Headers, Message, encode_key
 from txnbridge.codecs import Codec, CodecContext
 from txnbridge.errors import InvalidOption, Poison
@@ -14,14 +15,23 @@ from txnbridge.errors import InvalidOption, Poison
 
 @dataclass(frozen=True)
 class Topic:
-    """A topic's name with the codecs of its values and keys. A bare name is bytes with keys as bytes or text."""
+    """A topic's name with the codecs of its values and keys. A bare name is bytes with keys as bytes or text.
+
+    `partitions`, and `retention` in seconds, are for `bridge.ensure_topics`, which makes it if it is missing.
+    """
 
     name: str
     codec: Codec = codecs.bytes
     key: Codec | None = None
+    partitions: int | None = field(default=None, kw_only=True)
+    retention: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
+        if self.partitions is not None and (type(self.partitions) is not int or self.partitions < 1):
+            raise InvalidOption(f"the partitions of a topic are a whole number from 1, not {self.partitions!r}")
+        if self.retention is not None:
+            check_seconds("the retention of a topic", self.retention, above_0=True)
 
     @property
     def plain(self) -> bool:

@@ -96,7 +96,10 @@ def find_backend(scheme: str) -> Backend:
             return backend
     if scheme in _EXTRAS:
         extra = _EXTRAS[scheme]
-        raise BackendMissing(f"there is no backend for {scheme}: here; pip install 'txnbridge[{extra}]'" + _failures())
+        raise BackendMissing(
+            f"there is no backend for {scheme}: here; in a clone of txnbridge,"
+            f" pip install -e '.[{extra}]'" + _failures()
+        )
     known = ", ".join(sorted(s for backend in backends for s in backend.schemes)) or "none"
     raise BackendMissing(f"no backend knows the URL scheme {scheme!r}; known here: {known}" + _failures())
 

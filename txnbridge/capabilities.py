@@ -56,6 +56,7 @@ class Capability(Enum):
     CHOOSE_PARTITION = "choose-partition", "The sender may choose the partition."
     TIMESTAMPS = "timestamps", "The sender may set the timestamp."
     TOPIC_ADMIN = "topic-admin", "Topics can be created, listed, grown and deleted."
+    GROUP_ADMIN = "group-admin", "Groups can be listed with their members and lag, and set back or forward."
     DECISION_LOG = "decision-log", "The broker can keep the log in which the first decision for an id wins."
     HALF_MESSAGES = "half-messages", "A message can wait for the outcome of something outside the broker."
     SURVIVES_BROKER_KILL = "survives-broker-kill", "What was committed survives kill -9 of the broker."

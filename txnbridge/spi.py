@@ -46,6 +46,8 @@ __all__ = [
     "DecisionLog",
     "Emitter",
     "Evidence",
+    "GroupInfo",
+    "GroupMember",
     "Half",
     "HalfStore",
     "Headers",
@@ -146,6 +148,9 @@ class Backend(ABC):
     limits: Limits
     options: Mapping[str, Option]
     steps: tuple[str, ...] = ()  # the names of its own `step:` events
+
+    def check_installed(self) -> None:
+        """Raise `BackendMissing` without the client library. It connects to nothing: a broker may not run yet."""
 
     @abstractmethod
     def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
@@ -484,6 +489,26 @@ class OpenTransaction:
 
 
 @dataclass(frozen=True)
+class GroupMember:
+    """One member of a group; `until` is when it counts as gone unless it is heard of again, where the broker tells."""
+
+    name: str
+    host: str
+    partitions: tuple[Partition, ...] = ()
+    until: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One group: who is in it, where it stands, and how far that is from the end, as its readers count it."""
+
+    name: str
+    members: tuple[GroupMember, ...]
+    positions: Mapping[Partition, Position]
+    lag: Mapping[Partition, int]
+
+
+@dataclass(frozen=True)
 class Advice:
     """One finding of the doctor: `level` is "ok", "warning" or "problem"; `remedy` says what to do."""
 
@@ -527,6 +552,25 @@ class Admin(ABC):
         time, until retention removes them. A transaction past its deadline holds it back no longer than a reader.
         Raises `NotFound`.
         """
+
+    def groups(self, deadline: Deadline) -> dict[str, int]:
+        """Every group and how many members it has."""
+        raise NotImplementedError("declare group-admin absent, or provide this")
+
+    def group(self, name: str, deadline: Deadline) -> GroupInfo:
+        """One group. Raises `NotFound`."""
+        raise NotImplementedError("declare group-admin absent, or provide this")
+
+    def reset_group(
+        self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
+    ) -> dict[Partition, Position]:
+        """Let a group without members go on elsewhere, in some topics or in all that it has read; where that is.
+
+        `to` is "earliest", "latest" or a timestamp in milliseconds. What a member that is taken for dead had read it
+        cannot acknowledge any more. Raises `NotFound` for a group, or a topic that the group has never read, and
+        `InvalidState` while it has members or an undecided transaction holds acknowledgements of it.
+        """
+        raise NotImplementedError("declare group-admin absent, or provide this")
 
     @abstractmethod
     def transactions(self, deadline: Deadline) -> list[OpenTransaction]: ...

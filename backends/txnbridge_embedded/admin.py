@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from txnbridge.spi import (
     Advice,
     Deadline,
     Decision,
+    GroupInfo,
     OpenTransaction,
     Outcome,
     Partition,
@@ -22,7 +24,7 @@ from txnbridge.spi import (
     Token,
     TopicInfo,
 )
-from txnbridge_embedded import endings, groups, retention
+from txnbridge_embedded import endings, groups, retention, standing
 from txnbridge_embedded.cursor import read_bounds
 from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID
 from txnbridge_embedded.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
@@ -142,6 +144,27 @@ class EmbeddedAdmin(Admin):
             raise NotFound(f"there is no topic {name!r}")
         return topic
 
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def groups(self, deadline: Deadline) -> dict[str, int]:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            rows = connection.execute(
+                "SELECT name, (SELECT count(*) FROM members WHERE group_id = groups.id AND expires_at >= ?)"
+                " FROM groups",
+                (now_ms(),),
+            )
+            return dict(rows.fetchall())
+
+    def group(self, name: str, deadline: Deadline) -> GroupInfo:
+        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+            return standing.look(connection, name)
+
+    def reset_group(
+        self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
+    ) -> dict[Partition, Position]:
+        with self._broker.session(deadline) as connection:
+            return standing.reset(self._store, connection, name, to, topics, deadline)
+
     # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
@@ -241,7 +264,9 @@ class EmbeddedAdmin(Admin):
                 "warning",
                 f"transaction {transaction}",
                 f"is {state} and holds readers back for up to {left} s more",
-                f"txnbridge transactions commit {transaction}, or abort" if state == "prepared" else "",
+                f"txnbridge transactions commit (or abort) {shlex.quote(transaction)} --yes --reason TEXT"
+                if state == "prepared"
+                else "",
             )
         for group, count in parked:
             yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")

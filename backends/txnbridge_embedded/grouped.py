@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
 from txnbridge_embedded import groups, members
@@ -12,6 +13,9 @@ from txnbridge_embedded.cursor import Bounds, Cursor, count_between, first_since
 from txnbridge_embedded.groups import AckContext
 from txnbridge_embedded.polling import PollingReader
 from txnbridge_embedded.store import LEAVING_SECONDS, Connection, now_ms
+
+_log = logging.getLogger("txnbridge.embedded")
+_NAMED = 8  # so many partitions are named in a line of the log
 
 
 class GroupReader(PollingReader):
@@ -35,6 +39,7 @@ class GroupReader(PollingReader):
             members.record_starts(connection, self._group_id, topics, start, found)
             self._member = members.add_member(connection, self._group_id, topics, self._lease_ms)
             self._share_out(connection, now)
+        _log.info("group %r: joined", self._group)
 
     def _search(self, timestamp: int, deadline: Deadline) -> dict[int, int]:
         """Where a time is in each partition, by id."""
@@ -67,7 +72,20 @@ class GroupReader(PollingReader):
 
     def _add(self, cursors: Iterable[Cursor]) -> None:
         self._context = None
-        super()._add(cursors)
+        came = list(cursors)
+        super()._add(came)
+        for cursor in came:
+            topic, number = cursor.partition
+            _log.info("group %r: %s[%d] is here, from %d on", self._group, topic, number, cursor.bounds.position or 0)
+
+    def _lose(self, partitions: Sequence[Partition]) -> None:
+        if partitions:
+            _log.info(
+                "group %r: %s left: taken from this member, which did not give it up or renew its lease in time",
+                self._group,
+                named(partitions),
+            )
+        super()._lose(partitions)
 
     def _forget(self, partitions: Iterable[Partition]) -> None:
         self._context = None
@@ -109,5 +127,12 @@ class GroupReader(PollingReader):
             with self._writing("leave", deadline) as connection:
                 members.remove_members(connection, self._group_id, [self._member])
                 self._share_out(connection, now)
+            _log.info("group %r: left", self._group)
         finally:
             self._heartbeat.join(deadline)
+
+
+def named(partitions: Sequence[Partition]) -> str:
+    """Partitions as text for people, not all of very many."""
+    more = f" and {len(partitions) - _NAMED} more" if len(partitions) > _NAMED else ""
+    return ", ".join(f"{topic}[{number}]" for topic, number in partitions[:_NAMED]) + more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
-from txnbridge_embedded import groups, members
+from txnbridge_embedded import groups, members, standing
 from txnbridge_embedded.cursor import Bounds, Cursor, first_since, read_bounds
-from txnbridge_embedded.grouped import GroupReader
+from txnbridge_embedded.grouped import GroupReader, named
 from txnbridge_embedded.members import Held
 from txnbridge_embedded.ranges import Range, runs, without
 from txnbridge_embedded.store import Connection, now_ms
+
+_log = logging.getLogger("txnbridge.embedded")
 
 
 @dataclass
@@ -82,6 +85,14 @@ class OrderedReader(GroupReader):
         if generation != self._generation:
             self._assignments = members.read_assignments(connection, self._group_id)
             self._generation = generation
+            self._tell_of_others(connection)
+
+    def _tell_of_others(self, connection: Connection) -> None:
+        """Who waits for what another member has, perhaps a dead one, can read in the log how long that may last."""
+        if not _log.isEnabledFor(logging.INFO):
+            return
+        for holder, partitions in standing.held_by_others(connection, self._group_id, self._member).items():
+            _log.info("group %r: %s: with %s", self._group, named(partitions), holder)
 
     def _is_stale(self, connection: Connection, bounds: Mapping[Partition, Bounds], now: int) -> bool:
         held = [self._assignments.get(found.id) for found in bounds.values()]
@@ -126,6 +137,7 @@ class OrderedReader(GroupReader):
     def _give_up(self, wanted: Sequence[Partition], deadline: Deadline) -> None:
         """Let others have what they want, once no transaction of ours holds acknowledgements of it."""
         if wanted:
+            _log.info("group %r: %s: goes to another member", self._group, named(wanted))
             # First this, so that they are not lost sight of whatever the listener does.
             self._leaving.update({partition: self._cursors[partition] for partition in wanted})
             self._forget(wanted)

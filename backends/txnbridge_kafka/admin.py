@@ -22,6 +22,7 @@ from txnbridge.spi import (
     Context,
     Deadline,
     Decision,
+    GroupInfo,
     Ledger,
     LedgerEntry,
     OpenTransaction,
@@ -35,6 +36,7 @@ from txnbridge_kafka import doctor
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.endings import end_prepared, ending_of
 from txnbridge_kafka.forgotten import mend
+from txnbridge_kafka.groups import Groups
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
 from txnbridge_kafka.prepared import token_of
 from txnbridge_kafka.requests import Described
@@ -129,6 +131,19 @@ class KafkaAdmin(Admin):
         # The ends first: whatever retention removes meanwhile, no partition ends before it begins.
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def groups(self, deadline: Deadline) -> dict[str, int]:
+        return Groups(self._cluster, deadline).members()
+
+    def group(self, name: str, deadline: Deadline) -> GroupInfo:
+        return Groups(self._cluster, deadline).look(name)
+
+    def reset_group(
+        self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
+    ) -> dict[Partition, Position]:
+        return Groups(self._cluster, deadline).reset(name, to, topics)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 

@@ -77,9 +77,21 @@ class KafkaBackend(Backend):
         *("step:acks", "step:commit", "step:end", "step:record", "step:repair"),  # transactions
     )
 
-    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+    def check_installed(self) -> None:
         try:
-            from txnbridge_kafka.broker import KafkaBroker
+            from txnbridge_kafka import broker  # noqa: F401
+            from txnbridge_kafka.requests import check_version
         except ModuleNotFoundError as error:
-            raise BackendMissing(f"{error.name} is not installed: pip install 'txnbridge[kafka]'") from error
+            package = (error.name or "").partition(".")[0].replace("_", "-")
+            if package.startswith("txnbridge"):
+                raise
+            raise BackendMissing(
+                f"{package} is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
+            ) from error
+        check_version()
+
+    def open(self, url: Url, options: Mapping[str, Any], context: Context, deadline: Deadline) -> Broker:
+        self.check_installed()
+        from txnbridge_kafka.broker import KafkaBroker
+
         return KafkaBroker(read(url, options, context), context, self, deadline)

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("txnbridge")
+# A URL that is wrong, or a broker that does not run, mostly stays so: whoever has mistyped a port hears of it at once.
+_NOBODY_SECONDS = 1.0
 
 
 class KafkaBroker(Broker):
@@ -60,7 +62,7 @@ class KafkaBroker(Broker):
         self._log = settings.log_topic(context.application)
         self._cluster = Cluster(settings, Requests(settings), Topics(settings), context.events)
         try:
-            self.cluster = self._cluster.requests.cluster_id(deadline)
+            self.cluster = self._cluster.requests.cluster_id(deadline, nobody_for=_NOBODY_SECONDS)
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -108,8 +109,9 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
             text, level = f"{one.state} since {age} s; readers wait for its end{left}", "warning"
         else:
             continue  # somebody is just writing
-        how = f"commit {one.transaction}, or abort" if one.state == "prepared" else f"abort {one.transaction}"
-        yield Advice(level, f"transaction {one.transaction}", text, f"txnbridge transactions {how}")
+        how = "commit (or abort)" if one.state == "prepared" else "abort"
+        remedy = f"txnbridge transactions {how} {shlex.quote(one.transaction)} --yes --reason TEXT"
+        yield Advice(level, f"transaction {one.transaction}", text, remedy)
 
 
 def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
@@ -120,7 +122,7 @@ def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
             "problem",
             f"transaction {one.told.id}",
             f"has ended, and the broker forgot that in {places(one.held)}: readers wait there for ever",
-            f"stop its writer, then: txnbridge transactions repair {one.told.id}",
+            f"stop its writer, then: txnbridge transactions repair {shlex.quote(one.told.id)} --yes --reason TEXT",
         )
     for pid, held in found.unknown.items():
         yield Advice(

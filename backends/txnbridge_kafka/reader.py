@@ -33,6 +33,8 @@ from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
 
 _log = logging.getLogger("txnbridge.kafka.client")
+_for_people = logging.getLogger("txnbridge.kafka")  # what a group does, and why nothing comes
+_NAMED = 8  # so many partitions are named in a line of it
 
 # A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
 SHORT_CALL = 10.0
@@ -150,6 +152,7 @@ class KafkaReader(Reader):
             on_revoke=self._on_revoke,
             on_lost=self._on_lost,
         )
+        self._say("joining; what a member that died had comes here once the broker takes it for dead")
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -300,6 +303,7 @@ class KafkaReader(Reader):
         self._settle(wishes, {p: start for p, start in found.known.items() if p[0] not in owed})
         begun = {c.partition: at for c in self._current(wishes) if (at := found.begun.get(c.partition)) is not None}
         if begun:
+            self._say("%s: begins to read, at %s", named(begun), ", ".join(map(str, begun.values())))
             offsets = [TopicPartition(*partition, at) for partition, at in begun.items()]
             self._tell(lambda: self._client.commit(offsets=offsets, asynchronous=True))
             self._committing = Committing(wishes, begun)
@@ -354,6 +358,8 @@ class KafkaReader(Reader):
                 continue
             if not cursor.told:
                 cursor.told = True
+                at = start.at if isinstance(start, Lost) else start
+                self._say("%s: is here, from %d on", named([cursor.partition]), at)
                 cursor.source = self._listener.assigned(cursor.partition)
             if isinstance(start, Lost):
                 cursor.lose(start.why, start.at)
@@ -429,15 +435,19 @@ class KafkaReader(Reader):
             if not self._closed:
                 for each in partitions:
                     self._add((each.topic, each.partition))
+                self._say("given %s", named([(each.topic, each.partition) for each in partitions]) or "nothing")
             # None of them is read before it is settled where it goes on.
             (client.assign if self._eager else client.incremental_assign)([])
         except BaseException as error:
             self._kept.append(error)
 
     def _on_revoke(self, client: object, partitions: list[TopicPartition]) -> None:
+        self._say("gives up %s: it is shared out anew", named([(each.topic, each.partition) for each in partitions]))
         self._leave(partitions, before=self._revoking)
 
     def _on_lost(self, client: object, partitions: list[TopicPartition]) -> None:
+        gone = named([(each.topic, each.partition) for each in partitions])
+        self._say("%s left: the broker took this member for dead, or could not be reached in time", gone)
         self._leave(partitions, after=self._listener.lost)
 
     def _leave(
@@ -574,6 +584,18 @@ class KafkaReader(Reader):
         if not closing.join(deadline.left()):
             raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
         closing.finish()
+        self._say("left")
+
+    def _say(self, text: str, *args: object) -> None:
+        if self._subscription.group is not None:
+            _for_people.info("group %r: " + text, self._subscription.group, *args)
+
+
+def named(partitions: Iterable[Partition]) -> str:
+    """Partitions as text for people, not all of very many."""
+    names = [f"{topic}[{number}]" for topic, number in partitions]
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _connect(settings: Settings, subscription: Subscription, on_commit: Callable[..., None]) -> Consumer:

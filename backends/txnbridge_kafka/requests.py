@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import logging
+import math
 import socket
 import threading
 import time
@@ -112,6 +113,7 @@ _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 _PATIENCE = 5.0
 # A log-in on a busy machine takes tenths of a second.
 _LEAST_PATIENCE = 0.3
+_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # what kafka-python says where no server is
 # Markers take milliseconds to be written; a coordinator takes seconds to move.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
 # Enough for a few callers at once; more are made as needed and not kept.
@@ -194,7 +196,7 @@ class Requests:
     """
 
     def __init__(self, settings: Settings) -> None:
-        _check_version()
+        check_version()
         _silence()
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
         self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
@@ -491,13 +493,16 @@ class Requests:
 
         return self._until(deadline, "asking for the cluster's features", attempt)
 
-    def cluster_id(self, deadline: Deadline) -> str:
-        """The cluster's own id."""
+    def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
+        """The cluster's own id.
+
+        Raises `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
+        """
 
         async def attempt(line: _Line) -> str:
             return str((await line.metadata()).cluster_id)
 
-        return self._until(deadline, "asking for the cluster's id", attempt)
+        return self._until(deadline, "asking for the cluster's id", attempt, nobody_for)
 
     def close(self) -> None:
         """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
@@ -507,9 +512,16 @@ class Requests:
         for line in idle:
             line.close()
 
-    def _until(self, deadline: Deadline, what: str, attempt: Callable[[_Line], Awaitable[T]]) -> T:
-        """Try until it succeeds, is refused, or the deadline passes."""
+    def _until(
+        self,
+        deadline: Deadline,
+        what: str,
+        attempt: Callable[[_Line], Awaitable[T]],
+        nobody_for: float = math.inf,
+    ) -> T:
+        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all."""
         reason, cause = "no time was left to ask", None
+        begun, nobody = time.monotonic(), 0  # tries, one after the other
         for pause in _pauses():
             if deadline.expired:
                 break
@@ -528,6 +540,12 @@ class Requests:
             except (errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error
+            nobody = nobody + 1 if any(sign in reason for sign in _NOBODY) else 0
+            if nobody >= len(self._servers) and time.monotonic() - begun >= nobody_for:
+                raise BrokerUnavailable(
+                    f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
+                    " correct the URL"
+                )
             time.sleep(min(pause, deadline.left()))
         raise DeadlineExceeded(
             f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
@@ -884,15 +902,18 @@ def _pauses() -> Iterator[float]:
 # --- kafka-python ----------------------------------------------------------------------------------------------------
 
 
-def _check_version() -> None:
+def check_version() -> None:
+    """Raise `BackendMissing` without the one minor version of kafka-python that we know."""
     try:
         version = importlib.metadata.version("kafka-python")
     except importlib.metadata.PackageNotFoundError:
-        raise BackendMissing("kafka-python is not installed; pip install 'txnbridge[kafka]'") from None
+        raise BackendMissing(
+            "kafka-python is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
+        ) from None
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     if not (3, 0, 12) <= numbers < (3, 1):
         raise BackendMissing(
-            f"kafka-python {version} is installed, and only >=3.0.12,<3.1 will do; pip install 'txnbridge[kafka]'"
+            f"kafka-python {version} is installed and will not do: pip install 'kafka-python>=3.0.12,<3.1'"
         )
 
 

@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
             " or the same one",
         ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
+        Capability.GROUP_ADMIN: absent("it is not built; `pulsar-admin topics stats` and `reset-cursor` do it"),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
         Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
     },

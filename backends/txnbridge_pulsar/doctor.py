@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -115,7 +116,8 @@ def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
                 "warning",
                 f"transaction {found.transaction}",
                 f"of {found.owner} has been {found.state} for {seconds:.0f} s and holds back all readers of {topics}",
-                "end it with txnbridge transactions commit or abort, or wait for its deadline",
+                f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT, or"
+                " wait for its deadline",
             )
 
 
@@ -149,7 +151,7 @@ def check_held_back(cluster: Cluster, rest: Rest, deadline: Deadline) -> Iterato
             topic,
             f"is held back by transaction {txn}, which no coordinator knows: a message came after the transaction had"
             " ended, or its topic was never named, and until it is ended there, too, nothing behind it can be read",
-            f"stop whoever still sends in it, then: txnbridge transactions repair {txn}",
+            f"stop whoever still sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
         )
 
 

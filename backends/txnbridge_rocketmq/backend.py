@@ -72,6 +72,9 @@ CAPABILITIES = Capabilities(
         Capability.CHOOSE_PARTITION: NATIVE,
         Capability.TIMESTAMPS: emulated("a property, because brokers judge by their own how old a half is"),
         Capability.TOPIC_ADMIN: NATIVE,
+        Capability.GROUP_ADMIN: absent(
+            "it is not built: where a group stands is in the decision log, not in what `mqadmin consumerProgress` shows"
+        ),
         Capability.DECISION_LOG: emulated("a topic with one queue in which the first record for an id counts"),
         Capability.HALF_MESSAGES: absent("the broker's own carry the transactions here, and are not offered besides"),
         Capability.SURVIVES_BROKER_KILL: NATIVE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator
 
@@ -189,7 +190,8 @@ def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
                 "problem",
                 f"transaction {found.transaction}",
                 f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
-                "txnbridge transactions repair lets it ask again; commit or abort ends it",
+                f"txnbridge transactions repair {shlex.quote(found.transaction)} --yes --reason TEXT lets it ask again;"
+                " commit or abort instead of repair ends it",
             )
         elif found.state == "lost":
             yield Advice(

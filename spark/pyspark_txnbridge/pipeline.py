@@ -142,7 +142,9 @@ def _session(given: SparkSession | None) -> Iterator[SparkSession]:
     try:
         from pyspark.sql import SparkSession
     except ImportError as error:
-        raise BackendMissing("a pipeline runs on PySpark: pip install 'txnbridge[spark]'") from error
+        raise BackendMissing(
+            "a pipeline runs on PySpark: in a clone of txnbridge, pip install -e '.[spark]'"
+        ) from error
     found = given or SparkSession.getActiveSession()
     if found is not None:
         yield found

@@ -178,5 +178,5 @@ def test_without_testcontainers_there_is_no_engine_and_it_is_said_what_to_instal
     monkeypatch.setitem(sys.modules, "testcontainers", None)
     assert not engine_answers()
     monkeypatch.setitem(sys.modules, "testcontainers.core.container", None)
-    with pytest.raises(BackendMissing, match=r"pip install 'txnbridge\[brokers\]'"):
+    with pytest.raises(BackendMissing, match=r"pip install -e '\.\[brokers\]'"):
         brokers.kafka(container=True)

@@ -173,7 +173,9 @@ def test_the_url_may_come_from_the_environment(monkeypatch, invoke):
     "args",
     [
         ["read", "orders"],
+        ["redrive", "orders-dead", "--dry-run"],
         ["doctor"],
+        ["capabilities"],
         ["topics", "list"],
         ["topics", "delete", "orders", "--yes"],
         ["transactions", "list"],

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import txnbridge
+from tests.core.toy import ToyBackend
+from txnbridge import hookimpl, plugins
 from txnbridge.cli.demo.scenes import is_alive
 
 DEMO = [sys.executable, "-m", "txnbridge.cli", "demo"]
@@ -77,6 +79,30 @@ def test_a_plain_encoding_is_enough(tmp_path):
     assert run.stdout.isascii()
 
 
+def test_it_is_as_wide_as_it_is_told(tmp_path):
+    assert {len(line) for line in play(tmp_path, COLUMNS="57").stdout.splitlines() if line[0:1] == "╭"} == {57}
+
+
+class NotInstalled(ToyBackend):
+    name = "kafka"
+
+    def check_installed(self):
+        raise txnbridge.BackendMissing("its client is not installed")
+
+    @hookimpl
+    def txnbridge_brokers(self):
+        def start():
+            raise AssertionError("a broker is started in vain")
+
+        return [("kafka", start)]
+
+
+def test_no_broker_is_started_for_a_backend_whose_client_is_missing(invoke):
+    with plugins.registered(NotInstalled()):
+        result = invoke("demo", "kafka")
+    assert (result.exit_code, result.stderr) == (2, "txnbridge: its client is not installed\n")
+
+
 def test_with_keep_the_shop_stays_and_can_be_read(tmp_path):
     run = play(tmp_path, "--keep", "--json")
     url = json.loads(run.stdout)["url"]
@@ -127,10 +153,20 @@ def test_no_color_is_respected(tmp_path, monkeypatch, wanted):
     assert bool(re.search(r"\x1b\[[0-9;]*3[0-7]m", shown)) is wanted
 
 
+FROZEN = ("and freezes", 4)
+
+
 @pytest.mark.parametrize(
-    ("moment", "processes"), [("come in", 0), ("and freezes", 4)], ids=["while the first starts", "while one is frozen"]
+    ("moment", "processes", "number", "code"),
+    [
+        ("come in", 0, signal.SIGINT, 130),
+        (*FROZEN, signal.SIGINT, 130),
+        (*FROZEN, signal.SIGTERM, 143),
+        (*FROZEN, signal.SIGHUP, 129),
+    ],
+    ids=["interrupted while the first starts", "interrupted while one is frozen", "terminated", "hung up"],
 )
-def test_an_interrupt_ends_all_its_processes(tmp_path, interruptible, moment, processes):
+def test_a_signal_ends_all_its_processes(tmp_path, interruptible, moment, processes, number, code):
     with subprocess.Popen(
         DEMO,
         env=environment(tmp_path),
@@ -144,10 +180,10 @@ def test_an_interrupt_ends_all_its_processes(tmp_path, interruptible, moment, pr
         for line in process.stdout:
             pids += [int(pid) for pid in re.findall(r"^  (?:worker|cashier|rescuer|old till|new till) (\d+)", line)]
             if moment in line:
-                os.killpg(process.pid, signal.SIGINT)
+                os.killpg(process.pid, number)
                 break
         _, err = process.communicate()
-    assert (process.returncode, err) == (130, "\n")
+    assert (process.returncode, err) == (code, "\n" if number is signal.SIGINT else "")
     assert len(set(pids)) >= processes
     assert [pid for pid in set(pids) if is_alive(pid)] == []
     assert list((tmp_path / "tmp").iterdir()) == []

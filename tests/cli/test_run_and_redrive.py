@@ -87,6 +87,18 @@ def test_run_runs_a_processor_that_a_function_makes(invoke, bridge, shop, orders
     assert values(bridge, "shipments") == [b"1", b"2"]
 
 
+def test_run_tells_what_its_group_does(url, shop, orders):
+    orders(b"1")
+    command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping", "--until-idle"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = [line.split(" ", 2)[2] for line in done.stderr.splitlines()]
+    assert told == [
+        "group 'shipping': joined",
+        "group 'shipping': orders[0] is here, from 0 on",
+        "group 'shipping': left",
+    ]
+
+
 @pytest.mark.parametrize("target", ["shop:nested.shipping", "ready:processor"])
 def test_run_finds_it_inside_a_class_or_ready_made(invoke, bridge, url, shop, orders, target):
     (shop / "ready.py").write_text(READY.format(url=url))

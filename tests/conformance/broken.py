@@ -1093,6 +1093,27 @@ class CreatesATopicOnce(Broken):
             return True
 
 
+@caught_by("test_topics_declared_in_a_program_are_made_if_missing_and_else_left_alone")
+class ListsNoTopics(Broken):
+    class Administering(Around):
+        def topics(self, *args: Any) -> Any:
+            return []
+
+
+@caught_by("test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag")
+class ListsNoMembers(Broken):
+    class Administering(Around):
+        def group(self, *args: Any) -> Any:
+            return replace(self.inner.group(*args), members=())
+
+
+@caught_by("test_a_group_is_set_back_once_it_has_no_members")
+class SetsGroupsNowhere(Broken):
+    class Administering(Around):
+        def reset_group(self, name: str, to: Any, *rest: Any) -> Any:
+            return self.inner.reset_group(name, "latest", *rest)
+
+
 @caught_by("test_a_growing_topic_keeps_its_messages_and_its_readers")
 class GrowsNoTopics(Broken):
     class Administering(Around):

@@ -86,3 +86,11 @@ def test_the_reason_of_poison_holds_nothing_of_the_body() -> None:
 def test_a_topic_needs_a_proper_name(name: Any) -> None:
     with pytest.raises(InvalidOption):
         Topic(name)
+
+
+@pytest.mark.parametrize(
+    "declared", [{"partitions": 0}, {"partitions": "6"}, {"retention": 0}, {"retention": "1 day"}], ids=str
+)
+def test_a_topic_cannot_be_declared_with_what_no_broker_could_make(declared: dict[str, Any]) -> None:
+    with pytest.raises(InvalidOption, match=next(iter(declared))):
+        Topic("t", **declared)

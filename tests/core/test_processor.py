@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -877,6 +878,36 @@ def test_settings_that_make_no_sense_are_refused(room, settings):
 )
 def test_a_handler_that_cannot_be_called_so_is_refused_when_the_processor_is_made(room, setting, handler):
     with pytest.raises(InvalidOption, match=rf"{setting}= is called as f\("):
+        room.processor(**{setting: handler})
+
+
+async def copy_async(message: Message, txn: Transaction, more: object = None) -> None:
+    copy(message, txn)
+
+
+class Async:
+    async def __call__(self, message: Message, txn: Transaction) -> None:
+        copy(message, txn)
+
+
+def copy_in_turns(batch: Batch, txn: Transaction) -> Iterator[None]:
+    for message in batch:
+        copy(message, txn)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("setting", "handler"),
+    [
+        ("each", copy_async),
+        ("each", functools.partial(copy_async, more=1)),
+        ("each", Async()),
+        ("batch", Async().__call__),
+        ("batch", copy_in_turns),
+    ],
+)
+def test_a_handler_that_would_be_called_and_never_run_is_refused_when_the_processor_is_made(room, setting, handler):
+    with pytest.raises(InvalidOption, match=rf"{setting}= is a plain function"):
         room.processor(**{setting: handler})
 
 

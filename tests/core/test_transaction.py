@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -499,6 +500,74 @@ def test_a_commit_that_runs_longer_than_closing_may_last_keeps_its_writer_to_its
         assert broker.closed and writer.calls == ["begin"]
     assert txn.outcome is Outcome.COMMITTED
     assert writer.calls == ["begin", "commit", "close"]
+
+
+def test_closing_waits_for_another_thread_that_closes() -> None:
+    with slow_commit(timeout=60) as (bridge, broker, writer, _):
+        closing = [threading.Thread(target=bridge.close) for _ in range(2)]
+        closing[0].start()
+        deadline = Deadline(60)
+        while not bridge._closed:
+            deadline.check("waiting for the bridge to begin to close")
+        closing[1].start()
+        closing[1].join(0.2)
+        assert closing[1].is_alive() and not broker.closed
+        writer.may_end.set()
+        for thread in closing:
+            thread.join()
+    assert writer.calls == ["begin", "commit", "close"]
+
+
+def test_closing_waits_for_another_thread_that_closes_no_longer_than_the_timeout() -> None:
+    bridge, broker = connect_toy(timeout=0.2)
+    closed, may_go_on = threading.Event(), threading.Event()
+
+    def close(deadline: Deadline) -> None:
+        closed.set()
+        assert may_go_on.wait(60)
+
+    broker.close = close  # type: ignore[method-assign]
+    closing = threading.Thread(target=bridge.close)
+    closing.start()
+    assert closed.wait(60)
+    bridge.close()
+    assert closing.is_alive()
+    may_go_on.set()
+    closing.join()
+
+
+def test_closing_by_a_signal_handler_leaves_the_call_that_it_interrupted_alone() -> None:
+    class Interrupted(ToyWriter):
+        def commit(self, deadline: Deadline) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            super().commit(deadline)
+
+    bridge, broker = connect_toy(timeout=60)
+    broker.open_writers = lambda *given: [Interrupted()]  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR1, lambda *_: bridge.close())
+    try:
+        with bridge:
+            with bridge.transaction() as txn:
+                txn.send("t", b"1")
+            assert (txn.outcome, broker.closed) == (Outcome.COMMITTED, False)
+            with pytest.raises(InvalidState, match="closed"):
+                bridge.transaction()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert broker.closed
+
+
+def test_closing_inside_closing_does_not_wait_for_itself() -> None:
+    bridge, broker = connect_toy(timeout=60)
+    closes = []
+
+    def close(deadline: Deadline) -> None:
+        closes.append(deadline)
+        bridge.close()
+
+    broker.close = close  # type: ignore[method-assign]
+    bridge.close()
+    assert len(closes) == 1
 
 
 def test_a_bridge_without_an_id_opens_its_writers_when_they_are_needed() -> None:

@@ -97,7 +97,7 @@ def test_a_value_that_is_not_where_it_should_be_is_an_error(value: str) -> None:
 
 def test_a_scheme_of_ours_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "backends", list)
-    with pytest.raises(BackendMissing, match=r"txnbridge\[pulsar\]"):
+    with pytest.raises(BackendMissing, match=r"pip install -e '\.\[pulsar\]'"):
         find_backend("pulsar")
 
 

@@ -255,7 +255,7 @@ def test_the_doctor_lists_what_holds_readers_back_and_how_to_end_it(broker):
     token = prepare(broker, "orders", b"1")
     [advice] = [a for a in broker.admin.check(Deadline(5)) if a.level == "warning"]
     assert token.transaction in advice.subject
-    assert f"txnbridge transactions commit {token.transaction}" in advice.remedy
+    assert f"txnbridge transactions commit (or abort) {token.transaction} --yes --reason TEXT" in advice.remedy
 
 
 def test_the_doctor_ends_what_is_past_its_deadline_and_says_so(broker):

@@ -25,6 +25,7 @@ FOREIGN = re.compile(
             (r"pypi\.", "org"),
             ("python", "hosted"),
             ("npm", "js"),
+            ("pip install 'txn", r"bridge\["),  # it is on no index: a clone is installed, with pip install -e '.[…]'
         ]
     )
 )
@@ -40,7 +41,7 @@ def project_files() -> list[Path]:
 
 
 def foreign_lines(text: str) -> list[str]:
-    """The lines that name a path of one machine or the host of a package registry."""
+    """The lines that name a path of one machine, the host of a package registry, or what is not there."""
     return [line for line in text.splitlines() if FOREIGN.search(line)]
 
 
@@ -66,7 +67,10 @@ def test_no_file_names_a_machine_path_or_a_registry():
     assert found == {}
 
 
-@pytest.mark.parametrize("line", ["see /fa" + "rm/x", "https://pypi" + ".org/simple", "cd /wo" + "rk/main"])
+@pytest.mark.parametrize(
+    "line",
+    ["see /fa" + "rm/x", "https://pypi" + ".org/simple", "cd /wo" + "rk/main", "pip install 'txn" + "bridge[x]'"],
+)
 def test_a_line_that_names_one_is_found(line):
     assert foreign_lines(f"good\n{line}\ngood") == [line]
 

@@ -671,7 +671,7 @@ def test_forgotten_markers_are_proven_told_and_written_as_the_coordinator_decide
     assert one.visible() == ([b"before"] if commit else [])  # and nothing of what came later
     (advice,) = problems(one.admin, f"transaction {one.id}")
     assert f"{one.topic}[0]" in advice.text
-    assert advice.remedy.endswith(f"transactions repair {one.id}")
+    assert advice.remedy.endswith(f"transactions repair {one.id} --yes --reason TEXT")
     word = "commit" if commit else "abort"
     said = one.admin.repair(one.id, Deadline(LONG))
     assert said == f"wrote the forgotten markers of {one.id}: {word} in {one.topic}[0]"
@@ -942,7 +942,7 @@ def test_transactions_that_are_open_for_long_are_a_warning_and_fresh_ones_are_no
     # For a bridge whose transactions take no time, this one is old already.
     assert wait_until(lambda: bool(advice_of(make_admin(timeout=0.5), subject)), LONG)
     (advice,) = advice_of(make_admin(timeout=0.5), subject)
-    assert (advice.level, advice.remedy) == ("warning", f"txnbridge transactions abort {id}")
+    assert (advice.level, advice.remedy) == ("warning", f"txnbridge transactions abort {id} --yes --reason TEXT")
     producer.abort_transaction(LONG)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +25,12 @@ from txnbridge_kafka import requests
 from txnbridge_kafka.requests import ANSWERS, Described, Ended, Requests
 from txnbridge_kafka.settings import Settings
 
+import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
 from txnbridge.errors import (
     AccessDenied,
     BackendMissing,
+    BrokerUnavailable,
     DeadlineExceeded,
     Fenced,
     InvalidOption,
@@ -616,6 +622,20 @@ def test_without_a_broker_every_call_ends_by_its_deadline(call):
     ours.close()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_where_nothing_listens_a_bridge_says_so_in_one_line_and_does_not_wait_for_it(host):
+    with pytest.raises(BrokerUnavailable, match=f"nothing listens at {host}:1 .* correct the URL") as refused:
+        txnbridge.connect(f"kafka://{host}:1", timeout=600)
+    assert "\n" not in str(refused.value)
+    shown = "".join(traceback.format_exception(refused.value))
+    assert shown.count("Traceback") == 1  # and none of the client's
+
+
+def test_a_server_that_refuses_does_not_keep_the_next_one_from_being_asked(kafka_broker):
+    with txnbridge.connect(f"kafka://127.0.0.1:1,{kafka_broker.url[8:]}") as bridge:
+        assert bridge.cluster
+
+
 @pytest.mark.parametrize("call", ALL.values(), ids=ALL)
 def test_a_deadline_that_has_passed_asks_nothing(call):
     ours = Requests(settings_for("127.0.0.1:1"))
@@ -892,7 +912,7 @@ def test_kafka_pythons_own_lines_go_nowhere(kafka_broker, capfd, caplog):
 @pytest.mark.parametrize("version", ["3.0.11", "3.1.0", "3.1.0.dev1", "2.9.9", "4.0"])
 def test_another_version_of_kafka_python_is_refused(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    with pytest.raises(BackendMissing, match=r"pip install 'txnbridge\[kafka\]'"):
+    with pytest.raises(BackendMissing, match="pip install 'kafka-python>=3"):
         Requests(settings_for("127.0.0.1:1"))
 
 
@@ -901,8 +921,27 @@ def test_a_missing_kafka_python_is_told_with_what_to_install(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(BackendMissing, match=r"not installed; pip install 'txnbridge\[kafka\]'"):
+    with pytest.raises(BackendMissing, match=r"not installed: .* pip install -e '\.\[kafka\]'"):
         Requests(settings_for("127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("package", ["confluent_kafka", "kafka"])
+def test_no_kafka_is_started_for_a_demo_that_lacks_its_client(package):
+    program = f"""
+import importlib.metadata, sys
+sys.modules[{package!r}] = None
+if {package!r} == "kafka":
+    importlib.metadata.version = lambda name: (_ for _ in ()).throw(importlib.metadata.PackageNotFoundError(name))
+import txnbridge_conformance._commands as commands
+def start(name):
+    raise AssertionError("started in vain")
+commands._started = start
+from txnbridge.cli import main
+main(["demo", "kafka"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"txnbridge: [\w-]+ is not installed: .* pip install -e '\.\[kafka\]'\n", done.stderr)
 
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
@@ -14,6 +15,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
     test_no_topic_or_partition_of_an_aborted_transaction_is_seen,
 )
 
+from tests.first_program import check_first_program
 from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
 from tests.kafka.test_shield import (  # noqa: F401
     test_a_late_commit_does_nothing_to_our_next_transaction,
@@ -40,3 +42,7 @@ def kafka_broker() -> Iterator[brokers.Broker]:
 @pytest.fixture(scope="module")
 def txnbridge_url(kafka_broker: brokers.Broker) -> str:
     return kafka_broker.url
+
+
+def test_the_first_program_of_the_readme_runs_on_kafka_by_its_url_alone(txnbridge_url: str, tmp_path: Path) -> None:
+    check_first_program(txnbridge_url, tmp_path)

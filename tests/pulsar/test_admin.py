@@ -315,7 +315,7 @@ def test_the_doctor_tells_what_a_killed_process_left_open_or_prepared_and_what_t
         assert found[name].level == "warning"
         said = rf"of {id}\.p[01] has been {state} for \d+ s and holds back all readers of {topic}"
         assert re.fullmatch(said, found[name].text)
-        assert "transactions commit or abort" in found[name].remedy
+        assert "transactions commit (or abort) " in found[name].remedy
     assert bridge.admin.abort(half) is Outcome.ABORTED
     found = long_open(bridge)
     assert whole in found and half not in found
@@ -372,7 +372,7 @@ def test_what_was_committed_stays_when_a_topic_that_a_late_message_holds_back_is
     send_late(client, topic, None, b"plain")
     found = held(admin)
     assert set(found) == {topic, other}
-    assert found[topic].level == "problem" and f"transactions repair {txn}" in found[topic].remedy
+    assert found[topic].level == "problem" and f"transactions repair {txn} --yes --reason TEXT" in found[topic].remedy
     done = admin.repair(str(txn), soon())
     assert done.startswith(f"committed {txn} on held, other: the marker of its commit stands on held")
     assert not held(admin)

@@ -172,7 +172,7 @@ def test_the_command_comes_with_the_package():
 
 def test_without_pyspark_the_command_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
-    with pytest.raises(BackendMissing, match="pip install 'txnbridge"):
+    with pytest.raises(BackendMissing, match=r"pip install -e '\.\[spark\]'"):
         pipeline.run("embedded:a", "x", "embedded:b", "y", checkpoint="nowhere")
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "read": "Show committed messages.",
     "run": "Run a processor.",
     "redrive": "Send dead letters back to where they came from.",
+    "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
     "status": "Say what became of a token.",
     "doctor": "Look for what weakens a promise or holds readers back.",

@@ -34,7 +34,7 @@ def command(cli: Cli, where: str | None, every: bool) -> None:
 def _one(cli: Cli, where: str | None) -> None:
     from rich.text import Text
 
-    with cli.connect(where) as bridge:
+    with cli.look(where) as bridge:
         capabilities, limits = bridge.capabilities, bridge.limits
         broker, url = bridge.backend, bridge.url
     if cli.json:

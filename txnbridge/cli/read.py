@@ -20,7 +20,8 @@ _WAIT = 0.05
 _BATCH = 500
 
 
-def _start(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
+def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
+    """Where to read from, of an option: earliest, latest or a time."""
     if given in ("earliest", "latest"):
         return given
     if given.isdecimal():
@@ -32,7 +33,7 @@ def _start(ctx: click.Context, option: click.Parameter, given: str) -> str | int
 @click.argument("topic")
 @click.option("--limit", type=click.IntRange(min=1), help="Stop after so many messages.")
 @click.option("--follow", is_flag=True, help="Wait for more instead of stopping at the end.")
-@click.option("--start", default="earliest", callback=_start, help="earliest, latest or milliseconds since 1970.")
+@click.option("--start", default="earliest", callback=place, help="earliest, latest or milliseconds since 1970.")
 @click.option("--group", help="Read as a member of this group. Its position stays, unless --ack is given.")
 @click.option("--ack", is_flag=True, help="Acknowledge for the group what was shown.")
 def command(

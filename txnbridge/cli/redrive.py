@@ -24,7 +24,7 @@ def command(cli: Cli, topic: str, limit: int | None, reason: str | None, dry_run
     Every group of the original topic reads what comes back, not only the one that set it aside.
     """
     # A mistyped name must not become a new topic.
-    with cli.connect(create_topics=0) as bridge:
+    with cli.look() as bridge:
         redrive = Redrive(bridge, topic, reason=reason, limit=limit)
         if dry_run:
             _show(cli, redrive)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -22,10 +24,12 @@ def command(cli: Cli, target: str, until_idle: bool) -> None:
     """Run the processor NAME of MODULE, found from the current folder.
 
     NAME is a `Processor`, or a function that is given a bridge to --url and returns one. SIGTERM and Ctrl-C stop it
-    after the transaction that is running, a second one at once.
+    after the transaction that is running, a second one at once. What its group does, and what it waits for, is told on
+    standard error.
     """
     found = _load(target)
     with ExitStack() as stack:
+        stack.enter_context(_telling())
         if not isinstance(found, Processor):
             found = found(stack.enter_context(cli.connect()))
         if not isinstance(found, Processor):
@@ -36,6 +40,24 @@ def command(cli: Cli, target: str, until_idle: bool) -> None:
             raise TxnBridgeError(str(error)) from error
         finally:
             _say_what_it_did(cli, found)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """What the group does and waits for goes to stderr, unless the program has its own idea of logs."""
+    logger = logging.getLogger("txnbridge")
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _load(target: str) -> Any:

@@ -64,7 +64,9 @@ class ContainerBroker(Broker):
         try:
             from testcontainers.core.container import DockerContainer
         except ImportError:
-            raise BackendMissing("testcontainers is not installed; pip install 'txnbridge[brokers]'") from None
+            raise BackendMissing(
+                "testcontainers is not installed: in a clone of txnbridge, pip install -e '.[brokers]'"
+            ) from None
         self._start_timeout = start_timeout
         container = DockerContainer(image)
         for name, value in environment.items():

@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from txnbridge import Bridge, Capability, InvalidOption, NotFound, Outcome, TransactionAborted
+from txnbridge import (
+    Bridge,
+    Capability,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    Outcome,
+    Topic,
+    TransactionAborted,
+    codecs,
+)
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, Much, NewTopic, RunChild
@@ -39,6 +49,20 @@ def test_creating_a_topic_twice_is_no_error_unless_it_differs(bridge: Bridge, un
         bridge.admin.create_topic(name, 3)
 
 
+@needs(Capability.TOPIC_ADMIN)
+def test_topics_declared_in_a_program_are_made_if_missing_and_else_left_alone(
+    bridge: Bridge, unique: Callable[[str], str]
+) -> None:
+    declared, other = Topic(unique("conformance"), codecs.json, partitions=3), unique("conformance")
+    assert bridge.ensure_topics(declared) == [declared.name]
+    assert bridge.ensure_topics(declared, other) == [other]
+    assert bridge.admin.topic(declared.name).partitions == 3
+    bridge.admin.grow_topic(declared.name, 4)
+    assert bridge.ensure_topics(declared.name) == []
+    with pytest.raises(InvalidOption, match="3 partitions and has 4"):
+        bridge.ensure_topics(declared)
+
+
 @proves(Capability.TOPIC_ADMIN)
 def test_a_growing_topic_keeps_its_messages_and_its_readers(bridge: Bridge, topic: str, group: str) -> None:
     send(bridge, topic, b"before")
@@ -58,6 +82,39 @@ def test_a_growing_topic_keeps_its_messages_and_its_readers(bridge: Bridge, topi
 
         eventually(send_to_the_new_one, "the new partition takes messages")
         assert [(m.partition, m.value) for m in take(member, 1) + take(reader, 1)] == [(2, b"new")] * 2
+
+
+@proves(Capability.GROUP_ADMIN)
+def test_a_group_is_shown_with_its_members_where_it_stands_and_its_lag(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2", b"3")
+    with bridge.consumer(topic, group) as member:
+        messages = take(member, 3)
+        with bridge.transaction() as txn:
+            txn.ack(messages[:2])
+        # Brokers tell an administrator in their own time.
+        eventually(lambda: bridge.admin.groups().get(group) == 1, "the group is listed with its member")
+        eventually(lambda: bridge.admin.group(group).lag == member.lag(), "its lag is what its member says")
+        found = bridge.admin.group(group)
+        assert found.lag[topic, 0] > 0
+    assert [each.partitions for each in found.members] == [((topic, 0),)]
+    assert messages[1].position < found.positions[topic, 0] <= messages[2].position
+    eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
+    with pytest.raises(NotFound):
+        bridge.admin.group(group + "-nobody")
+
+
+@proves(Capability.GROUP_ADMIN)
+def test_a_group_is_set_back_once_it_has_no_members(bridge: Bridge, topic: str, group: str) -> None:
+    send(bridge, topic, b"1", b"2")
+    with bridge.consumer(topic, group) as member:
+        with bridge.transaction() as txn:
+            txn.ack(take(member, 2))
+        with pytest.raises(InvalidState):
+            bridge.admin.reset_group(group)
+    eventually(lambda: bridge.admin.group(group).members == (), "the member has left")
+    bridge.admin.reset_group(group)
+    with bridge.consumer(topic, group) as member:
+        assert values(take(member, 2)) == [b"1", b"2"]
 
 
 def test_the_bounds_of_a_topic_are_what_can_be_read_of_it(bridge: Bridge, new_topic: NewTopic) -> None:

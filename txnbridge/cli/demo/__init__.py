@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
 
     if broker is not None and (own is not None or keep):
         raise InvalidOption("a broker that is started for the demo ends with it: take --url for one of your own")
-    with _opened(broker, own, keep) as url:
+    with _ended_by_signals(), _opened(broker, own, keep) as url:
         stage = Stage(_console(cli.json), url, Shop(secrets.token_hex(2)))
         begin = time.monotonic()
         fault = _play(stage, clean=own is not None and not keep)
@@ -68,8 +70,11 @@ def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextM
         return _embedded(keep)
     brokers = plugins.brokers()
     if broker not in brokers:
-        known = ", ".join(sorted(brokers)) or "none: pip install 'txnbridge[conformance]'"
+        known = ", ".join(sorted(brokers)) or "none: in a clone of txnbridge, pip install -e '.[conformance]'"
         raise InvalidOption(f"no broker {broker!r} can be started here; known: {known}")
+    for backend in plugins.backends():
+        if backend.name == broker:
+            backend.check_installed()  # before what takes long is started for it
     return brokers[broker]()
 
 
@@ -92,8 +97,30 @@ def _folder(keep: bool) -> Iterator[str]:
 def _console(json: bool) -> Console:
     """The story goes to stdout; with --json to stderr."""
     found = _common.console(stderr=json)
-    found.width = min(found.width, _WIDTH)
+    columns = os.environ.get("COLUMNS", "")
+    found.width = int(columns) if columns.isdecimal() and int(columns) else min(found.width, _WIDTH)
     return found
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the story as Ctrl-C does, with all that it started; a second one changes nothing."""
+
+    def end(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL  # whoever ignores one, as nohup does, has reasons
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _play(stage: Stage, clean: bool) -> str | None:

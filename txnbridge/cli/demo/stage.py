@@ -28,6 +28,7 @@ PATIENCE = 30.0
 # So that the eye can follow on a terminal, where all of it would otherwise be there at once.
 _READING = 0.25
 _LOOKING = 0.06
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COLORS = {"shop": "cyan", "reader": "magenta"}
 
 
@@ -162,18 +163,25 @@ def _until(look: Callable[[], object], expected: object, patience: float) -> obj
 
 @contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Hold Ctrl-C back while a process starts, and from that process: this one ends it.
+    """Hold back what ends the story while a process starts, and from that process: this one ends it.
 
-    In the middle of a start it would leave a process that nobody knows, or show the traceback of another.
+    In the middle of a start it would leave a process that nobody knows, or show the traceback of another; and it may
+    come to all of them at once, also to the one from which the others are forked.
     """
-    resource_tracker.ensure_running()  # it belongs to the start, and would lift the block below at its end
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # which the new processes inherit
+    resource_tracker.ensure_running()  # it belongs to the start, and would lift the block of the others at its end
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))  # for the other threads
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the new process inherits
+    before = {
+        number: signal.signal(number, lambda number, frame: interrupts.append(number))  # for the other threads
+        for number in _ENDING
+        if callable(signal.getsignal(number))
+    }
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if interrupts:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(interrupts[0])

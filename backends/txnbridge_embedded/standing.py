@@ -1,0 +1,135 @@
+"""Where a group stands, as an administrator sees and sets it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from txnbridge.errors import InvalidState, NotFound
+from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
+from txnbridge_embedded import groups, members
+from txnbridge_embedded.cursor import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.store import Connection, Store, now_ms
+
+
+def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
+    """One group, to be called within a snapshot. Raises `NotFound`."""
+    group_id = _id_of(connection, name)
+    bounds = _read_bounds(connection, group_id)
+    by_id = {found.id: partition for partition, found in bounds.items()}
+    held = members.read_assignments(connection, group_id)
+    return GroupInfo(
+        name,
+        tuple(
+            GroupMember(member, host, tuple(by_id[id] for id, row in held.items() if row.member == member), until)
+            for member, host, until in _living(connection, group_id)
+        ),
+        {partition: (found.position or 0,) for partition, found in bounds.items()},
+        {
+            partition: count_between(
+                connection, found, found.position or 0, groups.taken(connection, group_id, found.id)
+            )
+            for partition, found in bounds.items()
+        },
+    )
+
+
+def reset(
+    store: Store,
+    connection: Connection,
+    name: str,
+    to: str | int,
+    topics: Sequence[str] | None,
+    deadline: Deadline,
+) -> dict[Partition, Position]:
+    """Set where a group without members goes on. Raises `NotFound`, `InvalidState`."""
+    with store.reading(connection, deadline):
+        bounds = _wanted(connection, name, topics)
+    times = (
+        {p: first_since(store, connection, found, to, deadline) for p, found in bounds.items()}
+        if isinstance(to, int)
+        else {}
+    )
+    with store.writing(connection, deadline, f"setting group {name!r}"):
+        group_id = _id_of(connection, name)
+        _check_free(connection, group_id, name)
+        members.remove_members(connection, group_id, members.expired_members(connection, group_id, now_ms()))
+        bounds = _wanted(connection, name, topics)
+        reached = {p: times.get(p, found.kept if to == "earliest" else found.end) for p, found in bounds.items()}
+        for partition, offset in reached.items():
+            _set(connection, group_id, bounds[partition].id, offset)
+    return {partition: (offset,) for partition, offset in reached.items()}
+
+
+def held_by_others(connection: sqlite3.Connection, group_id: int, member: str) -> dict[str, list[Partition]]:
+    """What other members have, under what tells who that is and for how long, as text for people."""
+    found: dict[str, list[Partition]] = {}
+    rows = connection.execute(
+        "SELECT m.host, m.expires_at, t.name, p.number FROM assignments a JOIN members m ON m.id = a.member"
+        " JOIN partitions p ON p.id = a.partition_id JOIN topics t ON t.id = p.topic_id"
+        " WHERE a.group_id = ? AND a.member != ? ORDER BY m.joined_at, t.name, p.number",
+        (group_id, member),
+    )
+    for host, until, topic, number in rows:
+        found.setdefault(lease(host, until), []).append((topic, number))
+    return found
+
+
+def lease(host: str, until: int) -> str:
+    """Who has a lease and for how long, as text for people."""
+    return f"{host}, whose lease ends at {datetime.fromtimestamp(until / 1000):%H:%M:%S} unless it is renewed"
+
+
+def _id_of(connection: sqlite3.Connection, name: str) -> int:
+    row = connection.execute("SELECT id FROM groups WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no group {name!r}; `txnbridge groups list` shows those that there are")
+    return int(row[0])
+
+
+def _living(connection: sqlite3.Connection, group_id: int) -> list[tuple[str, str, int]]:
+    return connection.execute(
+        "SELECT id, host, expires_at FROM members WHERE group_id = ? AND expires_at >= ? ORDER BY joined_at, id",
+        (group_id, now_ms()),
+    ).fetchall()
+
+
+def _read_bounds(connection: sqlite3.Connection, group_id: int) -> Mapping[Partition, Bounds]:
+    """Of every partition that the group has begun to read."""
+    rows = connection.execute(
+        "SELECT DISTINCT t.name FROM positions q JOIN partitions p ON p.id = q.partition_id"
+        " JOIN topics t ON t.id = p.topic_id WHERE q.group_id = ?",
+        (group_id,),
+    )
+    bounds = read_bounds(connection, [topic for (topic,) in rows], group_id)
+    return {partition: found for partition, found in bounds.items() if found.position is not None}
+
+
+def _wanted(connection: sqlite3.Connection, name: str, topics: Sequence[str] | None) -> Mapping[Partition, Bounds]:
+    bounds = _read_bounds(connection, _id_of(connection, name))
+    for topic in topics or ():
+        if topic not in {each for each, _ in bounds}:
+            raise NotFound(f"group {name!r} has never read topic {topic!r}")
+    return {p: found for p, found in bounds.items() if topics is None or p[0] in topics}
+
+
+def _check_free(connection: sqlite3.Connection, group_id: int, name: str) -> None:
+    for _, host, until in _living(connection, group_id):
+        raise InvalidState(f"group {name!r} has a member at {lease(host, until)}: stop it first")
+    row = connection.execute(
+        "SELECT id FROM transactions JOIN pending_acks USING (number) WHERE group_id = ? LIMIT 1", (group_id,)
+    ).fetchone()
+    if row is not None:
+        raise InvalidState(f"the prepared transaction {row[0]} has acknowledged messages for {name!r}: end it first")
+
+
+def _set(connection: sqlite3.Connection, group_id: int, partition_id: int, offset: int) -> None:
+    where = (group_id, partition_id)
+    for table in ("acks", "pending_acks", "leases"):
+        connection.execute(f"DELETE FROM {table} WHERE group_id = ? AND partition_id = ?", where)
+    connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (offset, *where))
+    # Whoever had it last may only be paused: what it acknowledges was delivered before this.
+    connection.execute(
+        "UPDATE assignments SET member = NULL, epoch = epoch + 1 WHERE group_id = ? AND partition_id = ?", where
+    )

@@ -1,0 +1,12 @@
+"""What a newcomer tries first works as it is written down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.first_program import URL, check_first_program
+
+
+def test_the_first_program_of_the_readme_runs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_first_program(URL, tmp_path)

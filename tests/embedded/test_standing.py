@@ -1,0 +1,95 @@
+"""Groups as an administrator sees and sets them, and what their members tell in the log."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+
+import pytest
+
+import txnbridge
+from txnbridge import Conflict, InvalidState, NotFound
+from txnbridge.testing import Child, tell
+
+
+@pytest.fixture
+def bridge(path):
+    with txnbridge.connect(f"embedded:{path}") as bridge:
+        bridge.admin.create_topic("orders", 2)
+        with bridge.transaction() as txn:
+            txn.send("orders", b"a", partition=0)
+            txn.send("orders", b"b", partition=1)
+        yield bridge
+
+
+def read_all(bridge):
+    with bridge.consumer("orders", "shipping") as consumer:
+        messages: list[txnbridge.Message] = []
+        while len(messages) < 2:
+            messages += consumer.poll()
+
+
+def test_a_group_goes_on_at_a_time_and_in_one_topic_only(bridge):
+    with bridge.transaction() as txn:
+        txn.send("other", b"c")
+    with bridge.consumer(["orders", "other"], "shipping"):
+        pass
+    with pytest.raises(NotFound, match="never read topic 'nothing'"):
+        bridge.admin.reset_group("shipping", "latest", ["orders", "nothing"])
+    assert bridge.admin.reset_group("shipping", "latest", "orders") == {("orders", 0): (1,), ("orders", 1): (1,)}
+    assert bridge.admin.group("shipping").lag == {("orders", 0): 0, ("orders", 1): 0, ("other", 0): 1}
+    assert bridge.admin.reset_group("shipping", 1, "orders") == {("orders", 0): (0,), ("orders", 1): (0,)}
+    assert bridge.admin.reset_group("shipping", 1 << 50)["other", 0] == (1,)
+
+
+def test_a_group_is_not_set_while_a_prepared_transaction_holds_acknowledgements_of_it(bridge):
+    with bridge.consumer("orders", "shipping") as consumer:
+        with bridge.transaction(prepare=True) as txn:
+            txn.ack(consumer.poll())
+    with pytest.raises(InvalidState, match=re.escape(txn.id)):
+        bridge.admin.reset_group("shipping")
+    bridge.abort(str(txn.token))
+    bridge.admin.reset_group("shipping")
+    read_all(bridge)
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+def test_what_a_member_had_read_that_was_taken_for_dead_it_cannot_acknowledge_after_the_group_was_set(
+    path, bridge, sharing, monkeypatch
+):
+    monkeypatch.setattr("txnbridge_embedded.members.Heartbeat._renew", lambda *given: None)
+    with txnbridge.connect(f"embedded:{path}?lease_seconds=0.2") as silent:
+        consumer = silent.consumer("orders", "shipping", sharing=sharing)
+        messages = consumer.poll()
+        deadline = time.monotonic() + 60
+        while bridge.admin.groups() != {"shipping": 0}:
+            assert time.monotonic() < deadline
+        bridge.admin.reset_group("shipping", "earliest")
+        with pytest.raises(Conflict), silent.transaction() as txn:
+            txn.ack(messages)
+    assert sum(bridge.admin.group("shipping").lag.values()) == 2
+
+
+def read_and_wait(url):
+    with txnbridge.connect(url) as bridge:
+        consumer = bridge.consumer("orders", "shipping")
+        consumer.poll()
+        tell(os.getpid())
+        time.sleep(60)
+
+
+def test_who_waits_for_a_dead_members_lease_reads_in_the_log_whose_it_is_and_until_when(path, bridge, caplog):
+    with Child(read_and_wait, f"embedded:{path}?lease_seconds=6") as child:
+        pid = child.told()
+    caplog.set_level(logging.INFO, "txnbridge.embedded")
+    read_all(bridge)
+    told = [record.getMessage() for record in caplog.records if record.name == "txnbridge.embedded"]
+    assert told[0] == "group 'shipping': joined"
+    held = re.compile(rf"orders\[\d\].*: with \S+:{pid}, whose lease ends at [\d:]+ unless")
+    waits = [line for line in told if held.search(line)]
+    assert waits
+    assert {f"group 'shipping': orders[{number}] is here, from 0 on" for number in range(2)} <= set(told)
+    assert told[-1] == "group 'shipping': left"
+    assert told.index(waits[0]) < told.index("group 'shipping': orders[0] is here, from 0 on")
