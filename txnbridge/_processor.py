@@ -167,8 +167,7 @@ class Processor:
     Run it with `run()`, or as a block in a thread of its own. It runs once.
 
     Raises `InvalidOption` for settings that make no sense and for a handler that does not take two arguments or is
-    asynchronous,
-    `NotSupported` on a broker that cannot acknowledge in a transaction.
+    asynchronous, `NotSupported` on a broker that cannot acknowledge in a transaction.
     """
 
     def __init__(
