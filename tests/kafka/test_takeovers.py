@@ -160,7 +160,6 @@ def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both
 def test_an_owner_that_slept_before_it_opened_an_id_aborts_nothing_that_a_newer_one_prepared(
     connect: Connect, bridge: Bridge, halves: str, owner: str
 ) -> None:
-    older = connect(transactional_id=owner, writers=1)
     tokens: list[str] = []
 
     def take_over(event: Event) -> None:
@@ -171,8 +170,9 @@ def test_an_owner_that_slept_before_it_opened_an_id_aborts_nothing_that_a_newer_
                 txn.send(halves, b"newer")
             tokens[0] = str(txn.token)
 
-    with listening(take_over), pytest.raises(Fenced):
-        with older.transaction(prepare=True) as late:
+    with listening(take_over):
+        older = connect(transactional_id=owner, writers=1)
+        with pytest.raises(Fenced), older.transaction(prepare=True) as late:
             late.send(halves, b"never")
     assert bridge.commit(tokens[0]) is Outcome.COMMITTED
     assert values(seen(bridge, halves)) == [b"newer"]
