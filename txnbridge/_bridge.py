@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
@@ -38,7 +39,7 @@ from txnbridge.errors import (
     OutcomeUnknown,
     TxnBridgeError,
 )
-from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Ledger, Subscription, Writer
+from txnbridge.spi import Backend, Begin, Broker, Context, Identity, Ledger, Reader, Subscription, Writer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -169,7 +170,10 @@ class Bridge:
         self._idle: list[Writer] | None = None  # None: not opened yet
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
-        self._consumers: set[Consumer] = set()
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._readers: set[Reader] = set()  # theirs, and those of consumers that were dropped without a close
+        self._dropped: SimpleQueue[Reader | None] = SimpleQueue()  # for the thread that closes the latter
+        self._closer: threading.Thread | None = None  # that thread
         self._commit_writer: Callable[[Writer, Deadline], None] = _commit_writer  # the testing kit loses answers here
         self._backend_name = backend.name
         ours, clients = resolve_options(backend.options, options, backend.name)
@@ -559,8 +563,24 @@ class Bridge:
         found = topic_list(topics)
         with self._call():
             consumer = Consumer(self, found, Subscription(tuple(t.name for t in found), group, start, sharing))
-            self._consumers.add(consumer)
+            with self._room:
+                self._consumers.add(consumer)
+                self._readers.add(consumer._reader)
+                if self._closer is None:
+                    self._close_what_is_dropped()
         return consumer
+
+    def _close_what_is_dropped(self) -> None:
+        name = f"txnbridge {self._name} dropped"
+        arguments = weakref.ref(self), self._dropped
+        self._closer = threading.Thread(target=_close_dropped, args=arguments, name=name, daemon=True)
+        self._closer.start()
+        weakref.finalize(self, self._dropped.put, None).atexit = False
+
+    def _close_reader(self, reader: Reader, deadline: Deadline) -> None:
+        with self._room:
+            self._readers.discard(reader)
+        reader.close(deadline)
 
     def processor(
         self,
@@ -650,8 +670,14 @@ class Bridge:
         with self._events.step("bridge.close"):
             self._end_calls(deadline)
             polls = Deadline(min(deadline.left(), _POLL_SECONDS))
-            for consumer in list(self._consumers):
+            with self._room:
+                consumers = list(self._consumers)
+                dropped = self._readers.difference(consumer._reader for consumer in consumers)
+            for consumer in consumers:
                 _quietly(lambda consumer=consumer: _close_consumer(consumer, polls, deadline))
+            for reader in dropped:
+                _quietly(lambda reader=reader: self._close_reader(reader, deadline))
+            self._dropped.put(None)
             with self._room:
                 idle, self._idle = self._idle or [], None
             for writer in idle:
@@ -764,6 +790,23 @@ def _close_consumer(consumer: Consumer, polls: Deadline, deadline: Deadline) -> 
             if polls.expired:
                 raise
         time.sleep(_LOOK_SECONDS)
+
+
+def _close_dropped(bridge_of: Callable[[], Bridge | None], dropped: SimpleQueue[Reader | None]) -> None:
+    """In a thread: close the readers of consumers that were dropped without a close, so that others get their part."""
+    while (reader := dropped.get()) is not None:
+        if (bridge := bridge_of()) is not None:
+            _quietly(lambda bridge=bridge, reader=reader: _close_dropped_reader(bridge, reader))
+        del bridge, reader  # neither is kept while this waits
+
+
+def _close_dropped_reader(bridge: Bridge, reader: Reader) -> None:
+    try:
+        with bridge._call():
+            bridge._close_reader(reader, Deadline(bridge._timeout))
+    except InvalidState:  # the bridge is being closed, and closes it
+        if not bridge._closed:
+            raise
 
 
 def _require_xxhash() -> None:

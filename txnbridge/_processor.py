@@ -511,7 +511,7 @@ class Processor:
             self._process(items)
         except BaseException as error:
             if not self._forced:
-                self._consumer._take_back()
+                self._consumer._deliveries.take_back()
             if self._stopping and not self._forced and self._passes_by_itself(error):
                 self._count_failure(error)
                 _log.warning("%r: %s; stopped: what was not committed comes again", self, self._told(error))

@@ -11,12 +11,11 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from txnbridge._consumer import Assignment, collect_acks
 from txnbridge._deadline import Deadline
+from txnbridge._deliveries import hold
 from txnbridge._messages import (
     Headers,
     Message,
-    Position,
     check_place,
     encode_headers,
     encode_key,
@@ -38,6 +37,7 @@ from txnbridge.spi import Begin, Writer
 
 if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
+    from txnbridge._consumer import Consumer
 
 _log = logging.getLogger("txnbridge")
 
@@ -87,10 +87,10 @@ class Transaction:
         "_begin",
         "_bridge",
         "_cause",
+        "_consumers",
         "_events",
         "_feeder",
         "_fingerprint",
-        "_held",
         "_lent",
         "_prepare",
         "_shut",
@@ -111,7 +111,7 @@ class Transaction:
         self._state = State.OPEN
         self._token: Token | None = None
         self._cause: BaseException | None = None  # why it is FAILED
-        self._held: dict[Assignment, list[Position]] = {}
+        self._consumers: set[Consumer] = set()  # whose messages it holds
         self._shut = False  # aborted because the bridge was closed
         self._lent = False  # to a handler, which may not commit it
         self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
@@ -301,7 +301,7 @@ class Transaction:
                 return
             try:
                 with self._events.step("ack", self.id, messages=len(messages)):
-                    for context, positions in collect_acks(self, messages, up_to):
+                    for context, positions in hold(self, messages, up_to):
                         self._writer.ack(context, positions)
             except UsageError:
                 raise
@@ -470,11 +470,10 @@ class Transaction:
         previous, self._state = self._state, state
         if previous is not State.UNKNOWN:  # from UNKNOWN the writer has gone back already
             self._bridge._give_back(self, self._writer, sound=state is not State.UNKNOWN)
-        held, self._held = self._held, {}
-        for consumer in {assignment.consumer for assignment in held}:
-            consumer._transaction_ended(state, {a: p for a, p in held.items() if a.consumer is consumer}, self._token)
-        if state is State.UNKNOWN:
-            self._held = held  # until it is known
+        for consumer in self._consumers:
+            consumer._deliveries.end(self, state, self._token)
+        if state is not State.UNKNOWN:
+            self._consumers.clear()
 
     # --- guards ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from tests.core.toy import ToyBackend, ToyReader, connect_toy
 from txnbridge import (
     Abort,
     Bridge,
+    BrokerUnavailable,
     Capability,
     Conflict,
     Consumer,
@@ -221,8 +225,7 @@ def test_a_transaction_without_acks_of_it_is_not_disturbed_by_a_leaving_partitio
     assert txn.outcome is Outcome.COMMITTED
 
 
-def unknown(room: Room) -> None:
-    batch = room.consumer.poll(2)
+def unknown(room: Room, batch: Sequence[Message]) -> None:
     with room.bridge.transaction() as txn:
         pass  # opens the writers
     room.broker.writers[3].raises["commit"] = [OutcomeUnknown("no answer")]
@@ -234,7 +237,7 @@ def unknown(room: Room) -> None:
 def test_reading_on_waits_until_an_unknown_outcome_is_known(
     room: Room, state: TokenState, expected: list[bytes]
 ) -> None:
-    unknown(room)
+    unknown(room, room.consumer.poll(2))
     with pytest.raises(OutcomeUnknown) as caught:
         room.consumer.poll(1, timeout=0.1)
     assert caught.value.token
@@ -291,7 +294,7 @@ def test_a_nacked_message_cannot_be_acknowledged_and_goes_back_to_the_reader(roo
 
 
 def test_a_program_that_never_acknowledges_is_told_so(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("txnbridge._consumer.MAX_UNACKED", 5)
+    monkeypatch.setattr("txnbridge._deliveries.MAX_UNACKED", 5)
     room.reader.feed(*(b"%d" % number for number in range(5, 12)))
     for _ in range(2):
         with room.bridge.transaction() as txn:
@@ -300,7 +303,7 @@ def test_a_program_that_never_acknowledges_is_told_so(room: Room, monkeypatch: p
     with room.bridge.transaction():
         room.consumer.seek({P: (0,)})  # nor does what is forgotten
     room.consumer.poll(5)
-    with pytest.raises(InvalidState, match="more than 5 messages were delivered to group 'g' and not acknowledged"):
+    with pytest.raises(InvalidState, match="5 messages were delivered to group 'g' and not acknowledged"):
         room.consumer.poll(1)
 
 
@@ -364,3 +367,169 @@ def test_reading_without_a_group_ends_when_all_is_read(room: Room) -> None:
     room.broker.reader = fed  # type: ignore[method-assign]
     assert values(bridge.read("t", 2)) == [b"0", b"1"]
     assert values(bridge.read("t", 99)) == [b"0", b"1", b"2"]
+
+
+# --- nothing is skipped ----------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_outcome_is_not_forgotten_when_the_next_transaction_ends(room: Room) -> None:
+    batch = room.consumer.poll(3)
+    unknown(room, batch[:1])
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[1])
+    with pytest.raises(OutcomeUnknown):
+        room.consumer.poll(1, timeout=0.1)
+    room.broker.answers["status"] = [Status(TokenState.ABORTED)]
+    assert values(room.consumer.poll(1)) == [b"0"]
+
+
+def test_going_back_is_tried_again_until_it_succeeds(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    with room.bridge.transaction() as txn:
+        txn.ack(room.consumer.poll(3))
+        raise Abort
+    monkeypatch.setattr(room.reader, "seek", fails_once(room.reader.seek, BrokerUnavailable("away")))
+    with pytest.raises(BrokerUnavailable):
+        room.consumer.poll()
+    assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_batch_that_fails_while_it_fills_keeps_what_it_has(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls = iter([room.reader.poll, fails_once(room.reader.poll, BrokerUnavailable("away")), room.reader.poll])
+    monkeypatch.setattr(room.reader, "poll", lambda count, deadline: next(polls)(min(count, 2), deadline))
+    with pytest.raises(BrokerUnavailable):
+        next(room.consumer.batches(max_messages=4))
+    monkeypatch.undo()
+    assert values(next(room.consumer.batches(max_messages=4))) == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_loop_that_is_left_has_taken_what_it_was_given_and_no_more(room: Room) -> None:
+    for message in room.consumer:
+        if message.value == b"1":
+            break
+    assert room.consumer.positions() == {P: (2,)}
+    assert values(room.consumer.poll()) == [b"2", b"3", b"4"]
+
+
+def test_in_a_loop_an_aborted_message_comes_again_before_the_next_one(room: Room) -> None:
+    seen = []
+    for message in room.consumer:
+        seen.append(message.value)
+        with room.bridge.transaction() as txn:
+            txn.ack(message)
+            if len(seen) == 2:
+                raise Abort
+        if len(seen) == 4:
+            break
+    assert seen == [b"0", b"1", b"1", b"2"]
+
+
+def test_the_bound_of_what_is_not_acknowledged_costs_no_message(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._deliveries.MAX_UNACKED", 3)
+    first = room.consumer.poll(500)
+    assert values(first) == [b"0", b"1", b"2"]
+    with pytest.raises(InvalidState, match="3 messages were delivered"):
+        room.consumer.poll()
+    with room.bridge.transaction() as txn:
+        txn.ack(first)
+    assert values(room.consumer.poll()) == [b"3", b"4"]
+
+
+def test_where_only_positions_are_known_nothing_behind_an_aborted_message_is_acknowledged(in_order: Room) -> None:
+    first, second = in_order.consumer.poll(2)
+    with in_order.bridge.transaction() as txn:
+        txn.ack(first)
+        raise Abort
+    with in_order.bridge.transaction() as txn:
+        with pytest.raises(InvalidState, match=r"\(0,\) of t\[0\] was given back and comes again"):
+            txn.ack(second)
+        txn.send("out", b"1")  # a refusal, no failure
+
+
+def test_where_only_positions_are_known_nothing_behind_an_unknown_outcome_is_acknowledged(in_order: Room) -> None:
+    first, second = in_order.consumer.poll(2)
+    unknown(in_order, [first])
+    with in_order.bridge.transaction() as txn, pytest.raises(InvalidState, match="is not known yet"):
+        txn.ack(second)
+
+
+def test_what_a_dropped_transaction_held_comes_again(room: Room) -> None:
+    with pytest.warns(ResourceWarning, match="left unfinished"):
+        room.bridge.transaction().ack(room.consumer.poll(2))
+    assert values(room.consumer.poll()) == [b"0", b"1", b"2", b"3", b"4"]
+    assert room.broker.writers[-1].calls[-1] == "abort"
+
+
+def test_a_dropped_consumer_leaves_its_group(room: Room) -> None:
+    reader = room.reader
+    batch = room.consumer.poll(2)
+    with room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+        del room.consumer  # the transaction holds what it read, so it stays
+        txn.ack(batch[1])
+        assert "close" not in reader.calls
+    del txn
+    eventually(lambda: "close" in reader.calls)
+    with pytest.raises(Conflict, match="left this consumer"), room.bridge.transaction() as txn:
+        txn.ack(batch[0])
+
+
+def test_a_closing_bridge_closes_what_was_dropped_and_once(room: Room) -> None:
+    readers = [room.reader]
+    for _ in range(20):
+        room.bridge.consumer("t", "g")
+        readers.append(room.broker.readers[-1])
+    room.bridge.close()
+    assert [reader.calls.count("close") for reader in readers] == [1] * 21
+
+
+def test_a_paused_partition_delivers_nothing_that_was_fetched_before(room: Room) -> None:
+    assert next(iter(room.consumer)).value == b"0"
+    room.consumer.pause([P])
+    assert not room.consumer.poll(timeout=0)
+    room.consumer.resume([P])
+    assert values(room.consumer.poll()) == [b"1", b"2", b"3", b"4"]
+
+
+def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("txnbridge._bridge._POLL_SECONDS", 0.0)
+    original, closing = room.reader.poll, threading.Event()
+
+    def poll(count: int, deadline: object) -> list[Message]:
+        closing.wait(60)
+        return original(count, deadline)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room.reader, "poll", poll)
+    with ThreadPoolExecutor() as pool:
+        polled = pool.submit(room.consumer.poll)
+        eventually(room.consumer._guard.locked)
+        room.bridge.close()
+        closing.set()
+        polled.result(60)
+    assert room.reader.calls.count("close") == 1
+    with pytest.raises(InvalidState, match="closed"):
+        room.consumer.poll()
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
+def test_a_time_that_is_none_is_refused_also_when_nothing_has_to_be_waited_for(room: Room, timeout: Any) -> None:
+    next(iter(room.consumer))
+    with pytest.raises(InvalidOption, match="timeout is a number of seconds"):
+        room.consumer.poll(timeout=timeout)
+
+
+def fails_once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    errors = [error]
+
+    def calling(*arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(*arguments)
+
+    return calling
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

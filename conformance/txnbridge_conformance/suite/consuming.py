@@ -227,6 +227,7 @@ def test_acknowledging_twice_is_refused(bridge: Bridge, topic: str, group: str) 
         with bridge.transaction() as txn:
             with pytest.raises(InvalidState, match="already"):
                 txn.ack(message)
+        assert up_to(consumer, mark(bridge, topic)) == []
 
 
 def test_acknowledging_what_was_read_without_a_group_is_refused(bridge: Bridge, topic: str) -> None:
@@ -246,6 +247,7 @@ def test_acknowledging_through_another_bridge_is_refused(
         with connect().transaction() as txn:
             with pytest.raises(InvalidState, match="another bridge"):
                 txn.ack(message)
+        assert up_to(consumer, mark(bridge, topic)) == []
 
 
 @proves(Capability.CONFLICT)

@@ -1,0 +1,418 @@
+"""Whatever fails and in whatever order: each message is acknowledged once, none is skipped and none overtaken.
+
+A consumer of the toy backend is driven at random beside a model that knows what was handed out and what was really
+committed. Each call of the backend may fail, before or after it has had its effect.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter, connect_toy
+from txnbridge import (
+    BrokerUnavailable,
+    Capability,
+    Conflict,
+    InvalidState,
+    Message,
+    OutcomeUnknown,
+    Poison,
+    PositionLost,
+    State,
+    Status,
+    TokenState,
+    Topic,
+    Transaction,
+    codecs,
+)
+from txnbridge.spi import NO_HEADERS, Deadline, Partition, Position, Subscription, absent
+
+PARTITIONS = [("t", 0), ("t", 1)]
+CALLS = ["poll", "seek", "nack", "ack_context", "ack", "commit", "abort", "status"]
+
+
+class World:
+    """What is stored, what of it the group has really acknowledged, and what the program has in its hands."""
+
+    def __init__(self, individual: bool) -> None:
+        self.individual = individual
+        self.stored = dict.fromkeys(PARTITIONS, 0)
+        self.first = dict.fromkeys(PARTITIONS, 0)  # retention has removed what lies before
+        self.floor = dict.fromkeys(PARTITIONS, 0)  # the user has moved there: what lies before may be left out
+        self.acked: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
+        # Handed out, and not come back since; another set for each stay.
+        self.given: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
+        self.failing: dict[str, bool] = {}  # the next call of that name fails; whether after its effect
+        self.outcomes: dict[str, TokenState] = {}
+        self.answers = True  # when asked for outcomes
+        self.impatient = False  # an empty poll fails
+
+    def call(self, name: str, effect: Callable[[], Any] = lambda: None) -> Any:
+        late = self.failing.pop(name, None)
+        if late is False:
+            raise BrokerUnavailable(f"{name} fails")
+        result = effect()
+        if late:
+            raise BrokerUnavailable(f"{name} fails when it is done")
+        return result
+
+    def commit(self, acks: Mapping[Partition, set[int]]) -> None:
+        for partition, offsets in acks.items():
+            done = self.acked[partition]
+            assert not offsets & done, f"{offsets & done} of {partition} were acknowledged twice"
+            if not self.individual:
+                passed = set(range(max(done, default=-1) + 1, max(offsets))) - offsets
+                skipped = {offset for offset in passed if offset >= self.begin(partition)}
+                assert not skipped, f"{skipped} of {partition} were skipped by acknowledging {offsets}"
+                done |= passed
+            done |= offsets
+
+    def begin(self, partition: Partition) -> int:
+        return max(self.floor[partition], self.first[partition])
+
+    def hand_out(self, message: Message, ordered: bool) -> None:
+        partition, (offset,) = message[:2], message.position
+        assert offset not in self.acked[partition], f"{message} was acknowledged before it was handed out"
+        if ordered:
+            before = set(range(self.begin(partition), offset)) - self.acked[partition] - self.given[partition]
+            assert not before, f"{message} overtook {before}"
+        self.given[partition].add(offset)
+
+    def leave(self, partition: Partition, floor: int) -> None:
+        self.floor[partition], self.given[partition] = floor, set()
+
+
+class WorldReader(ToyReader):
+    def __init__(self, world: World, subscription: Subscription, listener: Any) -> None:
+        super().__init__(subscription, listener)
+        self.world = world
+        self.coming = list(PARTITIONS)
+        self.returned: dict[Partition, set[int]] = {partition: set() for partition in PARTITIONS}
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        for how, partitions in self.leaving:
+            (self.listener.revoking if how == "revoke" else self.listener.lost)(partitions)
+            self.coming += partitions
+        self.leaving = []
+        for partition in self.coming:
+            self.sources[partition] = self.listener.assigned(partition)
+            self.next[partition] = 0
+            self.returned[partition].clear()
+            self.world.leave(partition, floor=0)
+        self.coming = []
+        self.world.call("poll")
+        found: list[Message] = []
+        for partition in self.sources:
+            try:
+                found += self._read(partition, max_messages - len(found))
+            except PositionLost:
+                if not found:
+                    raise
+        if self.world.impatient and not found:
+            raise BrokerUnavailable("nothing is left")
+        return found
+
+    def _read(self, partition: Partition, count: int) -> list[Message]:
+        again = sorted(self.returned[partition] - self.world.acked[partition])[:count]
+        self.returned[partition].difference_update(again)
+        offsets = list(again)
+        at = self.next[partition]
+        while at < self.world.stored[partition] and len(offsets) < count:
+            if at not in self.world.acked[partition]:
+                if at < self.world.first[partition]:
+                    if not offsets:
+                        raise PositionLost("retention has passed it")
+                    break
+                offsets.append(at)
+            at += 1
+        self.next[partition] = at
+        source, (topic, number) = self.sources[partition], partition
+        return [Message(topic, number, (o,), None, _value(o), NO_HEADERS, 0, 1, source) for o in offsets]
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        for partition, (offset,) in positions.items():
+            if offset < self.world.first[partition]:
+                raise PositionLost("retention has passed it")
+
+        def move() -> None:
+            for partition, (offset,) in positions.items():
+                self.next[partition] = offset
+                self.returned[partition] = {each for each in self.returned[partition] if each < offset}
+
+        self.world.call("seek", move)
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        for partition, given in positions.items():
+            self.world.given[partition].difference_update(offset for (offset,) in given)
+
+        def give_back() -> None:
+            for partition, given in positions.items():
+                if self.world.individual:
+                    self.returned[partition].update(offset for (offset,) in given)
+                else:
+                    self.next[partition] = min(given)[0]
+
+        self.world.call("nack", give_back)
+
+    def ack_context(self) -> object:
+        return self.world.call("ack_context", lambda: "proof")
+
+
+def _value(offset: int) -> bytes:
+    return b"{" if offset % 7 == 5 else b"%d" % offset  # some cannot be decoded
+
+
+class WorldWriter(ToyWriter):
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def begin(self, begin: Any) -> None:
+        super().begin(begin)
+        self.transaction = begin.transaction
+        self.acks: dict[Partition, set[int]] = {}
+        self.stays: list[tuple[set[int], set[int]]] = []
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert context == "proof"
+        for partition, given in positions.items():
+            offsets = {offset for (offset,) in given}
+            self.acks.setdefault(partition, set()).update(offsets)
+            self.stays.append((self.world.given[partition], offsets))
+        self.world.call("ack")
+
+    def commit(self, deadline: Deadline) -> None:
+        def publish() -> None:
+            self.world.commit(self.acks)
+            self.world.outcomes[self.transaction] = TokenState.COMMITTED
+
+        try:
+            self.world.call("commit", publish)
+        except BrokerUnavailable as error:
+            if self.transaction not in self.world.outcomes:
+                self.come_back()
+            raise OutcomeUnknown("no answer") from error
+
+    def abort(self, deadline: Deadline) -> None:
+        self.come_back()
+        self.world.call("abort")
+
+    def come_back(self) -> None:
+        self.world.outcomes[self.transaction] = TokenState.ABORTED
+        for stay, offsets in self.stays:
+            stay -= offsets
+
+
+class WorldBroker(ToyBroker):
+    world: World
+
+    def open_writers(self, identity: Any, count: int, ledger: Any, deadline: Deadline) -> Any:
+        return [WorldWriter(self.world) for _ in range(count)]
+
+    def reader(self, subscription: Subscription, listener: Any, deadline: Deadline) -> WorldReader:
+        return WorldReader(self.world, subscription, listener)
+
+    def status(self, token: Any, ledger: Any, deadline: Deadline) -> Status:
+        known = self.world.answers and self.world.outcomes[token.transaction]
+        return self.world.call("status", lambda: Status(known or TokenState.UNKNOWN))  # type: ignore[no-any-return]
+
+
+class WorldBackend(ToyBackend):
+    def open(self, *args: Any) -> WorldBroker:
+        broker = WorldBroker(self.capabilities)
+        self.brokers.append(broker)
+        return broker
+
+
+class Program(RuleBasedStateMachine):
+    """What a program may do with a consumer and one transaction at a time, while the world fails."""
+
+    individual = True
+    sharing = "partition"
+
+    @initialize(counts=st.tuples(st.integers(1, 20), st.integers(0, 20)))
+    def open(self, counts: tuple[int, int]) -> None:
+        self.world = World(self.individual)
+        self.bridge, broker = connect_toy(
+            WorldBackend({} if self.individual else {Capability.INDIVIDUAL_ACK: absent("a test says so")}), timeout=0.02
+        )
+        assert isinstance(broker, WorldBroker)
+        broker.world = self.world
+        self.consumer = self.bridge.consumer(Topic("t", codecs.json), "g", sharing=self.sharing)
+        self.delivered: list[Message] = []
+        self.transaction: Transaction | None = None
+        for partition, count in zip(PARTITIONS, counts, strict=True):
+            self.world.stored[partition] = count
+
+    # --- what the world does
+
+    @rule(partition=st.sampled_from(PARTITIONS), count=st.integers(1, 10))
+    def write(self, partition: Partition, count: int) -> None:
+        self.world.stored[partition] += count
+
+    @rule(call=st.sampled_from(CALLS), late=st.booleans())
+    def fail_next(self, call: str, late: bool) -> None:
+        self.world.failing[call] = late
+
+    @rule(answers=st.booleans())
+    def reach(self, answers: bool) -> None:
+        self.world.answers = answers
+
+    @rule(partition=st.sampled_from(PARTITIONS), count=st.integers(1, 3))
+    def remove(self, partition: Partition, count: int) -> None:
+        self.world.first[partition] = min(self.world.first[partition] + count, self.world.stored[partition])
+
+    @rule(partition=st.sampled_from(PARTITIONS), how=st.sampled_from(["revoke", "lost"]))
+    def leave(self, partition: Partition, how: str) -> None:
+        """And come back, with the next poll that reaches the reader."""
+        if not self.reader.leaving:
+            self.reader.leaving = [(how, [partition])]
+
+    @property
+    def reader(self) -> WorldReader:
+        assert isinstance(self.consumer._reader, WorldReader)
+        return self.consumer._reader
+
+    # --- what the program does
+
+    @rule(count=st.integers(1, 8))
+    def poll(self, count: int) -> None:
+        self.take(lambda: self.consumer.poll(count, timeout=0))
+
+    @rule(count=st.integers(1, 8))
+    def fill(self, count: int) -> None:
+        self.take(lambda: next(self.consumer.batches(count, max_wait=0)), impatient=True)
+
+    @rule(count=st.integers(1, 4))
+    def iterate(self, count: int) -> None:
+        messages = iter(self.consumer)
+        for _ in range(count):
+            self.take(lambda: [next(messages)], impatient=True)
+
+    def take(self, read: Callable[[], Sequence[Message]], impatient: bool = False) -> bool:
+        """Whether anything came."""
+        self.world.impatient = impatient
+        try:
+            messages = read()
+        except Poison as poison:
+            messages = [poison.message]
+        except (BrokerUnavailable, OutcomeUnknown, PositionLost, StopIteration):
+            return False
+        for message in messages:
+            self.world.hand_out(message, self.sharing == "partition")
+        self.delivered += messages
+        return bool(messages)
+
+    @rule(data=st.data(), how=st.sampled_from(["ack", "ack", "ack_up_to", "nack"]))
+    def use(self, data: st.DataObject, how: str) -> None:
+        """Acknowledge or give back what was delivered at some time. What is refused changes nothing."""
+        if not self.delivered:
+            return
+        latest = len(self.delivered) - 1
+        first = latest - data.draw(st.integers(0, min(latest, 12)))
+        chosen = self.delivered[first : first + data.draw(st.integers(1, 5))]
+        with suppress(BrokerUnavailable, InvalidState, Conflict):
+            if how == "nack":
+                self.consumer.nack(chosen)
+            elif self.transaction is not None:
+                self.transaction.ack(chosen) if how == "ack" else self.transaction.ack_up_to(chosen[-1])
+
+    @precondition(lambda self: self.transaction is None)
+    @rule()
+    def begin(self) -> None:
+        self.transaction = self.bridge.transaction()
+        self.transaction._begin.deadline.at = 0  # so that only the consumer asks for lost outcomes
+
+    @precondition(lambda self: self.transaction is not None)
+    @rule(how=st.sampled_from(["commit", "commit", "abort"]))
+    def end(self, how: str) -> None:
+        txn, self.transaction = self.transaction, None
+        assert txn is not None
+        with suppress(OutcomeUnknown, BrokerUnavailable):
+            txn.commit() if how == "commit" and txn.state is State.OPEN else txn.abort()
+
+    @precondition(lambda self: self.transaction is not None)
+    @rule()
+    def drop(self) -> None:
+        assert self.transaction is not None
+        writer = self.transaction._writer
+        assert isinstance(writer, WorldWriter)
+        writer.come_back()
+        dropped = weakref.ref(self.transaction)
+        self.transaction = None
+        if dropped() is not None:  # what failed in it refers to it
+            gc.collect()
+        assert dropped() is None
+
+    @rule(partition=st.sampled_from(PARTITIONS), offset=st.integers(0, 30))
+    def seek(self, partition: Partition, offset: int) -> None:
+        if partition not in self.reader.sources:
+            return
+        if self.sharing != "partition":
+            self.world.failing.pop("seek", None)  # nobody knows then where the reader stands
+        with suppress(BrokerUnavailable, OutcomeUnknown, PositionLost, InvalidState):
+            self.consumer.seek({partition: (offset,)})
+            self.world.leave(partition, floor=offset)
+
+    # --- and in the end
+
+    def teardown(self) -> None:
+        """When nothing fails any more, everything that is left comes, is acknowledged, and nothing is missing."""
+        if not hasattr(self, "world"):
+            return
+        self.world.failing.clear()
+        self.world.answers = True
+        if self.transaction is not None:
+            self.transaction.abort()
+        with self.bridge:
+            quiet = 0
+            while quiet < 3:
+                for partition in PARTITIONS:
+                    if self.is_lost(partition):
+                        self.seek(partition, self.world.first[partition])
+                quiet = 0 if self.take(lambda: self.consumer.poll(100, timeout=0)) else quiet + 1
+                with self.bridge.transaction() as txn:
+                    for message in self.delivered:
+                        if not message.source.ended:
+                            with suppress(InvalidState):
+                                txn.ack(message)
+        for partition, acked in self.world.acked.items():
+            missing = set(range(self.world.begin(partition), self.world.stored[partition])) - acked
+            assert not missing, f"{missing} of {partition} never came"
+
+    def is_lost(self, partition: Partition) -> bool:
+        """Whether the group would go on before what retention has left."""
+        at = self.consumer.positions().get(partition, (0,))[0]
+        return at < self.world.first[partition]
+
+
+class InOrder(Program):
+    """A broker that knows positions only."""
+
+    individual = False
+
+
+class Shared(Program):
+    """Members share a partition message by message."""
+
+    sharing = "message"
+
+
+@pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
+@pytest.mark.parametrize("program", [Program, InOrder, Shared])
+def test_each_message_is_acknowledged_once_whatever_fails(
+    program: type[Program], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "txnbridge")  # what is logged is kept, and with it what was dropped
+    found = settings(max_examples=100, stateful_step_count=40, deadline=None)
+    run_state_machine_as_test(program, settings=found)

@@ -1,0 +1,474 @@
+"""What becomes of each message that a consumer reads: one small state machine, and everything that moves it.
+
+| a message is | it happens that                                                   | then it is    |
+|--------------|-------------------------------------------------------------------|---------------|
+| fetched      | it is handed out                                                  | out           |
+| out          | a transaction acknowledges it                                     | held          |
+| out          | it is given back, or on an ordered partition what is before it    | back          |
+| held         | the transaction committed, or was prepared                        | done          |
+| held         | the transaction aborted, or was dropped unfinished                | back          |
+| held         | its outcome is not known                                          | held, unknown |
+| held, unknown| the outcome is found                                              | done, or back |
+| back         | the reader has gone back there, and nothing failed                | to be fetched |
+| fetched      | on an ordered partition something before it comes again           | to be fetched |
+| any of them  | the partition leaves, or is moved by `seek`                       | forgotten     |
+
+What is done or to be fetched is not remembered. A message that is back can't be acknowledged, and nothing is read on
+before the reader has gone back. Held messages that lie behind are fetched again then, and passed over.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from txnbridge._messages import Message, Position
+from txnbridge._token import Outcome, Token
+from txnbridge.errors import Conflict, InvalidState
+from txnbridge.spi import Partition
+
+if TYPE_CHECKING:
+    from txnbridge._consumer import Consumer
+    from txnbridge._transaction import State, Transaction
+
+# What was fetched and not acknowledged is remembered, about 150 bytes a message. A program that reaches this bound
+# reads in a group and never acknowledges, which it does not want.
+MAX_UNACKED = 1_000_000
+
+_source_of = attrgetter("source")
+
+
+class Assignment:
+    """One stay of one partition with one consumer, and its messages that are out, held or back."""
+
+    __slots__ = ("_fresh", "_out", "_passed_over", "back", "context", "deliveries", "ended", "held", "partition")
+
+    def __init__(self, deliveries: Deliveries, partition: Partition) -> None:
+        self.deliveries = deliveries
+        self.partition = partition
+        self.context: object = None  # the reader's proof, taken with the first delivery
+        self.ended = False
+        self.held: dict[str, list[Position]] = {}  # by the transaction that holds them
+        self.back: set[Position] = set()
+        # Most deliveries are noted in lists, which is quick, and looked up later or never.
+        self._fresh: list[list[Position]] = []
+        self._out: dict[Position, None] = {}
+        self._passed_over: set[Position] = set()
+
+    def __len__(self) -> int:
+        return len(self.out) + len(self.back) + sum(map(len, self.held.values()))
+
+    @property
+    def out(self) -> dict[Position, None]:
+        """The positions of what is out, in the order of its delivery."""
+        for positions in self._fresh:
+            self._out.update(dict.fromkeys(positions))
+        self._fresh.clear()
+        return self._out
+
+    def hand_out(self, positions: list[Position]) -> None:
+        self._fresh.append(positions)
+
+    def hold(self, transaction: str, positions: list[Position]) -> None:
+        out = self.out
+        if len(positions) == len(out):
+            out.clear()
+        for position in positions if out else ():
+            del out[position]
+        self.held.setdefault(transaction, []).extend(positions)
+
+    def let_go(self, transaction: str, acknowledged: bool) -> None:
+        positions = self.held.pop(transaction, ())
+        if not acknowledged:
+            self.back.update(positions)
+            self._passed_over.difference_update(positions)
+
+    def take_back(self, positions: Iterable[Position]) -> None:
+        for position in positions:
+            del self.out[position]
+            self.back.add(position)
+
+    def go_back(self) -> None:
+        """Everything behind what is back is read again, also what is held."""
+        self.take_back(list(self.out))
+        for positions in self.held.values():
+            self._passed_over.update(positions)
+
+    @property
+    def passes_over(self) -> bool:
+        return bool(self._passed_over)
+
+    def without_held(self, messages: list[Message]) -> list[Message]:
+        """Of what was fetched again, what was not held when the reader went back."""
+        if not self._passed_over:
+            return messages
+        kept = [message for message in messages if message.position not in self._passed_over]
+        last = messages[-1].position
+        self._passed_over = {position for position in self._passed_over if position > last}
+        return kept
+
+    def forget(self) -> None:
+        self.back.clear()
+        self.out.clear()
+        self._passed_over.clear()
+
+
+class Deliveries:
+    """Everything that one consumer has fetched.
+
+    Each method is one step under one lock, because a transaction may end on another thread than the one that polls. All
+    that concerns `fetched` is called by that one alone. None of them calls the broker.
+    """
+
+    def __init__(self, consumer: Consumer, group: str | None, ordered: bool, individual: bool) -> None:
+        self.consumer = weakref.ref(consumer)  # weak, so that a consumer that is dropped ends at once
+        self.bridge = consumer._bridge
+        self._group = group
+        self._ordered = ordered  # a partition is with one member, and comes in order
+        self._individual = individual  # messages can be acknowledged in any order
+        self.lock = threading.RLock()
+        self.assignments: dict[Partition, Assignment] = {}
+        self._fetched: list[Message] = []
+        self._set_aside: list[Message] = []  # fetched, of partitions that were paused then
+        self._most = 0  # no more than so many are remembered
+        self._any_back = False  # false: none is
+        self.doubts: dict[str, Token] = {}  # transactions that hold some and whose outcome is not known
+        self._holder: tuple[str, weakref.ref[Transaction]] | None = None  # the open transaction that holds some
+
+    # --- fetched and handed out -----------------------------------------------------------------------------------
+
+    def room_for(self, wanted: int) -> int:
+        """How many more may be fetched, up to as many as are wanted. Raises `InvalidState` if none."""
+        if self._group is None:
+            return wanted
+        with self.lock:
+            if self._most + wanted > MAX_UNACKED:
+                self._most = len(self._fetched) + len(self._set_aside) + sum(map(len, self.assignments.values()))
+            room = MAX_UNACKED - self._most
+        if room <= 0:
+            raise InvalidState(
+                f"{MAX_UNACKED} messages were delivered to group {self._group!r} and not acknowledged; acknowledge them"
+                " in transactions, or read without a group"
+            )
+        return min(room, wanted)
+
+    def fetch(self, messages: list[Message]) -> None:
+        with self.lock:
+            self._most += len(messages)
+            if any(assignment.passes_over for assignment in self.assignments.values()):
+                runs = groupby(messages, _source_of)
+                messages = [m for assignment, run in runs for m in assignment.without_held(list(run))]
+            self._fetched = self._fetched + messages if self._fetched else messages
+
+    def fetched(self) -> list[Message]:
+        """What is there to be handed out."""
+        return self._fetched
+
+    def hand_out(self, most: int) -> list[Message]:
+        """The first of them are out now."""
+        with self.lock:
+            if most >= len(self._fetched):
+                taken, self._fetched = self._fetched, []
+            else:
+                taken, self._fetched = self._fetched[:most], self._fetched[most:]
+            if self._group is not None:
+                for assignment, messages in groupby(taken, _source_of):
+                    assignment.hand_out([message.position for message in messages])
+            return taken
+
+    def _drop(self, partitions: set[Partition]) -> None:
+        if self._fetched:
+            self._fetched = _elsewhere(self._fetched, partitions)
+        if self._set_aside:
+            self._set_aside = _elsewhere(self._set_aside, partitions)
+
+    def next_positions(self, positions: dict[Partition, Position]) -> dict[Partition, Position]:
+        """Where a reader stands that has handed out what is with the program, and no more."""
+        for message in reversed(self._set_aside + self._fetched):
+            positions[message.topic, message.partition] = message.position
+        with self.lock:
+            for partition, assignment in self.assignments.items():
+                if assignment.back and partition in positions:
+                    positions[partition] = min(positions[partition], *assignment.back, *assignment.out)
+        return positions
+
+    def pause(self, partitions: Iterable[Partition]) -> None:
+        """Nothing comes of these from the reader any more; what has come is set aside."""
+        with self.lock:
+            paused = set(partitions)
+            self._set_aside += [m for m in self._fetched if (m.topic, m.partition) in paused]
+            self._fetched = _elsewhere(self._fetched, paused)
+
+    def resume(self, partitions: Iterable[Partition]) -> None:
+        with self.lock:
+            resumed = set(partitions)
+            self._fetched = [m for m in self._set_aside if (m.topic, m.partition) in resumed] + self._fetched
+            self._set_aside = _elsewhere(self._set_aside, resumed)
+
+    # --- held -----------------------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> str | None:
+        """The id of the open transaction that holds some."""
+        return None if self._holder is None else self._holder[0]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the transaction that holds some was dropped unfinished."""
+        return self._holder is not None and self._holder[1]() is None
+
+    def give_up(self) -> None:
+        """What a transaction held that was dropped unfinished comes again."""
+        with self.lock:
+            if self._holder is not None and self.is_abandoned:
+                self._let_go(self._holder[0], acknowledged=False)
+
+    def check_holder(self, transaction: Transaction) -> None:
+        self.give_up()
+        if self.holder not in (None, transaction.id):
+            raise InvalidState(
+                f"transaction {self.holder} holds acknowledgements of this consumer; one open transaction at a time can"
+            )
+
+    def hold(self, transaction: Transaction, wanted: Mapping[Assignment, list[Position]]) -> None:
+        self._holder = transaction.id, weakref.ref(transaction)
+        for assignment, positions in wanted.items():
+            assignment.hold(transaction.id, positions)
+
+    def end(self, transaction: Transaction, state: State, token: Token | None) -> None:
+        """What it holds is acknowledged, or comes again, or stays held until its outcome is known."""
+        with self.lock:
+            if state.value == "unknown" and token is not None:
+                self.doubts[transaction.id] = token
+                self._forget_holder(transaction.id)
+            else:
+                self._let_go(transaction.id, acknowledged=state.value != "aborted")
+
+    def found(self, transaction: str, outcome: Outcome) -> None:
+        """The outcome that was not known."""
+        with self.lock:
+            self._let_go(transaction, acknowledged=outcome is not Outcome.ABORTED)
+
+    def _let_go(self, transaction: str, acknowledged: bool) -> None:
+        self.doubts.pop(transaction, None)
+        self._forget_holder(transaction)
+        self._any_back |= not acknowledged
+        for assignment in self.assignments.values():
+            assignment.let_go(transaction, acknowledged)
+
+    def _forget_holder(self, transaction: str) -> None:
+        if self.holder == transaction:
+            self._holder = None
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def take_back(self) -> None:
+        """Everything that is out comes again."""
+        with self.lock:
+            self._any_back = True
+            for assignment in self.assignments.values():
+                assignment.take_back(list(assignment.out))
+
+    def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
+        """These come again: what the reader has to take back. Raises `InvalidState` unless all of them are out."""
+        given: dict[Assignment, list[Position]] = {}
+        with self.lock:
+            for message in messages:
+                assignment = message.source
+                if not isinstance(assignment, Assignment) or assignment.deliveries is not self or assignment.ended:
+                    raise InvalidState(f"{message!r} is not with this consumer, so it cannot be given back")
+                positions = given.setdefault(assignment, [])
+                if message.position not in assignment.out or message.position in positions:
+                    raise InvalidState(f"{message!r} is acknowledged or given back already")
+                positions.append(message.position)
+            self._any_back = True
+            if not self._individual:  # such a broker goes back, so everything behind these comes again too
+                given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
+            elif self._ordered:
+                for message in self._fetched + self._set_aside:  # they come before what is fetched already
+                    if message.source in given:
+                        message.source.back.add(message.position)
+            if self._ordered:
+                self._drop({assignment.partition for assignment in given})
+            for assignment, positions in given.items():
+                assignment.take_back(positions)
+            return given
+
+    def stay(self, positions: Mapping[Partition, Position]) -> None:
+        """The reader was told to go on elsewhere and may or may not do so: it goes back to these, where it stood."""
+        with self.lock:
+            self._any_back = True
+            for partition in positions.keys() & self.assignments.keys():
+                assignment = self.assignments[partition]
+                if self._ordered:
+                    assignment.back.add(positions[partition])
+                else:  # no position says where it stood: what is with this consumer comes again
+                    assignment.take_back(list(assignment.out))
+                    fetched = self._fetched + self._set_aside
+                    assignment.back.update(m.position for m in fetched if m.source is assignment)
+            if not self._ordered:
+                self._drop(set(positions))
+
+    def going_back(self) -> dict[Assignment, list[Position]]:
+        """What the reader has to go back to, which stays so until `gone_back`.
+
+        On ordered partitions that is everything from the first of it on: nothing is skipped and nothing overtakes.
+        """
+        if not self._any_back:
+            return {}
+        with self.lock:
+            returning = [assignment for assignment in self.assignments.values() if assignment.back]
+            if self._ordered:
+                for assignment in returning:
+                    assignment.go_back()
+                self._drop({assignment.partition for assignment in returning})
+            return {assignment: sorted(assignment.back) for assignment in returning}
+
+    def gone_back(self, returned: Mapping[Assignment, Sequence[Position]]) -> None:
+        with self.lock:
+            for assignment, positions in returned.items():
+                assignment.back.difference_update(positions)
+            self._any_back = any(assignment.back for assignment in self.assignments.values())
+
+    # --- elsewhere ------------------------------------------------------------------------------------------------
+
+    def moved(self, partitions: Iterable[Partition]) -> None:
+        """The reader was told to go on somewhere else."""
+        with self.lock:
+            moved = set(partitions)
+            self._drop(moved)
+            for partition in moved & self.assignments.keys():
+                self.assignments[partition].forget()
+
+    def assigned(self, partition: Partition) -> Assignment | None:
+        if self._group is None:
+            return None
+        with self.lock:
+            assignment = self.assignments[partition] = Assignment(self, partition)
+        return assignment
+
+    def left(self, partitions: Sequence[Partition]) -> tuple[Transaction | None, list[Partition]]:
+        """Partitions are not here any more; the open transaction that holds some of theirs, and whose those are."""
+        with self.lock:
+            leaving = [self.assignments.pop(p) for p in partitions if p in self.assignments]
+            for assignment in leaving:
+                assignment.ended = True
+            self._drop(set(partitions))
+            still = {transaction for a in self.assignments.values() for transaction in a.held}
+            self.doubts = {transaction: token for transaction, token in self.doubts.items() if transaction in still}
+            if self._holder is None:
+                return None, []
+            name, holder = self._holder
+            return holder(), [assignment.partition for assignment in leaving if name in assignment.held]
+
+
+def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Message]:
+    return [m for m in messages if (m.topic, m.partition) not in partitions]
+
+
+# --- acknowledging ---------------------------------------------------------------------------------------------------
+
+
+def hold(
+    transaction: Transaction, messages: Sequence[Message], up_to: bool
+) -> list[tuple[object, dict[Partition, list[Position]]]]:
+    """Check that these messages may be acknowledged by this transaction, and hold them for it.
+
+    Returns what to tell the writer, by context. Raises before anything is held.
+    """
+    wanted: dict[Assignment, list[Position]] = {}
+    for _, run in groupby(messages, _source_of):  # once for each run: there may be a million messages
+        delivered = list(run)
+        wanted.setdefault(_assignment_of(delivered[0], transaction), []).extend([m.position for m in delivered])
+    by_deliveries: dict[Deliveries, dict[Assignment, list[Position]]] = {}
+    for assignment, positions in wanted.items():
+        by_deliveries.setdefault(assignment.deliveries, {})[assignment] = positions
+    by_context: dict[int, tuple[object, dict[Partition, list[Position]]]] = {}
+    with ExitStack() as locks:
+        for deliveries in sorted(by_deliveries, key=id):
+            locks.enter_context(deliveries.lock)
+        consumers = [_check(transaction, deliveries, mine, up_to) for deliveries, mine in by_deliveries.items()]
+        for deliveries, mine in by_deliveries.items():
+            deliveries.hold(transaction, mine)
+        transaction._consumers.update(consumers)
+        for assignment, positions in (each for mine in by_deliveries.values() for each in mine.items()):
+            _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
+            told[assignment.partition] = positions
+    return list(by_context.values())
+
+
+def _assignment_of(message: Message, transaction: Transaction) -> Assignment:
+    assignment = message.source
+    if not isinstance(assignment, Assignment):
+        raise InvalidState(f"{message!r} was not read in a group (consumer(…, group=…)), so it cannot be acknowledged")
+    if assignment.deliveries.bridge is not transaction._bridge:
+        raise InvalidState(f"{message!r} was read by another bridge; acknowledge it in a transaction of that one")
+    return assignment
+
+
+def _check(
+    transaction: Transaction, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
+) -> Consumer:
+    """Raise if one of them can't be acknowledged; with `up_to`, find all that are. Returns whose they are."""
+    consumer = deliveries.consumer()
+    for assignment in wanted:
+        if assignment.ended or consumer is None:
+            topic, partition = assignment.partition
+            raise Conflict(
+                f"{topic}[{partition}] left this consumer after the message was delivered; it comes again elsewhere"
+            )
+    deliveries.check_holder(transaction)
+    for assignment, positions in wanted.items():
+        if up_to:
+            wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]] or positions
+        if not deliveries._individual:
+            _check_nothing_before(transaction, assignment)
+        # Mostly it is all that is out, in order: then nothing is left to check.
+        if len(assignment.out) != len(positions) or list(assignment.out) != positions:
+            _check_positions(transaction, assignment, positions)
+    assert consumer is not None
+    return consumer
+
+
+def _check_nothing_before(transaction: Transaction, assignment: Assignment) -> None:
+    """On a broker that only knows positions, whatever comes later would acknowledge what is not settled yet."""
+    topic, number = assignment.partition
+    if assignment.back:
+        raise InvalidState(
+            f"this broker only knows positions, and {min(assignment.back)} of {topic}[{number}] was given back and"
+            " comes again with the next poll; everything behind it comes again after it"
+        )
+    for name in assignment.held:
+        if name != transaction.id:
+            raise InvalidState(
+                f"this broker only knows positions, and the outcome of transaction {name}, which acknowledged what"
+                f" comes before this in {topic}[{number}], is not known yet; the next poll asks for it"
+            )
+
+
+def _check_positions(transaction: Transaction, assignment: Assignment, positions: list[Position]) -> None:
+    topic, number = assignment.partition
+    out = assignment.out
+    for position in positions:
+        if position not in out:
+            if position in assignment.held.get(transaction.id, ()):
+                raise InvalidState(
+                    f"the message at {topic}[{number}] {position} is acknowledged in this transaction already"
+                )
+            raise InvalidState(
+                f"the message at {topic}[{number}] {position} is acknowledged already, or given back and comes again"
+            )
+    if len(set(positions)) != len(positions):
+        raise InvalidState(f"a message of {topic}[{number}] is in this acknowledgement twice")
+    if not assignment.deliveries._individual:
+        for expected, position in zip(out, positions, strict=False):
+            if position != expected:
+                raise InvalidState(
+                    f"this broker only knows positions: {topic}[{number}] must be acknowledged in order, and {expected}"
+                    f" comes before {position} (or use ack_up_to)"
+                )
