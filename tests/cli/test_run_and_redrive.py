@@ -21,7 +21,7 @@ def ship(message, txn):
     if message.value == b"hang":
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
+        time.sleep(100)
     if message.value == b"bad":
         raise txnbridge.Poison("no such customer")
     if message.value == b"fail":
@@ -163,11 +163,9 @@ def test_an_error_of_the_handler_is_told_without_its_text(invoke, url, shop, ord
 @pytest.mark.parametrize(("value", "code", "shipped"), [(b"stop", 0, [b"stop"]), (b"hang", 143, [])])
 def test_a_signal_stops_it_gently_and_a_second_one_at_once(url, bridge, shop, orders, value, code, shipped):
     orders(value)
-    started = time.monotonic()
     command = [sys.executable, "-m", "txnbridge.cli", "run", "shop:shipping"]
     run = subprocess.run(command, cwd=shop, env=os.environ | {"TXNBRIDGE_URL": url}, timeout=60)
     assert run.returncode == code
-    assert time.monotonic() - started < 25
     assert values(bridge, "shipments") == shipped
 
 

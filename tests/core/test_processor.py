@@ -18,6 +18,7 @@ import pytest
 
 from tests.core.processor_kit import url_of
 from tests.core.toy import ToyBackend, ToyBroker, ToyReader, ToyWriter
+from tests.in_time import within
 from txnbridge import (
     Abort,
     Batch,
@@ -1076,10 +1077,8 @@ def test_a_stop_ends_the_wait_between_retries(room, monkeypatch):
     monkeypatch.undo()
     room.feed(b"0")
     processor = room.processor(each=Failing(b"0", *[ValueError("x")] * 100), backoff=(1000, 1000))
-    started = time.monotonic()
-    with processor:
+    with within(0), processor:
         wait_until(lambda: processor.stats.retries == 1)
-    assert time.monotonic() - started < 10
 
 
 def test_the_end_of_its_block_raises_what_ended_the_loop(room):
@@ -1110,7 +1109,7 @@ class Slow:
     def __call__(self, message: Message, txn: Transaction) -> None:
         txn.send("out", b"before")
         self.called.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(100)
         try:
             txn.send("out", b"after")
         except Exception as error:
@@ -1131,11 +1130,8 @@ def test_in_a_thread_a_handler_that_does_not_end_loses_its_transaction_at_the_de
     room.feed(b"0")
     slow = Slow()
     processor = room.processor(each=slow, stop_timeout=0.5)
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"), processor:
+    with within(0.5), pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"), processor:
         assert slow.called.wait(20)
-        started = time.monotonic()
-    assert 0.3 < time.monotonic() - started < 10
     assert "close" in room.reader.calls  # its partitions are free already
     slow.go_on.set()
     wait_until(lambda: not processor._thread.is_alive())
@@ -1176,19 +1172,15 @@ def test_a_second_signal_aborts_at_once(room, number, code):
 
 def test_on_the_main_thread_a_handler_that_does_not_end_is_interrupted_at_the_deadline(room):
     room.feed(b"0")
-    started = 0.0
 
     def hang(message: Message, txn: Transaction) -> None:
-        nonlocal started
         copy(message, txn)
         processor.stop()
-        started = time.monotonic()
-        time.sleep(30)
+        time.sleep(100)
 
     processor = room.processor(each=hang, stop_timeout=0.5)
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"):
+    with within(0.5), pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s"):
         processor.run()
-    assert time.monotonic() - started < 10
     assert room.broker.committed == []
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import txnbridge
 from tests.core.processor_kit import SIDE_BY_SIDE, Fresh, numbers, url_of, values
+from tests.in_time import within
 from txnbridge import Batch, DeadlineExceeded, Message, Outcome, Poison, Transaction
 from txnbridge._processor import ProcessorStats
 from txnbridge.testing import Child, crash_everywhere, next_commit, tell
@@ -189,15 +190,12 @@ def test_a_stop_keeps_its_deadline_also_when_the_broker_does_not_answer(tmp_path
         blocker.execute("BEGIN IMMEDIATE")
         processor.stop()
 
-    with txnbridge.connect(url) as bridge:
+    with txnbridge.connect(url, timeout=100) as bridge:
         processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
-        started = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
+        with within(1), pytest.raises(DeadlineExceeded):
             processor.run()
-        took = time.monotonic() - started
         blocker.execute("ROLLBACK")
         blocker.close()
-    assert 0.5 < took < 10
     assert processor.stats.messages == 0
 
 
@@ -212,14 +210,12 @@ def test_in_a_thread_too_the_broker_is_not_waited_for_longer_than_the_stop_allow
         blocker.execute("BEGIN IMMEDIATE")
         blocked.set()
 
-    with txnbridge.connect(url) as bridge:
+    with txnbridge.connect(url, timeout=100) as bridge:
         processor = bridge.processor("in", group="g", each=block, stop_timeout=1)
-        with pytest.raises(DeadlineExceeded), processor:
-            assert blocked.wait(20)
-            started = time.monotonic()
-        assert processor._thread is not None
-        processor._thread.join(20)  # the broker is still blocked
-        took = time.monotonic() - started
+        with within(1):
+            with pytest.raises(DeadlineExceeded), processor:
+                assert blocked.wait(20)
+            assert processor._thread is not None
+            processor._thread.join(100)  # the broker is still blocked
         blocker.execute("ROLLBACK")
         blocker.close()
-    assert 0.5 < took < 10

@@ -106,10 +106,10 @@ def test_a_chain_of_moves_evens_what_no_single_move_can():
     assert shares(members, assign(members, partitions, {1: "a", 2: "a", 3: "b"})) == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_thousand_partitions_and_fifty_members_take_less_than_a_second():
+def test_a_thousand_partitions_and_fifty_members_do_not_take_for_ever():
     members = {f"m{number}": (1, 2, 3) for number in range(50)}
     partitions = {number: 1 + number % 3 for number in range(1000)}
     started = time.process_time()
     assigned = assign(members, partitions, dict.fromkeys(partitions, "m0"))
-    assert time.process_time() - started < 1  # a tenth of that here; it runs while the file is locked
+    assert time.process_time() - started < 10  # a hundredth of that here; it runs while the file is locked
     assert set(shares(members, assigned).values()) == {20}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from txnbridge_embedded import wake
 
 from tests.embedded import kit
+from tests.in_time import within
 from txnbridge.spi import Deadline, Subscription
 from txnbridge.testing import Child, tell
 
@@ -23,8 +23,8 @@ def told(request, monkeypatch):
     return request.param == "told"
 
 
-def read_and_time(path: Path, told: bool) -> None:
-    """Tell when each message came; an empty one is the last."""
+def read_and_tell(path: Path, told: bool) -> None:
+    """Tell of each message; an empty one is the last."""
     if not told:
         wake._watch = lambda path: -1
     broker = kit.open_broker(path)
@@ -32,27 +32,25 @@ def read_and_time(path: Path, told: bool) -> None:
     tell("waiting")
     last = False
     while not last:
-        (message,) = reader.poll(1, Deadline(60))
-        tell(time.monotonic())
+        (message,) = reader.poll(1, Deadline(100))
+        tell(message.value)
         last = message.value == b""
     reader.close(Deadline(10))
     broker.close(Deadline(10))
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "blind"])
-def test_a_reader_in_another_process_wakes_within_milliseconds_of_a_commit(broker, path, told):
+def test_a_reader_in_another_process_wakes_for_each_commit(broker, path, told):
     writer = kit.open_writer(broker)
-    with Child(read_and_time, path, told) as child:
+    with Child(read_and_tell, path, told) as child:
         assert child.told() == "waiting"
-        delays = []
-        for number in range(30):
-            time.sleep(0.02 + number / 1000)  # not at a fixed phase of its looking
-            kit.commit(writer, "orders", b"" if number == 29 else b"order")
-            committed = time.monotonic()
-            delays.append(child.told() - committed)
+        with within(0):  # who does not wake looks again when the time of its poll is over
+            for number in range(30):
+                time.sleep(0.02 + number / 1000)  # not at a fixed phase of its looking
+                value = b"" if number == 29 else b"order"
+                kit.commit(writer, "orders", value)
+                assert child.told() == value
         child.result()
-    # It is 1 to 2 ms where there is a free core; the benchmarks hold it to 5.
-    assert statistics.median(delays) < 0.05
 
 
 def rest(path: Path, told: bool, group: str | None) -> float:
@@ -74,8 +72,8 @@ def rest(path: Path, told: bool, group: str | None) -> float:
 @pytest.mark.parametrize("group", [None, "shipping"])
 def test_waiting_costs_next_to_nothing(path, told, group):
     with Child(rest, path, told, group) as child:
-        # Blind, it is 1.5 % here, and more where others wear out the caches.
-        assert child.result() < (0.02 if told else 0.05)
+        # Blind, it is 1.5 % of a core here, more where others wear out the caches. Who does not rest takes all of it.
+        assert child.result() < 0.2
 
 
 def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
@@ -83,9 +81,8 @@ def test_a_reader_wakes_for_what_its_own_process_commits(broker, told):
     writer = kit.open_writer(broker)
     thread = threading.Timer(0.1, kit.commit, [writer, "orders", b"order"])
     thread.start()
-    begun = time.monotonic()
-    assert [message.value for message in reader.poll(1, Deadline(30))] == [b"order"]
-    assert time.monotonic() - begun < 5
+    with within(0.1):
+        assert [message.value for message in reader.poll(1, Deadline(100))] == [b"order"]
     thread.join()
     reader.close(Deadline(10))
 
@@ -94,9 +91,10 @@ def test_a_wait_ends_when_its_time_is_over(broker, told, path):
     with broker.session(Deadline(10)) as connection:
         watch = wake.Watch(connection, path)
         watch.mark()
-        begun = time.monotonic()
-        watch.wait(0.1)
-        assert 0.1 <= time.monotonic() - begun < 5
+        deadline = Deadline(0.1)
+        with within(0.1):
+            watch.wait(0.1)
+        assert deadline.expired
         watch.close()
 
 
@@ -107,20 +105,19 @@ def test_a_commit_that_takes_long_is_still_noticed(broker, opened, told, path):
         watch = wake.Watch(connection, path)
         watch.mark()
         writing.execute("PRAGMA cache_size = 1")  # so that pages are written before the commit
-        done = threading.Event()
+        committing = threading.Event()
 
         def write() -> None:
             with other.store.writing(writing, Deadline(10), "writing slowly"):
                 writing.executemany("INSERT INTO logs(name) VALUES (?)", ((str(n),) for n in range(5000)))
                 time.sleep(0.5)
-            done.set()
+                committing.set()
 
         thread = threading.Thread(target=write)
         thread.start()
-        begun = time.monotonic()
-        watch.wait(30)
-        assert done.wait(1)
-        assert 0.5 < time.monotonic() - begun < 10
+        with within(0.5):
+            watch.wait(100)
+        assert committing.is_set()
         thread.join()
         watch.close()
 

@@ -206,12 +206,12 @@ def test_a_delay_holds_for_both_directions_and_can_be_undone(proxy, client):
 def test_the_parts_of_a_burst_are_late_by_one_delay_and_not_by_many(proxy, client):
     proxy.delay(0.5)
     begin = time.monotonic()
-    for _ in range(20):
+    for _ in range(120):
         client.send(PRODUCE)
         time.sleep(0.01)  # so that they come one by one
-    for _ in range(20):
+    for _ in range(120):
         client.receive()
-    assert 1 <= time.monotonic() - begin < 10  # 20 delays would be 20 s
+    assert 1 <= time.monotonic() - begin < 30  # 120 delays would be a minute
 
 
 def test_a_broker_hears_that_its_client_hung_up(proxy, echo):

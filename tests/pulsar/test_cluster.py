@@ -22,7 +22,7 @@ from txnbridge_pulsar.fence import fence_prefix
 from txnbridge_pulsar.names import encoded
 from txnbridge_pulsar.wire import Client, Single, full_topic_name
 
-from tests.in_time import GRACE
+from tests.in_time import within
 from tests.pulsar.cluster_kit import Cluster, coordinator
 from tests.pulsar.wire_kit import SOON, connection_of, everything
 from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, flush, how_of, new_topic, unique
@@ -403,13 +403,10 @@ def test_nothing_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
     prepared = how_of(token).txn
     assert prepared is not None
     cluster.move(coordinator(prepared.most), node)
-    took = []
 
     def ends(call: Callable[[], object]) -> None:
-        started = time.monotonic()
-        with suppress(BrokerUnavailable, OutcomeUnknown, TransactionAborted):
+        with within(3), suppress(BrokerUnavailable, OutcomeUnknown, TransactionAborted):
             call()
-        took.append(time.monotonic() - started)
 
     cluster.broker.pause(node)
     try:
@@ -422,6 +419,5 @@ def test_nothing_lasts_longer_than_its_deadline_while_a_broker_is_frozen(
     finally:
         cluster.broker.resume(node)
         cluster.balance()
-    assert max(took) < 3 + 2 * GRACE, took
     assert bridge.commit(token) is Outcome.COMMITTED
     assert b"prepared" in values(seen(bridge, topic))

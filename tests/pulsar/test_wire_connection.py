@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,11 +40,12 @@ from txnbridge_pulsar.wire.clock import Deadline, pauses
 from txnbridge_pulsar.wire.connection import Connection, ConnectionOptions
 from txnbridge_pulsar.wire.frames import command
 
+from tests.in_time import within
 from tests.kafka.certificates import Authority
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 
-# Far more than anything here takes, and far less than a hang.
-SOON = 10.0
+# Far more than anything here takes.
+SOON = 60.0
 
 
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -234,10 +234,8 @@ def test_garbage_ends_the_connection_and_says_so(data):
 
 def test_a_broker_that_says_nothing_lets_nobody_in_and_nobody_hang():
     with fake_broker(connect=lambda peer, fields: None) as broker:
-        begun = time.monotonic()
-        with pytest.raises(ConnectFailed):
+        with within(0.2), pytest.raises(ConnectFailed):
             connect(broker, timeout=0.2)
-        assert time.monotonic() - begun < SOON
 
 
 def test_a_port_where_nobody_listens_is_named():
@@ -486,10 +484,8 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 
 def test_a_broker_that_does_not_speak_tls_keeps_nobody_waiting(certified):
     with fake_broker() as broker:
-        begun = time.monotonic()
-        with pytest.raises(ConnectFailed):
+        with within(0.3), pytest.raises(ConnectFailed):
             connect(broker, timeout=0.3, tls=certified[1])
-        assert time.monotonic() - begun < SOON
 
 
 # ---------------------------------------------------------------------------------------------------- lookup

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_rocketmq import sharing
 from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
 from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.sharing import _LOCKED_SECONDS, shares
+from txnbridge_rocketmq.sharing import shares
 
 from tests.core.reading_kit import SOON, values
+from tests.in_time import within
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
 from txnbridge import Bridge
@@ -326,9 +327,7 @@ def test_a_new_member_gets_its_share_and_all_when_the_others_leave(join: Join, c
     two.has(2)
     assert sorted({*one.positions(), *two.positions()}) == [(topic, number) for number in range(4)]
     one.close()
-    began = time.monotonic()
-    two.has(4)
-    assert time.monotonic() - began < 5  # not by a timeout
+    two.has(4)  # within a minute: without being told, brokers keep a member for two
 
 
 def test_a_member_keeps_its_partitions_until_it_has_ended_its_transaction(
@@ -384,8 +383,9 @@ def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
 
 
 def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
-    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str
+    rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sharing, "_LOCKED_SECONDS", 600.0)
     topic = new_topic(client, 2)
     reader = join(topic, group)
     reader.has(2)
@@ -393,9 +393,8 @@ def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
         reader.has(1)
         assert len(other.told()) == 1
         other.kill()
-        began = time.monotonic()
-        reader.has(2)
-    assert time.monotonic() - began < _LOCKED_SECONDS  # it gave up the lock for the dead
+        with within(0):  # it gave up the lock for the dead, which lasts a minute
+            reader.has(2)
 
 
 def pass_one_on(url: str, source: str, target: str, group: str) -> None:
@@ -440,9 +439,7 @@ def test_the_partitions_of_a_sleeping_member_are_taken_over_and_given_back(
         one = join(topic, group)
         one.has(1)
         os.kill(other.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        one.has(2)
-        assert time.monotonic() - began < 50  # brokers drop silent clients after two minutes
+        one.has(2)  # within a minute: brokers drop silent clients after two
         os.kill(other.pid, signal.SIGCONT)
         one.has(1)
 

@@ -11,6 +11,7 @@ from txnbridge_conformance import faults
 from txnbridge_rocketmq.messages import partition_of
 from txnbridge_rocketmq.publisher import RocketMQPublisher
 
+from tests.in_time import within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge.errors import (
     DeadlineExceeded,
@@ -163,10 +164,8 @@ def test_nothing_hangs_while_the_broker_does(rocketmq_broker, publisher, topic, 
     try:
         send(plain, topic, b"1")
         for call in (plain.flush, plain.close):
-            started = time.monotonic()
-            with pytest.raises(DeadlineExceeded, match="1 messages"):
+            with within(0.5), pytest.raises(DeadlineExceeded, match="1 messages"):
                 call(Deadline(0.5))
-            assert time.monotonic() - started < 5
         with pytest.raises(InvalidState):
             plain.flush(Deadline(1))
     finally:

@@ -23,6 +23,7 @@ from txnbridge_pulsar.wire import (
     tls_context,
 )
 
+from tests.in_time import within
 from tests.kafka.certificates import Authority
 from tests.pulsar.secured_kit import PASSWORD, token
 from tests.pulsar.wire_kit import (
@@ -82,10 +83,8 @@ def test_a_certificate_lets_in(secured):
     ids=["wrong token", "expired token", "wrong password"],
 )
 def test_wrong_credentials_are_refused_at_once_and_not_shown(secured, authentication):
-    begun = time.monotonic()
-    with secured.client(authentication) as client, pytest.raises(NotAuthenticated) as error:
-        client.create_producer(fresh_topic(), timeout=SOON)
-    assert time.monotonic() - begun < SOON
+    with within(0), secured.client(authentication) as client, pytest.raises(NotAuthenticated) as error:
+        client.create_producer(fresh_topic(), timeout=100)
     assert authentication.data().decode() not in str(error.value) + repr(error.value)
 
 
