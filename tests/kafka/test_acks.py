@@ -135,6 +135,7 @@ def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
     bridge: txnbridge.Bridge,
     restart: Callable[[], None],
     new_topic: Callable[[], str],
+    txnbridge_url: str,
     group: str,
     name: str,
     phase: str,
@@ -151,16 +152,18 @@ def test_a_processor_goes_on_at_whatever_step_the_broker_is_restarted(
                 times.pop()
                 restart()
 
-    processor = bridge.processor(
-        source, group=group, each=lambda m, txn: txn.send(target, m.value), max_messages=2, backoff=(0.1, 1.0)
-    )
-    with listening(kill_in_time), processor:
-        eventually(lambda: len(readable(bridge, target)) == 30, "all are passed on")
+    with listening(kill_in_time), txnbridge.connect(txnbridge_url, writers=1) as own:
+        copy = own.processor(
+            source, group=group, each=lambda m, txn: txn.send(target, m.value), max_messages=2, backoff=(0.1, 1.0)
+        )
+        with copy:
+            eventually(lambda: len(readable(bridge, target)) == 30, "all are passed on")
+    assert not times
     assert values(seen(bridge, target)) == expected
 
 
 def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
-    bridge: txnbridge.Bridge, mortal: brokers.Broker, new_topic: Callable[[], str], group: str
+    bridge: txnbridge.Bridge, mortal: brokers.Broker, new_topic: Callable[[], str], txnbridge_url: str, group: str
 ) -> None:
     """It raises `DeadlineExceeded` if it does not."""
     source, target = new_topic(), new_topic()
@@ -172,12 +175,12 @@ def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
             killed.append(event)
             mortal.kill()
 
-    processor = bridge.processor(
-        source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=600, stop_timeout=20
-    )
     try:
-        with listening(kill), processor:
-            eventually(lambda: bool(killed), "the broker is gone")
+        with listening(kill), txnbridge.connect(txnbridge_url, writers=1) as own:
+            with own.processor(
+                source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=600, stop_timeout=20
+            ):
+                eventually(lambda: bool(killed), "the broker is gone")
     finally:
         mortal.start()
     with bridge.processor(source, group=group, each=lambda m, txn: txn.send(target, m.value)):
