@@ -43,7 +43,11 @@ def invoke() -> Invoke:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """What is started hears SIGINT, also where the tests themselves run in the background and do not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """What is started hears these signals, also where the tests themselves run in the background and do not."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

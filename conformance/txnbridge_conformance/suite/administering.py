@@ -167,14 +167,6 @@ def test_a_missing_topic_is_named_where_none_may_be_created(connect: Connect, un
         bridge.read(missing, limit=1)
 
 
-def test_who_only_looks_makes_no_topic(connect: Connect, unique: Callable[[str], str]) -> None:
-    bridge = connect(create_topics=1)
-    missing = unique("missing")
-    with pytest.raises(NotFound, match=missing):
-        bridge.read(missing, limit=1)
-    assert missing not in {topic.name for topic in bridge.admin.topics()}
-
-
 @proves(Capability.LIST_OPEN)
 def test_an_open_transaction_is_listed_until_it_ends(
     run: RunChild, txnbridge_url: str, connect: Connect, topic: str, owner: str
