@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from txnbridge.errors import EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.asking import ask, ask_all
@@ -21,6 +22,8 @@ from txnbridge_rocketmq.remoting import End, Property, Record, Request, administ
 
 T = TypeVar("T")
 
+_log = logging.getLogger("txnbridge")
+
 # Where the broker itself goes on looking at halves, and at its notes which of them have ended.
 _BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
 # Brokers want a name in every request; nobody is a member of this group.
@@ -31,6 +34,9 @@ _NOTES_BACK = 1024
 # What was decided just now is still being published, and noted.
 _JUST_NOW = 1.0
 _AGAIN_SECONDS = 0.01
+# How long after an end was noted a broker may write a copy of the half: its look rests for a second in between.
+_LOOK_LASTS = 2.0
+_COPIES_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,14 @@ def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
     waiting: dict[str, list[Waiting]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
-            mark = mark_of(each.record)
-            name = mark.transaction if mark is not None else each.record.unique_key or str(each.record.offset_id)
-            waiting.setdefault(name, []).append(each)
+            waiting.setdefault(_name_of(each), []).append(each)
     listed = (_found(cluster, name, halves, deadline) for name, halves in waiting.items())
     return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
+
+
+def _name_of(half: Waiting) -> str:
+    mark = mark_of(half.record)
+    return mark.transaction if mark is not None else half.record.unique_key or str(half.record.offset_id)
 
 
 def _newest(halves: Sequence[Waiting]) -> list[Waiting]:
@@ -226,10 +235,34 @@ def end_open(ender: Ender, found: Found, decision: Decision, deadline: Deadline)
         outcome = end_prepared(ender, token, decision, ledger, deadline)
     else:
         outcome = _end_unprepared(ender, found, decision, ledger, deadline)
-    # As they were listed: to look for the newest copy of each would take longer than brokers take to make a newer one.
-    # Of what was published this drops nothing.
-    ender.drop([(half.broker, half_at(half.record)) for half in found.halves if not half.discarded], deadline)
+    try:
+        _drop_all(ender, found, deadline)
+    except BrokerUnavailable as error:
+        _log.debug("copies of %s stay until the broker discards them: %s", found.name, error)
     return outcome
+
+
+def _drop_all(ender: Ender, found: Found, deadline: Deadline) -> None:
+    """Drop all copies of halves that have ended, also those made after they were listed; of what is published nothing.
+
+    A broker that looks at a half before it has noted its end writes one copy more, of which nobody may ever be asked.
+    """
+    cluster, brokers = ender.cluster, {half.broker for half in found.halves}
+    noted = max(cluster.brokers.known(broker, deadline).note_interval for broker in brokers)
+    left = [half for half in found.halves if not half.discarded]
+    dropped: set[tuple[str, int]] = set()
+    quiet = Deadline(0)
+    while True:
+        new = [half for half in left if (half.broker, half.record.queue_offset) not in dropped]
+        if new:
+            ender.drop([(half.broker, half_at(half.record)) for half in new], deadline)
+            dropped.update((half.broker, half.record.queue_offset) for half in new)
+            quiet = Deadline(noted + _LOOK_LASTS)
+        if quiet.expired or deadline.expired:
+            return
+        time.sleep(_COPIES_AGAIN_SECONDS)
+        waiting = (half for broker in brokers for half in _waiting(cluster, broker, deadline))
+        left = [half for half in waiting if _name_of(half) == found.name]
 
 
 def _end_unprepared(ender: Ender, found: Found, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from txnbridge_rocketmq import listing
+from txnbridge_rocketmq.endings import end_prepared
 from txnbridge_rocketmq.ends import Ender, half_at
-from txnbridge_rocketmq.remoting import End, Half, Message, Property, end, send_half
+from txnbridge_rocketmq.remoting import End, Half, Message, Property, administration, end, send_half
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
@@ -133,6 +135,22 @@ def test_an_administrator_ends_what_is_prepared_without_its_token(open_bridge, o
     assert getattr(observer, decision)(name) is wanted
     assert gone(observer, name)
     assert published(client, topic) == ([b"left"] if decision == "commit" else [])
+
+
+@pytest.mark.parametrize("decision", ["commit", "abort"])
+def test_a_copy_that_the_broker_makes_while_a_transaction_is_ended_by_hand_is_dropped_too(
+    open_bridge, observer, client, topic, decision, monkeypatch
+):
+    def end_and_copy(*args):
+        outcome = end_prepared(*args)
+        newest = copies(client, topic, name)[-1]
+        client.call(BROKER, administration.resume_half(newest.offset_id), LONG)  # as a look that began before
+        return outcome
+
+    name, _, _ = prepare_and_go(open_bridge, topic)
+    monkeypatch.setattr(listing, "end_prepared", end_and_copy)
+    getattr(observer, decision)(name)
+    assert gone(observer, name)
 
 
 def test_a_transaction_that_is_not_there_cannot_be_ended(observer):
