@@ -28,6 +28,7 @@ from txnbridge._publisher import Publisher
 from txnbridge._token import Outcome, Status, Token, TokenState
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import Transaction
+from txnbridge._turns import Turns
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge.capabilities import Capabilities, Capability, Limits
 from txnbridge.errors import (
@@ -59,6 +60,12 @@ _LOOK_SECONDS = 0.01
 # How long a closing bridge waits for polls of other threads: a poll that waits for messages has nothing to lose, and
 # twice what one takes by default lets most of them end.
 _POLL_SECONDS = 2.0
+
+# How long a thread may take one transaction after the other while others wait for a writer: much longer than it takes
+# to wake one of those, which also has to wait for its turn to write then.
+_KEEP_SECONDS = 0.05
+# How often who waits for a writer looks whether one was left behind, or the bridge is closed.
+_TURN_SECONDS = 0.1
 
 FORK_HELP = (
     "this bridge was opened before a fork and cannot be used in the child. Open it there: in gunicorn in the"
@@ -167,7 +174,7 @@ class Bridge:
         self._opening_log = threading.Lock()  # another one: writers may need a log while they are opened
         self._room = threading.Condition()
         self._size = writers
-        self._busy = 0  # writers that have a transaction
+        self._turns = Turns(writers, _KEEP_SECONDS)  # a place for each transaction
         self._calls = 0  # other calls that run
         self._logs: dict[str, Decisions] = {}  # those that hold ledgers
         self._elsewhere = elsewhere  # what keeps the decision logs, if the broker itself does not
@@ -303,7 +310,7 @@ class Bridge:
             if writer is None:
                 raise self._refusal()
         except BaseException:
-            self._free_slot()
+            self._turns.leave()
             raise
         if writer in self._doubtful:
             self._reopen(writer, begin)
@@ -312,13 +319,11 @@ class Bridge:
     def _take_slot(self, deadline: Deadline) -> None:
         while True:
             self._clear_abandoned()
-            with self._room:
-                if self._busy < self._size and not self._closed:
-                    self._busy += 1
-                    return
+            # In short turns, because a transaction that is left unfinished meanwhile tells nobody, nor does `close`.
+            if self._turns.enter(Deadline(min(deadline.left(), _TURN_SECONDS))):
                 if not self._closed:
-                    # In short turns, because a transaction that is left unfinished meanwhile tells nobody.
-                    self._room.wait(min(deadline.left(), 0.1))
+                    return
+                self._turns.leave()
             self._check_open()
             if deadline.expired:
                 raise DeadlineExceeded(
@@ -356,12 +361,7 @@ class Bridge:
                 idle.append(writer)
         if idle is None:  # it was made for this transaction alone, or the bridge is closed
             _quietly(writer.close)
-        self._free_slot()
-
-    def _free_slot(self) -> None:
-        with self._room:
-            self._busy -= 1
-            self._room.notify()
+        self._turns.leave()
 
     def _clear_abandoned(self, deadline: Deadline | None = None) -> None:
         """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
@@ -685,7 +685,6 @@ class Bridge:
             return
         with self._room:
             self._closed = True
-            self._room.notify_all()  # who waits for a writer is refused
         if self._is_calling():  # raising here would make a commit that is interrupted look as if it had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
@@ -744,7 +743,7 @@ class Bridge:
             for transaction in unfinished:
                 self._abort_unfinished(transaction, deadline)
             with self._room:
-                if not self._busy and not self._calls:
+                if not self._turns.busy and not self._calls:
                     return
                 if deadline.expired:
                     break

@@ -25,6 +25,7 @@ from txnbridge._events import Emitter
 from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers, encode_item
 from txnbridge._plugins import hookimpl
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
+from txnbridge._turns import Turns
 from txnbridge._work import Work
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
@@ -74,6 +75,7 @@ __all__ = [
     "Token",
     "TokenState",
     "TopicInfo",
+    "Turns",
     "Url",
     "Work",
     "Writer",

@@ -24,7 +24,7 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, Turns
 from txnbridge_embedded import files, schema
 from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 
@@ -39,6 +39,8 @@ _LOCK_POLL = 0.0002
 _TURN_POLL = 0.0005
 # The turn is a courtesy: whoever holds it may have been stopped, so nobody waits longer for it than this.
 _TURN_PATIENCE = 0.1
+# How long a thread may write again and again while others of its process wait: some commits.
+_KEEP_SECONDS = 0.002
 # A reader meets a lock only while a file is recovered or closed by its last user, which takes milliseconds.
 _READ_POLL = 0.001
 # How long a new connection puts up with such a lock; it has no caller's deadline.
@@ -129,6 +131,7 @@ class Store:
         self._inode: tuple[int, int] | None = None
         self._keeper: Connection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
+        self._turns = Turns(1, _KEEP_SECONDS)  # of the threads of this process: only one of them asks SQLite
         self._topics: dict[str, tuple[float, Topic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------
@@ -234,8 +237,15 @@ class Store:
         otherwise what `translate` says: then nothing of the block is in the file.
         """
         connection.enter()
+        entered = False
         try:
             try:
+                entered = self._turns.enter(deadline)
+                if not entered:
+                    raise DeadlineExceeded(
+                        f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
+                        f" {self.path}"
+                    )
                 self._begin(connection, deadline, what)
                 yield connection
             except BaseException as error:
@@ -245,6 +255,8 @@ class Store:
                 raise
             self._commit(connection, what)
         finally:
+            if entered:
+                self._turns.leave()
             connection.leave()
 
     @contextmanager

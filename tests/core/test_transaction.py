@@ -386,6 +386,28 @@ def test_the_next_transaction_waits_for_a_writer_within_its_deadline(bridge: Bri
     waiting[0].commit()
 
 
+def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later() -> None:
+    bridge, _ = connect_toy(writers=1)
+    order: list[str] = []
+
+    def wait_for_a_writer() -> None:
+        with bridge.transaction(timeout=60):
+            order.append("waited")
+
+    held = bridge.transaction(timeout=60)
+    thread = threading.Thread(target=wait_for_a_writer)
+    thread.start()
+    deadline = Deadline(60)
+    while not bridge._turns._waiting:
+        deadline.check("waiting for the other thread to wait")
+    time.sleep(0.06)  # longer than a thread may keep its writer while others wait
+    held.commit()
+    with bridge.transaction(timeout=60):
+        order.append("came later")
+    thread.join()
+    assert order == ["waited", "came later"]
+
+
 def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one(bridge: Bridge, writer: ToyWriter) -> None:
     txn = bridge.transaction()
     with pytest.warns(ResourceWarning, match="left unfinished"):

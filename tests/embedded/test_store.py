@@ -93,26 +93,31 @@ def wait_until_somebody_waits(path):
         os.close(descriptor)
 
 
-def test_a_writer_that_goes_on_at_once_does_not_overtake_one_that_waits(broker, path):
+def commit_when_told(path):
+    broker = open_broker(path)
+    writer = open_writer(broker)
+    tell("ready")
+    while not os.path.exists(f"{path}-go"):
+        time.sleep(0.001)
+    commit(writer, "orders", b"patient")
+    writer.close()
+    broker.close(Deadline(10))
+
+
+def test_a_writer_that_goes_on_at_once_does_not_overtake_one_of_another_process_that_waits(broker, path):
     store = broker.store
-    eager, patient = store.connect(), store.connect()
-    order = []
-
-    def wait_and_write():
-        with store.writing(patient, Deadline(10), "waiting"):
-            order.append("patient")
-
-    thread = threading.Thread(target=wait_and_write)
-    with store.writing(eager, Deadline(10), "writing"):
-        order.append("eager")
-        thread.start()
-        wait_until_somebody_waits(path)
-    with store.writing(eager, Deadline(10), "writing again"):
-        order.append("eager")
-    thread.join()
+    eager = store.connect()
+    commit(open_writer(broker), "orders", b"first")  # so that the topic is there
+    with Child(commit_when_told, path) as child:
+        assert child.told() == "ready"
+        with store.writing(eager, Deadline(60), "writing"):
+            Path(f"{path}-go").touch()
+            wait_until_somebody_waits(path)
+        with store.writing(eager, Deadline(60), "writing again"):
+            found = eager.execute("SELECT value FROM messages").fetchall()
+        child.result()
     eager.close()
-    patient.close()
-    assert order == ["eager", "patient", "eager"]
+    assert found == [(b"first",), (b"patient",)]
 
 
 def test_whoever_has_the_turn_and_is_stopped_holds_nobody_up(broker, path):
