@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
-from txnbridge.errors import AccessDenied, EvidenceLost, InvalidToken, NotFound, OutcomeUnknown
+from txnbridge.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    EvidenceLost,
+    InvalidToken,
+    NotFound,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.forgotten import mend
 from txnbridge_kafka.history import NotYetError, last_outcome, outcome_by_start, steps
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
-from txnbridge_kafka.requests import Described
+from txnbridge_kafka.requests import Described, Witness
 
+_log = logging.getLogger("txnbridge")
+
+# Markers take milliseconds. Where a partition has no leader it may be long, and the coordinator goes on by itself.
+_MARKERS_SECONDS = 5.0
 _GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
 _UNREADABLE = (
     "its writer's id has expired or was opened again since, and only its coordinator's log (topic"
@@ -98,9 +113,12 @@ def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: De
 def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
     """Ask for an end, and say what is true, whoever was first. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
-    with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
-        ended = cluster.requests.end(id, pid, epoch, commit, deadline)
-        told["code"] = ended.code
+    with closing(cluster.requests.witness(id, deadline)) as witness:
+        with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
+            ended = cluster.requests.end(id, pid, epoch, commit, deadline)
+            told["code"] = ended.code
+        if ended.code == 0:
+            _see_to_markers(cluster, id, witness, deadline)
     if ended.code == 0:
         return Outcome.COMMITTED if commit else Outcome.ABORTED
     # Refused: it had ended before, or its id was opened again. The code alone does not tell how it ended.
@@ -112,6 +130,29 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     if status.permanent:
         raise EvidenceLost(f"transaction {token.transaction}: {status.reason}")
     raise OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open")
+
+
+def _see_to_markers(cluster: Cluster, id: str, witness: Witness, deadline: Deadline) -> None:
+    """A broker that is killed while it ends a transaction may forget to say so to some partitions, which then hold
+    their readers back for good: write it there instead. Whatever comes of this, the end that was asked for is durable.
+    """
+    try:
+        if witness.last(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
+            return
+    except DeadlineExceeded:
+        return  # its coordinator lives, and goes on by itself
+    where = witness.first.partitions if witness.first is not None else ()
+    try:
+        with closing(cluster.requests.witness(id, deadline)) as afterwards:
+            afterwards.last(deadline)
+        if written := mend(cluster, id, deadline, where):
+            _log.warning("%s: the broker had forgotten markers, which are written now: %s", id, ", ".join(written))
+    except TxnBridgeError as error:
+        _log.warning(
+            "whether the broker has told every partition of the end of %s is not known (%s); if readers stop there:"
+            " txnbridge transactions repair %s --yes --reason TEXT",
+            *(id, error, id),
+        )
 
 
 def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:

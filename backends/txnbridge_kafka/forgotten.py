@@ -73,8 +73,8 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     )
 
 
-def mend(cluster: Cluster, id: str, deadline: Deadline) -> list[str]:
-    """Write the markers of an id that were forgotten, and say which; an empty list if none were.
+def mend(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None) -> list[str]:
+    """Write the markers of an id that were forgotten, in these partitions or anywhere, and say which.
 
     Raises `NotFound`, and `InvalidState` without a proof of each: then nothing was written.
     """
@@ -83,7 +83,8 @@ def mend(cluster: Cluster, id: str, deadline: Deadline) -> list[str]:
         raise NotFound(f"no coordinator knows {id!r}")
     if told.state not in _ENDED:
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
-    held = _open_ones(cluster.requests.producers(_everywhere(cluster, deadline), deadline)).get(told.pid, {})
+    asked = cluster.requests.producers(_everywhere(cluster, deadline) if where is None else where, deadline)
+    held = _open_ones(asked).get(told.pid, {})
     ends = last_ends(held, endings(cluster, id, deadline) if held else ())
     if held.keys() - ends:
         raise InvalidState(

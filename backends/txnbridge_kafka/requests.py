@@ -114,8 +114,14 @@ _PATIENCE = 5.0
 # A log-in on a busy machine takes tenths of a second.
 _LEAST_PATIENCE = 0.3
 _NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # what kafka-python says where no server is
+# What a coordinator says of a transaction that it is ending: its markers are not all written yet.
+_ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
+# Markers are written within milliseconds, where nothing is in their way.
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 # Markers take milliseconds to be written; a coordinator takes seconds to move.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
+# Of so many ids and groups at most a connection remembers who coordinates them.
+_MOST_KNOWN = 1000
 # Enough for a few callers at once; more are made as needed and not kept.
 _IDLE = 4
 # A list of all transactions takes 60 bytes each; kafka-python's own limit of 1 MB is soon reached.
@@ -228,6 +234,16 @@ class Requests:
             return found
 
         return self._until(deadline, "describing transactions", attempt)
+
+    def witness(self, id: str, deadline: Deadline) -> Witness:
+        """Connect to the coordinator of a transactional id, to ask it later on this connection and no other."""
+
+        async def attempt(line: _Line) -> Witness:
+            witness = Witness(id, line, await line.connect(await line.coordinator(id)), self._give_back)
+            witness.first = await witness.ask(line)
+            return witness
+
+        return self._until(deadline, f"asking the coordinator of {id!r}", attempt)
 
     def end(
         self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
@@ -557,20 +573,24 @@ class Requests:
         return min(left, _PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[_Line], Awaitable[T]], seconds: float) -> T:
-        """One attempt. Its connections are kept if it was answered, and dropped if not."""
+        """One attempt. Its connections are kept if it was answered, and dropped if not; a witness keeps them itself."""
         line = self._take()
-        kept = False
+        kept = lent = False
         try:
             result = line.run(attempt, seconds)
-            kept = True
+            kept, lent = True, isinstance(result, Witness)
         except (TxnBridgeError, _NotYetError):
+            line.forget()
             kept = True
             raise
         except (errors.KafkaError, OSError):
             self._try_another(line.server)
             raise
         finally:
-            self._give_back(line) if kept else line.close()
+            if not kept:
+                line.close()
+            elif not lent:
+                self._give_back(line)
         return result
 
     def _take(self) -> _Line:
@@ -598,6 +618,53 @@ class Requests:
                 self._servers.append(self._servers.pop(0))
 
 
+class Witness:
+    """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
+
+    Who answers on it has lived since it was made. So when it says that a transaction which ended meanwhile is complete,
+    its markers are written. One that was killed and has come back says the same, and may have forgotten them.
+    """
+
+    def __init__(self, id: str, line: _Line, connection: Any, give_back: Callable[[_Line], None]) -> None:
+        self._id = id
+        self._line: _Line | None = line  # None once the connection is lost, or given back
+        self._connection = connection
+        self._give_back = give_back
+        self.first: Described | None = None  # what the coordinator said to begin with; None if it does not know the id
+
+    def last(self, deadline: Deadline) -> Described | None:
+        """The id's last transaction, once its markers are written; None if nobody is left who could tell."""
+        pause = _FIRST_LOOK
+        while self._line is not None:
+            try:
+                self._line.catch_up()
+                found = self._line.run(self.ask, min(deadline.left(), _PATIENCE))
+            except (errors.KafkaError, OSError, TxnBridgeError, _NotYetError):
+                self._line.close()
+                self._line = None
+                break
+            if found is None or found.state not in _ENDING:
+                return found
+            deadline.check(f"waiting until the coordinator has ended the last transaction of {self._id!r}")
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 2, _LAST_LOOK)
+        return None
+
+    async def ask(self, _: _Line) -> Described | None:
+        answer = await self._connection.send_request(DescribeTransactionsRequest(transactional_ids=[self._id]))
+        (each,) = answer.transaction_states
+        if each.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
+            return None
+        _check(each.error_code, f"describing the transactional id {self._id!r}")
+        return _described(each)
+
+    def close(self) -> None:
+        """Ask no more. Safe to repeat."""
+        line, self._line = self._line, None
+        if line is not None:
+            self._give_back(line)
+
+
 class _Line:
     """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
 
@@ -610,6 +677,7 @@ class _Line:
     def __init__(self, server: str, config: Mapping[str, Any]) -> None:
         self.server = server
         self._levels: dict[Any, int] = {}
+        self._coordinators: dict[tuple[int, str], int] = {}
         with _quiet():
             self._sockets: list[socket.socket] = []
             self._net = _loop(self._sockets)
@@ -670,15 +738,26 @@ class _Line:
         return node
 
     async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
-        """The coordinator of each transactional id, or of each group."""
-        request = FindCoordinatorRequest(key_type=kind, coordinator_keys=list(ids), min_version=4, max_version=4)
+        """The coordinator of each transactional id, or of each group, as it was last told."""
+        unknown = [id for id in ids if (kind, id) not in self._coordinators]
+        if unknown:
+            if len(self._coordinators) > _MOST_KNOWN:
+                self.forget()
+                unknown = list(ids)
+            request = FindCoordinatorRequest(key_type=kind, coordinator_keys=unknown, min_version=4, max_version=4)
+            for each in (await self.ask(self.any, request)).coordinators:
+                _check(each.error_code, f"looking for the coordinator of {each.key!r}")
+                self._coordinators[kind, each.key] = each.node_id
         found: dict[int, list[str]] = defaultdict(list)
-        for each in (await self.ask(self.any, request)).coordinators:
-            _check(each.error_code, f"looking for the coordinator of {each.key!r}")
-            found[each.node_id].append(each.key)
+        for id in ids:
+            found[self._coordinators[kind, id]].append(id)
         if any(self._manager.cluster.broker_metadata(node) is None for node in found):
             await self.metadata()
         return found
+
+    def forget(self) -> None:
+        """What was told may not be so any more."""
+        self._coordinators.clear()
 
     async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
         """The leader of each partition; one that does not exist is absent."""

@@ -51,7 +51,7 @@ from txnbridge_kafka.forgotten import mend_own
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
 from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 from txnbridge_kafka.reader import AckContext
-from txnbridge_kafka.requests import DONE, Described
+from txnbridge_kafka.requests import DONE, Described, Witness
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 _log = logging.getLogger("txnbridge")
@@ -103,6 +103,7 @@ class KafkaWriter(Writer):
         self._owner = owner
         self._timeout_ms = max(timeout_ms, LEAST_TIMEOUT_MS)
         self._producer: TransactionalProducer | None = None
+        self._witness: Witness | None = None
         self._stale = ""  # why the producer is not used for another transaction
         self._opened: Described | None = None  # what the coordinator said right after the id was opened
         self._begun_under: Described | None = None  # the same, of the opening that the last transaction is in
@@ -135,7 +136,10 @@ class KafkaWriter(Writer):
                 if _is_fenced(error.__cause__):  # by somebody who opens the id at the same moment
                     self._check_owner(deadline)
                 raise
-        found = self._cluster.requests.describe([self.id], deadline).get(self.id)
+        if self._witness is not None:
+            self._witness.close()
+        self._witness = self._cluster.requests.witness(self.id, deadline)
+        found = self._witness.first
         # If somebody else opened the id after us, this is what they got: then the log names them as its owner.
         self._owner.check(deadline)
         if found is None:
@@ -202,10 +206,20 @@ class KafkaWriter(Writer):
 
     def _ready(self, deadline: Deadline) -> TransactionalProducer:
         # Also what happened since the last transaction: a broker that went away meanwhile may have forgotten its end.
-        if self._producer is None or self._stale or self._producer.doubt():
+        if self._producer is None or self._stale or self._producer.doubt() or not self._is_complete(deadline):
             self._reopen(deadline)
         assert self._producer is not None
         return self._producer
+
+    def _is_complete(self, deadline: Deadline) -> bool:
+        """Whether the markers of the last transaction are certainly written.
+
+        If they are not, our next request to one of its partitions would begin a transaction that takes in what the
+        last one left there, and ends it in its own way: what was committed would be aborted.
+        """
+        assert self._witness is not None
+        last = self._witness.last(deadline)
+        return last is not None and last.state in SETTLED and _is_under(last, self._opened)
 
     def _open_for_longer(self, timeout_ms: int, deadline: Deadline) -> None:
         """A broker takes the time-out when an id is opened. Raises `InvalidOption` if it allows no such time."""
@@ -572,6 +586,9 @@ class KafkaWriter(Writer):
             self.quick.clear()  # these are methods of its client, and would keep it
             self._producer.drop()
             self._producer = None
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
 
 
 def end_if_open(cluster: Cluster, id: str, deadline: Deadline, only: Described) -> Described | None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import confluent_kafka
 from txnbridge_kafka.acks import Member
 from txnbridge_kafka.history import Step
-from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Listed, Requests
+from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Listed, Requests, Witness
 
-from txnbridge.errors import AccessDenied, DeadlineExceeded
+from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 
 # The numbers by which Kafka's protocol knows requests.
@@ -102,6 +102,9 @@ class Coordinator(Requests):
             self.becomes("CompleteCommit")
         return {id: replace(told, id=id) for id in ids}
 
+    def witness(self, id: str, deadline: Deadline) -> Witness:
+        return _Witness(self, id, deadline)
+
     def end(
         self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
     ) -> Ended:
@@ -139,3 +142,18 @@ class Coordinator(Requests):
             raise DeadlineExceeded("the stand-in was told to say nothing")
         if self.denied:
             raise AccessDenied("the stand-in was told to refuse")
+
+
+class _Witness(Witness):
+    def __init__(self, coordinator: Coordinator, id: str, deadline: Deadline) -> None:
+        self._coordinator, self._id = coordinator, id
+        self.first = coordinator.describe([id], deadline)[id]
+
+    def last(self, deadline: Deadline) -> Described | None:
+        try:
+            return self._coordinator.describe([self._id], deadline)[self._id]
+        except TxnBridgeError:
+            return None
+
+    def close(self) -> None:
+        pass
