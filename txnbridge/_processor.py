@@ -56,8 +56,8 @@ _log = logging.getLogger("txnbridge")
 _POLL_SECONDS = 0.25
 # How often the lag is looked up: it costs a request on some brokers, and nobody reads it more often.
 _LAG_SECONDS = 1.0
-# Of the time to stop, this much is kept for aborting a transaction whose handler does not end, and for leaving the
-# group: both take milliseconds on a broker that answers.
+# Of the time to stop, this much is kept for aborting a transaction that does not end, and for leaving the group: both
+# take milliseconds on a broker that answers.
 _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 # A pass may take longer than its transaction by what a poll and the end of the transaction add.
 _SLACK_SECONDS = 5.0

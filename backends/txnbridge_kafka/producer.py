@@ -21,6 +21,8 @@ _log.addHandler(logging.NullHandler())  # a program that configures no logging i
 LEAST_TIMEOUT_MS = 1000
 # No request of a transaction can be on a connection that was never made.
 _NEVER_CONNECTED = ("Connect to ", "Failed to resolve", "Connection setup timed out")
+# A call of the client cannot be interrupted. It may be told meanwhile that there is less time: a program has to stop.
+_SLICE_SECONDS = 0.5
 # Errors that only say that the transaction has failed before, and not why.
 _CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 
@@ -104,7 +106,8 @@ class TransactionalProducer:
     def flush(self, deadline: Deadline) -> KafkaError | None:
         """Send what waits. Raises `DeadlineExceeded` if the broker has not taken all of it in time."""
         try:
-            left = self._client.flush(seconds(deadline))
+            while (left := self._client.flush(_slice(deadline))) and not deadline.expired:
+                pass
         except (KafkaException, SystemError) as error:
             return _require(error)
         if left:
@@ -154,7 +157,7 @@ class TransactionalProducer:
         """Call again as long as the client says that this helps, and there is time; the last error."""
         while True:
             try:
-                call(seconds(deadline))
+                call(_slice(deadline))
             except (KafkaException, SystemError) as raised:
                 error = _require(raised)
                 if not error.retriable() or deadline.expired:
@@ -167,6 +170,10 @@ class TransactionalProducer:
         # An abort that waits for deliveries needs their reports served. A fatal error comes again with the call itself.
         with suppress(KafkaException, SystemError):
             self.poll(LEAST_SECONDS)
+
+
+def _slice(deadline: Deadline) -> float:
+    return min(seconds(deadline), _SLICE_SECONDS)
 
 
 def _require(error: BaseException) -> KafkaError:

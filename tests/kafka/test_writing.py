@@ -9,7 +9,7 @@ import pytest
 
 import txnbridge
 from tests.kafka.kit import producer_of, writer_of
-from txnbridge.errors import InvalidOption, NotFound
+from txnbridge.errors import InvalidOption, NotFound, TransactionAborted
 
 # Fewer than any of these tests sends.
 SMALL_BUFFER = {"queue.buffering.max.messages": "50"}
@@ -78,25 +78,25 @@ def test_keys_and_headers_among_plain_values_stay_in_order(bridge, topic):
     ]
 
 
-def test_what_was_taken_before_a_message_that_is_too_large_stays_taken(bridge, topic):
+def test_a_message_that_is_too_large_is_not_taken_and_those_around_it_are(bridge, topic):
     with bridge.transaction() as txn:
         txn.send(topic, b"first")
         with pytest.raises(InvalidOption):
             txn.send(topic, b"x" * 2_000_000)
-        with pytest.raises(InvalidOption):
-            txn.send_many(topic, [b"second", b"x" * 2_000_000, b"never"])
-        txn.send(topic, b"third")
-        assert writer_of(txn).messages == 3
-    assert values(bridge, topic) == [b"first", b"second", b"third"]
+        txn.send(topic, b"second")
+        assert writer_of(txn).messages == 2
+    assert values(bridge, topic) == [b"first", b"second"]
 
 
-def test_of_values_with_keys_too_what_was_taken_before_one_that_is_too_large_stays_taken(bridge, topic):
-    small = [(b"%d" % n, b"k") for n in range(10)]
-    with bridge.transaction() as txn:
-        with pytest.raises(InvalidOption, match="larger than"):
-            txn.send_many(topic, [*small, (b"x" * 2_000_000, b"k"), (b"never", b"k")])
-        assert writer_of(txn).messages == 10
-    assert values(bridge, topic) == [value for value, _ in small]
+@pytest.mark.parametrize("key", [None, b"k"])
+def test_one_that_is_too_large_among_many_is_named_and_only_abort_is_left(bridge, topic, key):
+    items = [b"1", b"2", b"x" * 2_000_000, b"never"]
+    with pytest.raises(TransactionAborted, match="item 2 of send_many"):
+        with bridge.transaction() as txn:
+            with pytest.raises(InvalidOption, match="larger than"):
+                txn.send_many(topic, items if key is None else [(item, key) for item in items])
+            assert writer_of(txn).messages == 2
+    assert values(bridge, topic) == []
 
 
 @pytest.mark.parametrize("client", [{}, {"message.max.bytes": "20000"}])
