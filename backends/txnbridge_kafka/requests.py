@@ -39,6 +39,7 @@ from txnbridge_kafka.limits import EPOCH_BUMPS
 from txnbridge_kafka.security import OAuthTokens
 from txnbridge_kafka.settings import Settings
 
+_import_failed: ImportError | None = None
 with warnings.catch_warnings():
     # It reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 no longer does.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -67,8 +68,8 @@ with warnings.catch_warnings():
         )
 
         AbstractTokenProvider.register(OAuthTokens)  # it takes no other, and no other module of ours may import it
-    except ImportError:  # missing, or a version that moved them: `Requests` says so
-        pass
+    except ImportError as error:  # missing, or a version that moved them: `Requests` says so
+        _import_failed = error
 
 T = TypeVar("T")
 
@@ -994,6 +995,11 @@ def check_version() -> None:
         raise BackendMissing(
             f"kafka-python {version} is installed and will not do: pip install 'kafka-python>=3.0.12,<3.1'"
         )
+    if _import_failed is not None:
+        raise BackendMissing(
+            f"kafka-python {version} is installed and cannot be imported: {_import_failed}. A file beside your program"
+            " with the name of one of Python's own modules does this, too"
+        ) from _import_failed
 
 
 def _loop(sockets: list[socket.socket]) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -910,6 +911,13 @@ def test_another_version_of_kafka_python_is_refused(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     with pytest.raises(BackendMissing, match="pip install 'kafka-python>=3"):
         Requests(settings_for("127.0.0.1:1"))
+
+
+def test_a_users_file_that_hides_a_module_of_pythons_own_is_told(tmp_path: Path) -> None:
+    (tmp_path / "copy.py").touch()
+    (tmp_path / "program.py").write_text('import txnbridge\ntxnbridge.connect("kafka://127.0.0.1:1")\n')
+    said = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True).stderr
+    assert "BackendMissing" in said and "cannot be imported: cannot import name" in said
 
 
 def test_a_missing_kafka_python_is_told_with_what_to_install(monkeypatch):
