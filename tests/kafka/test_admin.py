@@ -567,17 +567,17 @@ def test_undecided_is_no_end(make_admin):
 
 
 def test_an_abort_that_comes_second_says_what_the_first_one_did(make_admin, kafka_broker, topic, unique, monkeypatch):
-    """Its writer commits after it was looked up and before it is ended."""
+    """Its writer commits after it was looked up and before it is shut out."""
     admin, id = make_admin(), unique("racer")
     producer = producer_of(kafka_broker, id)
     write(producer, topic, b"quick")
-    end = admin._requests.end
+    fence = admin._requests.fence
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
+    def slowly(*args: Any) -> Any:
         producer.commit_transaction(LONG)
-        return end(*args, **kwargs)
+        return fence(*args)
 
-    monkeypatch.setattr(admin._requests, "end", slowly)
+    monkeypatch.setattr(admin._requests, "fence", slowly)
     assert admin.end(id, Decision.ABORT, Deadline(LONG)) is Outcome.COMMITTED
 
 
@@ -945,7 +945,8 @@ def test_a_prepared_one_is_a_warning_with_the_command_that_ends_it(bridge, topic
     with bridge.transaction(prepare=True) as txn:
         txn.send(topic, b"prepared")
     (advice,) = [one for one in bridge.admin.check() if one.subject == f"transaction {txn.id}"]
-    assert (advice.level, f"commit {txn.id}" in advice.remedy) == ("warning", True)
+    remedy = f"txnbridge transactions commit (or abort) {txn.id} --yes --reason TEXT"
+    assert (advice.level, advice.remedy) == ("warning", remedy)
     bridge.abort(str(txn.token))
 
 
