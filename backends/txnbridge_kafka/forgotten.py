@@ -2,7 +2,7 @@
 
 A broker that is killed right after a commit may forget to write its markers. Readers stop there, no time-out helps, and
 the next abort of the same producer would take the committed messages with it. So a writer looks before its first
-message to a partition, and an administrator at any time.
+message to a partition, a group that waits too long for its own positions looks there, and an administrator at any time.
 
 An administrator's proof is what the coordinator says before and after the leaders are asked: ended, and the same
 transaction. Without the second look a transaction that its writer has begun since would be taken for the forgotten one.
@@ -23,6 +23,7 @@ from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.history import Ending, endings
 from txnbridge_kafka.owner import COMMITTED, Owner, evidence_key, recorded_outcome
 from txnbridge_kafka.requests import ActiveProducer, Described
+from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 _log = logging.getLogger("txnbridge")
 
@@ -93,7 +94,43 @@ def mend(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partitio
         )
     if cluster.requests.describe([id], deadline).get(id) != told:
         raise InvalidState(f"{id} is in use: stop its writer first")
-    return _write(cluster, told, {where: (end.epoch, end.commit) for where, end in ends.items()}, deadline)
+    return _write(cluster, told, _decided(ends), deadline)
+
+
+def mend_group(cluster: Cluster, group: str, deadline: Deadline) -> list[str]:
+    """Write the markers, forgotten where a group's positions are kept, that make it wait for an end that was decided.
+
+    Who has forgotten them, and its producer, may both be gone: then nobody else would look. Its id is opened first, so
+    that a living producer begins nothing there meanwhile: it is told that it was shut out, and opens its id again.
+    Raises `StorageFailed` if nobody knows how it ended, and `AccessDenied`, naming the id.
+    """
+    requests = cluster.requests
+    place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
+    if not (pids := list(_open_ones(requests.producers([place], deadline)))):
+        return []
+    before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
+    held = _open_ones(requests.producers([place], deadline))
+    after = requests.describe(list(before), deadline)
+    written = []
+    for id, told in before.items():
+        if told.pid in held and after.get(id) == told:
+            try:
+                written += _finish(cluster, told, place, deadline)
+            except AccessDenied as error:
+                raise AccessDenied(f"{id}: {error}") from error
+    return written
+
+
+def _finish(cluster: Cluster, told: Described, place: Partition, deadline: Deadline) -> list[str]:
+    cluster.requests.fence(told.id, told.timeout, deadline)
+    known = endings(cluster, told.id, deadline)
+    where = {place, *(partition for end in known if end.pid == told.pid for partition in end.partitions)}
+    held = _open_ones(cluster.requests.producers(sorted(where), deadline)).get(told.pid, {})
+    # What is open under the epoch of its last opening or before: a newer one has been opened since, by whoever owns it.
+    ends = last_ends({at: active for at, active in held.items() if active.epoch <= told.epoch}, known)
+    if place in held and place not in ends:
+        raise StorageFailed(f"how the transaction of {told.id} in {places([place])} ended is not known any more")
+    return [f"{told.id}: {each}" for each in _write(cluster, told, _decided(ends), deadline)]
 
 
 def mend_own(
@@ -137,7 +174,7 @@ def _own_ends(
         known = endings(cluster, past.id, deadline)
     except AccessDenied as error:
         _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
-    ends = {where: (end.epoch, end.commit) for where, end in last_ends(held, known).items()}
+    ends = _decided(last_ends(held, known))
     for where, active in held.items():
         if where in ends:
             continue
@@ -168,6 +205,11 @@ def last_ends(held: Held, known: Sequence[Ending]) -> dict[Partition, Ending]:
             if where in end.partitions:
                 ends[where] = end
     return ends
+
+
+def _decided(ends: Mapping[Partition, Ending]) -> dict[Partition, tuple[int, bool]]:
+    """The epoch and the decision of each, as markers have them."""
+    return {where: (end.epoch, end.commit) for where, end in ends.items()}
 
 
 def _of_its_time(active: ActiveProducer, known: Sequence[Ending]) -> list[Ending]:

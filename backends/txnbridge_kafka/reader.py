@@ -28,6 +28,7 @@ from txnbridge_kafka.clients import Consumer, settle
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
 from txnbridge_kafka.errors import translate
+from txnbridge_kafka.forgotten import mend_group
 from txnbridge_kafka.offsets import is_passing
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
@@ -125,7 +126,7 @@ class KafkaReader(Reader):
             if subscription.group is None:
                 self._begin_alone(deadline)
             else:
-                self._join(context, deadline)
+                self._join(context, cluster, deadline)
         except BaseException:
             with suppress(DeadlineExceeded):
                 self.close(deadline)
@@ -143,8 +144,9 @@ class KafkaReader(Reader):
             first = self._starts.first(partitions, deadline)
             self._settle({cursor: cursor.wish for cursor in cursors.values()}, first)
 
-    def _join(self, context: Context, deadline: Deadline) -> None:
-        self._group_starts = GroupStarts(self._offsets, self._subscription, context, self._counts, deadline)
+    def _join(self, context: Context, cluster: Cluster, deadline: Deadline) -> None:
+        mend = partial(mend_group, cluster, self._context.group)
+        self._group_starts = GroupStarts(self._offsets, self._subscription, context, self._counts, mend, deadline)
         self._starts = self._group_starts
         self._client.subscribe(
             list(self._subscription.topics),

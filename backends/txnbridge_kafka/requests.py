@@ -102,6 +102,8 @@ _INVALID_TRANSACTION_TIMEOUT = 50
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 # Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
 _NOT_NOW = {14, 15, 16, 51}
+# Of these the ones that say that nothing was done: loading, or the previous end is still being written.
+_UNTOUCHED = {14, 51}
 # For acknowledgements also: a broker that has not heard of the topic yet, or was too slow to store them.
 _ACK_LATER = {*_NOT_NOW, 3, 7}
 # A partition without a leader at the moment, or with another one.
@@ -271,8 +273,9 @@ class Requests:
             await line.connect(node)
             before, asked = asked, True
             answer = await line.ask(node, request)
+            if answer.error_code in _UNTOUCHED or answer.error_code in _DENIED:
+                asked = before  # this one was not carried out, and never will be
             if answer.error_code in _DENIED:
-                asked = before
                 raise _refused(answer.error_code, what)
             if answer.error_code not in ANSWERS:
                 raise _NotYetError(f"the coordinator said {_name(answer.error_code)}")
@@ -413,14 +416,17 @@ class Requests:
 
         return self._until(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
 
-    def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
-        """Every transactional id that any broker coordinates; with `states` only those in one of them."""
+    def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
+        """Every transactional id that any broker coordinates; only those in one of `states`, of one of `pids`."""
         what = "listing transactions"
 
         async def attempt(line: _Line) -> list[Listed]:
             found: dict[str, Listed] = {}
             for node in await line.nodes():
-                answer = await line.ask(node, ListTransactionsRequest(state_filters=list(states), max_version=0))
+                request = ListTransactionsRequest(
+                    state_filters=list(states), producer_id_filters=list(pids), max_version=0
+                )
+                answer = await line.ask(node, request)
                 _check(answer.error_code, what)
                 for each in answer.transaction_states:
                     found[each.transactional_id] = Listed(

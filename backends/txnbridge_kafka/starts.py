@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from txnbridge.errors import AccessDenied, Fenced
+from txnbridge.errors import AccessDenied, Fenced, TxnBridgeError
 from txnbridge.spi import Context, Deadline, Partition, Subscription
 from txnbridge_kafka.cursor import Wish
 from txnbridge_kafka.offsets import Offsets
@@ -16,6 +16,8 @@ _log = logging.getLogger("txnbridge")
 
 # How soon is asked again for positions that an open transaction may change: it ends within milliseconds, mostly.
 _PAUSE = 0.02
+# Still undecided after that long, its end may have been forgotten.
+_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,13 @@ class GroupStarts(Starts):
         subscription: Subscription,
         context: Context,
         counts: Mapping[str, int],
+        mend: Callable[[Deadline], list[str]],
         deadline: Deadline,
     ) -> None:
         super().__init__(offsets, subscription)
+        self._mend = mend
+        self._look_at: float | None = None  # when to look for an end that was forgotten
+        self._told = False  # that nobody can look
         self._counts = counts
         self._group = str(subscription.group)
         self._ledgers = {
@@ -112,6 +118,9 @@ class GroupStarts(Starts):
         committed = self._offsets.committed(self._group, wishes, deadline, decided=True)
         if len(committed) < len(wishes):
             time.sleep(min(_PAUSE, deadline.left()))
+            self._look_for_forgotten(deadline)
+        else:
+            self._look_at = None
         known: dict[Partition, int | Lost] = {}
         missing: dict[str, list[int]] = {}
         for (topic, number), at in committed.items():
@@ -127,6 +136,25 @@ class GroupStarts(Starts):
             begun.update(found.begun)
         known.update(self._refused({p: wish for p, wish in wishes.items() if p in known}, deadline))
         return Found(known, begun)
+
+    def _look_for_forgotten(self, deadline: Deadline) -> None:
+        now = time.monotonic()
+        if self._look_at is None or now < self._look_at:
+            self._look_at = self._look_at or now + _PATIENCE
+            return
+        try:
+            for written in self._mend(deadline):
+                _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
+        except TxnBridgeError as error:
+            level, self._told = logging.DEBUG if self._told else logging.WARNING, True
+            _log.log(
+                level,
+                "group %r waits for the end of a transaction that has acknowledged something, and whether a broker has"
+                " forgotten to write it cannot be found out: %s. An administrator finds it by txnbridge doctor, and"
+                " mends it by txnbridge transactions repair ID --yes --reason TEXT",
+                *(self._group, error),
+            )
+        self._look_at = time.monotonic() + _PATIENCE
 
     def _begin(self, topic: str, numbers: Sequence[int], wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """Partitions for which the group has no position: they begin, or it was lost."""

@@ -113,7 +113,7 @@ class Coordinator(Requests):
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
         return Ended(0, pid, epoch)
 
-    def transactions(self, deadline: Deadline, states: Sequence[str] = ()) -> list[Listed]:
+    def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
         self._answer(deadline)
         return []
 

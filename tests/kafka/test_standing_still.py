@@ -1,0 +1,158 @@
+"""A group whose broker died while it wrote down an acknowledgement's end goes on, although nobody of then is left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from random import Random
+from subprocess import Popen
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_conformance.plugin import Connect, NewTopic
+from txnbridge_kafka import forgotten
+from txnbridge_kafka.acks import Member
+from txnbridge_kafka.requests import Requests, _Line, _positions
+
+import txnbridge
+from tests.kafka.kit import describe, requests_of, writer_of
+from tests.kafka.test_admin import LONG, producer_of, visible
+from tests.kafka.test_mending import unverified  # noqa: F401
+from txnbridge import Bridge
+from txnbridge.errors import AccessDenied
+from txnbridge.spi import Deadline, Partition
+
+_numbers = count()
+
+
+@pytest.fixture
+def bridge(unverified: brokers.Broker) -> Iterator[Bridge]:  # noqa: F811
+    with txnbridge.connect(unverified.url, create_topics=1) as bridge:
+        yield bridge
+
+
+class Still:
+    """A group that has acknowledged two of three messages, by a transaction whose end its partition was not told."""
+
+    def __init__(self, broker: brokers.Broker, bridge: Bridge, commit: bool) -> None:
+        name = f"still-{next(_numbers)}"
+        self.id, self.group, self.source, self.target = name, f"{name}-group", f"{name}-source", f"{name}-target"
+        send(bridge, self.source, b"1", b"2", b"3")
+        bridge.admin.create_topic(self.target)
+        with bridge.consumer(self.source, self.group) as consumer:
+            take(consumer, 1)  # by which the group has begun
+        requests, deadline = requests_of(bridge), Deadline(LONG)
+        producer = producer_of(broker, self.id)
+        producer.begin_transaction()
+        producer.produce(self.target, b"before", partition=0)
+        assert producer.flush(LONG) == 0
+        told = requests.describe([self.id], deadline)[self.id]
+        self.pid, self.epoch = told.pid, told.epoch
+        member, offsets = Member(self.group, -1, "", None), {(self.source, 0): 2}
+        assert requests.acknowledge(self.id, self.pid, self.epoch, member, offsets, deadline).code == 0
+        requests.end(self.id, self.pid, self.epoch, commit, deadline, shut_out=False)
+        assert wait_until(lambda: describe(bridge, self.id)[self.id].state.startswith("Complete"), LONG)
+        # What it has ended for its coordinator, and for nobody else:
+        producer.produce(self.target, b"behind", partition=0)
+        assert producer.flush(LONG) == 0
+        self._acknowledge(requests, member, offsets, deadline)
+        del producer
+
+    def _acknowledge(self, requests: Requests, member: Member, offsets: Mapping[Partition, int], by: Deadline) -> None:
+        async def attempt(line: _Line) -> Any:
+            node = await line.group_coordinator(self.group)
+            return await line.ask(node, _positions(self.id, self.pid, self.epoch, member, offsets))
+
+        (topic,) = requests._until(by, "acknowledging", attempt).topics
+        assert [each.error_code for each in topic.partitions] == [0]
+
+
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_it_goes_on_where_it_was_decided(unverified: brokers.Broker, bridge: Bridge, commit: bool) -> None:  # noqa: F811
+    one = Still(unverified, bridge, commit)
+    with bridge.consumer(one.source, one.group) as consumer:
+        assert values(take(consumer, 1 if commit else 3)) == ([b"3"] if commit else [b"1", b"2", b"3"])
+    wanted = [b"before", b"behind"] if commit else []
+    assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)  # what was forgotten there, too
+
+
+def test_one_that_was_not_ended_is_waited_for(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, looks = f"open-{next(_numbers)}", []
+
+    def look(*args: Any) -> list[str]:
+        looks.append(forgotten.mend_group(*args))
+        return looks[-1]
+
+    monkeypatch.setattr("txnbridge_kafka.reader.mend_group", look)
+    send(bridge, name, b"1", b"2")
+    with bridge.consumer(name, name) as consumer, bridge.transaction(timeout=60) as txn:
+        txn.ack(take(consumer, 1))
+        writer_of(txn)._send_acks(Deadline(LONG))
+        with txnbridge.connect(bridge.url) as other, other.consumer(name, name) as waits:
+            consumer.close()
+            eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
+            assert looks[:2] == [[], []]
+            txn.commit()
+            assert values(take(waits, 1)) == [b"2"]
+
+
+def test_without_the_rights_it_is_told_and_nothing_is_touched(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = Still(unverified, bridge, True)
+
+    def denied(*_: object) -> None:
+        raise AccessDenied("it may not be fenced")
+
+    with monkeypatch.context() as patch, bridge.consumer(one.source, one.group) as consumer:
+        patch.setattr(Requests, "fence", denied)
+        eventually(lambda: (consumer.poll(1, 0), "transactions repair ID" in caplog.text)[-1], "it is told")
+        assert f"{one.id}: it may not be fenced" in caplog.text
+        assert visible(unverified, one.target) == [b"before"]
+    assert forgotten.mend_group(bridge._broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
+
+
+PROGRAM = """
+import sys, txnbridge
+url, source, target, group = sys.argv[1:]
+with txnbridge.connect(url, transactional_id=group, writers=1) as bridge:
+    bridge.processor(source, group=group, each=lambda m, txn: txn.send(target, m.value), max_messages=7).run()
+"""
+
+
+@pytest.mark.full
+def test_a_group_goes_on_whenever_its_broker_and_its_processor_die_together(
+    kafka_broker: brokers.Broker, txnbridge_url: str, connect: Connect, new_topic: NewTopic, group: str
+) -> None:
+    """In twenty rounds: in three of so many it stood still for good before."""
+    source, target = new_topic(), new_topic()
+    writer = connect(writers=1)
+    random = Random(1)
+
+    @contextmanager
+    def at_work(passed_on: int) -> Iterator[None]:
+        program = Popen([sys.executable, "-c", PROGRAM, txnbridge_url, source, target, group])
+        try:
+            eventually(lambda: len(writer.read(target, 10_000)) >= passed_on, "it goes on")
+            yield
+        finally:
+            program.kill()
+            program.wait()
+
+    for number in range(20):
+        send(writer, source, *(b"%d" % each for each in range(number * 300, number * 300 + 300)))
+        with at_work(number * 300 + 1):
+            time.sleep(random.random() / 2)
+            kafka_broker.kill()
+        kafka_broker.start()
+    with at_work(6000):
+        assert values(seen(connect(), target)) == [b"%d" % each for each in range(6000)]
