@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import repeat
 from operator import itemgetter, length_hint
@@ -136,17 +136,19 @@ class KafkaWriter(Writer):
                 if _is_fenced(error.__cause__):  # by somebody who opens the id at the same moment
                     self._check_owner(deadline)
                 raise
-        if self._witness is not None:
-            self._witness.close()
-        self._witness = self._cluster.requests.witness(self.id, deadline)
-        found = self._witness.first
-        # If somebody else opened the id after us, this is what they got: then the log names them as its owner.
-        self._owner.check(deadline)
-        if found is None:
-            raise BrokerUnavailable(f"the coordinator does not know {self.id}, which was just opened; try again")
-        if self._owner.denied and self._opened is not None and found.epoch not in (1, self._opened.epoch + 2):
-            raise self._taken_over()  # between our look and our opening, which is now in its way: so both stop
-        self._producer, self._opened, self._stale = producer, found, ""
+        with ExitStack() as unless_opened:
+            witness = self._cluster.requests.witness(self.id, deadline)
+            unless_opened.callback(witness.close)
+            found = witness.first
+            # If somebody else opened the id after us, this is what they got: then the log names them as its owner.
+            self._owner.check(deadline)
+            if found is None:
+                raise BrokerUnavailable(f"the coordinator does not know {self.id}, which was just opened; try again")
+            if self._owner.denied and self._opened is not None and found.epoch not in (1, self._opened.epoch + 2):
+                raise self._taken_over()  # between our look and our opening, which is now in its way: so both stop
+            unless_opened.pop_all()
+        self._drop()
+        self._producer, self._witness, self._opened, self._stale = producer, witness, found, ""
         self._unrecorded = False
         self.quick.clear()
         self._partitions.clear()

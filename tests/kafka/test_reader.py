@@ -126,7 +126,11 @@ class Member:
             "test", Emitter("test", ()), APPLICATION, 30, None, None, {}, lambda _, id: cluster.ledger(id)
         )
         self.cluster = asked.Cluster(self.settings, Requests(self.settings), Topics(self.settings), context.events)
-        self.reader = KafkaReader(self.settings, subscription, self.listener, context, self.cluster, Deadline(20))
+        try:
+            self.reader = KafkaReader(self.settings, subscription, self.listener, context, self.cluster, Deadline(20))
+        except BaseException:
+            self.cluster.requests.close()
+            raise
 
     def __getattr__(self, name):
         return getattr(self.reader, name)
