@@ -21,8 +21,8 @@ from txnbridge_kafka.acks import Member
 from txnbridge_kafka.requests import Requests, _Line, _positions
 
 import txnbridge
-from tests.kafka.kit import describe, requests_of, writer_of
-from tests.kafka.test_admin import LONG, producer_of, visible
+from tests.kafka.kit import describe, requests_of
+from tests.kafka.test_admin import LONG, producer_of, visible, write
 from tests.kafka.test_mending import unverified  # noqa: F401
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied
@@ -82,7 +82,11 @@ def test_it_goes_on_where_it_was_decided(unverified: brokers.Broker, bridge: Bri
     assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)  # what was forgotten there, too
 
 
-def test_one_that_was_not_ended_is_waited_for(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_was_not_ended_is_waited_for(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name, looks = f"open-{next(_numbers)}", []
 
     def look(*args: Any) -> list[str]:
@@ -91,15 +95,19 @@ def test_one_that_was_not_ended_is_waited_for(bridge: Bridge, monkeypatch: pytes
 
     monkeypatch.setattr("txnbridge_kafka.reader.mend_group", look)
     send(bridge, name, b"1", b"2")
-    with bridge.consumer(name, name) as consumer, bridge.transaction(timeout=60) as txn:
-        txn.ack(take(consumer, 1))
-        writer_of(txn)._send_acks(Deadline(LONG))
-        with txnbridge.connect(bridge.url) as other, other.consumer(name, name) as waits:
-            consumer.close()
-            eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
-            assert looks[:2] == [[], []]
-            txn.commit()
-            assert values(take(waits, 1)) == [b"2"]
+    with bridge.consumer(name, name) as consumer:
+        take(consumer, 1)
+    producer = producer_of(unverified, name)
+    write(producer, f"{name}-target", b"its own")
+    requests, deadline = requests_of(bridge), Deadline(120)
+    told = describe(bridge, name)[name]
+    offsets = {(name, 0): 1}
+    assert requests.acknowledge(name, told.pid, told.epoch, Member(name, -1, "", None), offsets, deadline).code == 0
+    with bridge.consumer(name, name) as waits:
+        eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
+        assert looks[:2] == [[], []]
+        producer.commit_transaction(LONG)
+        assert values(take(waits, 1)) == [b"2"]
 
 
 def test_without_the_rights_it_is_told_and_nothing_is_touched(
