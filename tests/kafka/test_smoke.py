@@ -17,6 +17,7 @@ from txnbridge_conformance.suite import (  # noqa: F401
 
 from tests.first_program import check_first_program
 from tests.kafka.test_acks import test_acknowledgements_alone_are_committed_and_aborted  # noqa: F401
+from tests.kafka.test_forgetting import test_a_transaction_begins_when_the_last_one_is_complete  # noqa: F401
 from tests.kafka.test_shield import (  # noqa: F401
     test_a_late_commit_does_nothing_to_our_next_transaction,
     test_a_late_opening_of_its_id_aborts_nothing_that_was_prepared,
