@@ -97,6 +97,7 @@ def test_one_that_was_not_ended_is_waited_for(
     send(bridge, name, b"1", b"2")
     with bridge.consumer(name, name) as consumer:
         take(consumer, 1)
+    bridge.admin.create_topic(f"{name}-target")
     producer = producer_of(unverified, name)
     write(producer, f"{name}-target", b"its own")
     requests, deadline = requests_of(bridge), Deadline(120)
