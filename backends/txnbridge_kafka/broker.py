@@ -60,7 +60,8 @@ class KafkaBroker(Broker):
         self._settings = settings
         self._context = context
         self._log = settings.log_topic(context.application)
-        self._cluster = Cluster(settings, Requests(settings), Topics(settings), context.events)
+        requests = Requests(settings)
+        self._cluster = Cluster(settings, requests, Topics(settings, requests), context.events)
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline, nobody_for=_NOBODY_SECONDS)
             overview = self._cluster.topics.overview(deadline)

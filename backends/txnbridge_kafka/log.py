@@ -21,7 +21,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
-from txnbridge_kafka.clients import PATIENCE, AdminClient, Consumer, Producer, ignore, result_of, seconds, settle
+from txnbridge_kafka.clients import PATIENCE, Consumer, Producer, ignore, seconds, settle
 from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, Topics
@@ -302,17 +302,10 @@ class KafkaLog(DecisionLog):
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         _, following = self._bounds(deadline)
-        admin = AdminClient(self._client_settings())
-        settle(admin, self._topic, deadline)
-        wanted = self._at(min(before[0], following))
-
-        what = "dropping old records"
-
-        def drop(left: float) -> None:
-            (answer,) = admin.delete_records([wanted], request_timeout=left).values()
-            result_of(answer, what, Deadline(left))
-
-        self._ask(drop, what, deadline)
+        try:
+            self._topics.drop_records((self._topic, 0), min(before[0], following), deadline)
+        except KafkaException as error:
+            raise self._in_our_words(error, "dropping old records") from error
 
     def close(self) -> None:
         with self._lock:

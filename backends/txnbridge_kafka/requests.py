@@ -17,7 +17,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import (
     AccessDenied,
@@ -49,6 +50,11 @@ with warnings.catch_warnings():
         from kafka.net.sasl.oauth import AbstractTokenProvider  # type: ignore[import-untyped]
         from kafka.net.selector import NetworkSelector  # type: ignore[import-untyped]
         from kafka.protocol.admin import (  # type: ignore[import-untyped]
+            CreatePartitionsRequest,
+            CreateTopicsRequest,
+            DeleteRecordsRequest,
+            DeleteTopicsRequest,
+            DescribeConfigsRequest,
             DescribeProducersRequest,
             DescribeTransactionsRequest,
             ListTransactionsRequest,
@@ -92,6 +98,8 @@ ANSWERS: Mapping[int, str] = {
 
 # What coordinators are of.
 _GROUP, _TRANSACTION = 0, 1
+# What has settings.
+TOPIC, BROKER = 2, 4
 # Instead of a time.
 EARLIEST, LATEST = -2, -1
 _READ_COMMITTED = 1
@@ -181,6 +189,13 @@ class ActiveProducer:
     start_offset: int | None
     last_timestamp: int
     coordinator_epoch: int
+
+
+class Answer(NamedTuple):
+    """A code, 0 for done, and what the broker says of it."""
+
+    code: int
+    text: str
 
 
 @dataclass(frozen=True)
@@ -527,6 +542,74 @@ class Requests:
 
         return self._until(deadline, "asking for the cluster's id", attempt, nobody_for)
 
+    def create_topic(
+        self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
+    ) -> Answer:
+        kind = CreateTopicsRequest.CreatableTopic
+        configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
+        topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
+        request = partial(CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
+        return self._of_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
+
+    def delete_topic(self, name: str, deadline: Deadline) -> Answer:
+        request = partial(DeleteTopicsRequest, topic_names=[name], max_version=5)
+        return self._of_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> Answer:
+        topic = CreatePartitionsRequest.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
+        request = partial(CreatePartitionsRequest, topics=[topic], validate_only=False)
+        return self._of_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
+
+    def _of_controller(
+        self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
+    ) -> Answer:
+        async def attempt(line: _Line) -> Answer:
+            node = (await line.metadata()).controller_id
+            answer = await line.ask(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
+            (each,) = results(answer)
+            return Answer(each.error_code, getattr(each, "error_message", None) or _name(each.error_code))
+
+        return self._until(deadline, what, attempt, patient=True)
+
+    def configs(
+        self, kind: int, names: Sequence[str], deadline: Deadline
+    ) -> dict[str, tuple[Answer, Mapping[str, str]]]:
+        """The settings in effect of topics, or of one broker, which has to tell them itself."""
+        resource = DescribeConfigsRequest.DescribeConfigsResource
+        asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
+
+        async def attempt(line: _Line) -> dict[str, tuple[Answer, Mapping[str, str]]]:
+            await line.metadata()
+            answer = await line.ask(
+                int(names[0]) if kind == BROKER else line.any, DescribeConfigsRequest(resources=asked)
+            )
+            return {
+                each.resource_name: (
+                    Answer(each.error_code, each.error_message or _name(each.error_code)),
+                    {entry.name: entry.value for entry in each.configs if entry.value is not None},
+                )
+                for each in answer.results
+            }
+
+        return self._until(deadline, "asking for settings", attempt) if names else {}
+
+    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> Answer:
+        """Records of a partition before an offset."""
+        kind = DeleteRecordsRequest.DeleteRecordsTopic
+        number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
+
+        async def attempt(line: _Line) -> Answer:
+            leaders = await line.leaders([partition])
+            if not leaders:
+                return Answer(_UNKNOWN_TOPIC, f"there is no {_title(partition)}")
+            request = DeleteRecordsRequest(
+                topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
+            )
+            ((_, each),) = _each_partition((await line.ask(next(iter(leaders)), request)).topics)
+            return Answer(each.error_code, _name(each.error_code))
+
+        return self._until(deadline, "dropping old records", attempt)
+
     def close(self) -> None:
         """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
         with self._lock:
@@ -541,15 +624,19 @@ class Requests:
         what: str,
         attempt: Callable[[_Line], Awaitable[T]],
         nobody_for: float = math.inf,
+        patient: bool = False,
     ) -> T:
-        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all."""
+        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all.
+
+        `patient` is for what a broker may well take long for.
+        """
         reason, cause = "no time was left to ask", None
         begun, nobody = time.monotonic(), 0  # tries, one after the other
         for pause in _pauses():
             if deadline.expired:
                 break
             try:
-                return self._once(attempt, self._patience(deadline))
+                return self._once(attempt, deadline.left() if patient else self._patience(deadline))
             except _NotYetError as error:
                 reason, cause = str(error), error.__cause__
             except errors.IncompatibleBrokerVersion as error:

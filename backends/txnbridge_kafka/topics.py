@@ -1,24 +1,22 @@
-"""Topics: looked at, created, changed, through confluent-kafka's AdminClient with a deadline on every call."""
+"""Topics: looked at by confluent-kafka's client, created and changed by our own requests, each with a deadline."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
-from confluent_kafka.admin._resource import ResourceType
-from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.clients import AdminClient, ignore, look_at, result_of, seconds
+from txnbridge_kafka.clients import AdminClient, ignore, look_at
 from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.requests import BROKER, DONE, TOPIC, Answer, Requests
 from txnbridge_kafka.settings import Settings
 
 OFFSETS_TOPIC = "__consumer_offsets"
@@ -56,8 +54,9 @@ _log = logging.getLogger("txnbridge.kafka.client")
 class Topics:
     """The topics of a cluster. Any thread may call; nothing is connected before the first call."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, requests: Requests | None = None) -> None:
         self._settings = settings
+        self._requests = requests
         self._lock = threading.Lock()
         self._client: AdminClient | None = None
 
@@ -129,9 +128,11 @@ class Topics:
         replicas: int | None = None,
     ) -> bool:
         """Create a topic; False if it was there already, with however many partitions. Raises `InvalidOption`."""
-        new = NewTopic(topic, partitions, replicas or self._settings.replicas, config=dict(config or {}))
+        copies, settings = replicas or self._settings.replicas, config or {}
         try:
-            self._each([new], self._admin().create_topics, deadline, f"creating topic {topic!r}")
+            self._administer(
+                lambda requests: requests.create_topic(topic, partitions, copies, settings, deadline), deadline
+            )
         except KafkaException as error:
             if _code(error) == KafkaError.TOPIC_ALREADY_EXISTS:
                 return False
@@ -186,7 +187,7 @@ class Topics:
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Raises `NotFound`."""
-        self._each_ours([topic], self._admin().delete_topics, deadline, f"deleting topic {topic!r}")
+        self._change(lambda requests: requests.delete_topic(topic, deadline), deadline, f"deleting topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
         """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
@@ -196,12 +197,12 @@ class Topics:
         if partitions < has:
             raise InvalidOption(f"topic {topic!r} has {has} partitions; they cannot become fewer")
         if partitions > has:
-            new = NewPartitions(topic, partitions)
-            self._each_ours([new], self._admin().create_partitions, deadline, f"growing topic {topic!r}")
+            what = f"growing topic {topic!r}"
+            self._change(lambda requests: requests.grow_topic(topic, partitions, deadline), deadline, what)
 
     def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
         """The settings in effect of topics; of one that this user may not look into, none."""
-        return self._settings_of([ConfigResource(ResourceType.TOPIC, topic) for topic in topics], deadline)
+        return self._settings_of(TOPIC, topics, deadline)
 
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
         """The settings in effect of brokers; of one that this user may not look into, none.
@@ -212,29 +213,36 @@ class Topics:
         found: dict[str, dict[str, str]] = {}
         while asked and not found:
             deadline.check("asking brokers for their settings")
-            for number in asked:  # the client takes one at a time
+            for number in asked:
                 with suppress(BrokerUnavailable):
                     soon = Deadline(min(_BROKER_SECONDS, deadline.left()))
-                    found.update(self._settings_of([ConfigResource(ResourceType.BROKER, str(number))], soon))
+                    found.update(self._settings_of(BROKER, [str(number)], soon))
         return found
 
-    def _settings_of(self, resources: list[ConfigResource], deadline: Deadline) -> dict[str, dict[str, str]]:
-        if not resources:
-            return {}
+    def _settings_of(self, kind: int, names: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
         what = "asking for settings"
-        asked = self._asked(
-            lambda: self._admin().describe_configs(resources, request_timeout=seconds(deadline)), deadline, what
-        )
-        found = {}
-        for resource, answer in asked.items():
-            try:
-                entries = result_of(answer, what, deadline)
-            except KafkaException as error:
-                if _code(error) not in (*_DENIED, *_MISSING):
-                    raise translate(error, what) from error
-                entries = {}
-            found[resource.name] = {name: entry.value for name, entry in entries.items() if entry.value is not None}
+        found: dict[str, dict[str, str]] = {}
+        with self._asking() as requests:
+            told = requests.configs(kind, names, deadline)
+        for name, (answer, settings) in told.items():
+            if answer.code and answer.code not in (*_DENIED, *_MISSING):
+                error = _exception(answer)
+                raise translate(error, what) from error
+            found[name] = dict(settings)
         return found
+
+    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> None:
+        """Drop the records of a partition before an offset. Raises the client's own error."""
+        self._administer(lambda requests: requests.drop_records(partition, before, deadline), deadline)
+
+    @contextmanager
+    def _asking(self) -> Iterator[Requests]:
+        """Our own requests: the client's may end the process when a broker dies while it is asked."""
+        if self._requests is not None:
+            yield self._requests
+            return
+        with closing(Requests(self._settings)) as requests:
+            yield requests
 
     def _admin(self) -> AdminClient:
         with self._lock:
@@ -257,24 +265,27 @@ class Topics:
                     raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
             time.sleep(_LOOK_SECONDS)
 
-    def _each_ours(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
+    def _change(self, ask: Callable[[Requests], Answer], deadline: Deadline, what: str) -> None:
         try:
-            self._each(items, call, deadline, what)
+            self._administer(ask, deadline)
         except KafkaException as error:
             raise translate(error, what) from error
 
-    def _each(self, items: list[Any], call: Callable[..., Any], deadline: Deadline, what: str) -> None:
-        """A call that answers for each item, until all are done. Raises the client's own error."""
+    def _administer(self, ask: Callable[[Requests], Answer], deadline: Deadline) -> None:
+        """Ask until it is done. Raises the client's own error."""
         while True:
-            left = seconds(deadline)
-            try:
-                for answer in call(items, operation_timeout=left, request_timeout=left).values():
-                    result_of(answer, what, deadline)
+            with self._asking() as requests:
+                answer = ask(requests)
+            if answer.code == DONE:
                 return
-            except KafkaException as error:
-                if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
-                    raise
+            error = _exception(answer)
+            if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
+                raise error
             time.sleep(_LOOK_SECONDS)
+
+
+def _exception(answer: Answer) -> KafkaException:
+    return KafkaException(KafkaError(answer.code, answer.text))
 
 
 def _in_sync(copies: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -19,9 +20,11 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
+from txnbridge_conformance.looking import take
 from txnbridge_kafka import requests
 from txnbridge_kafka.requests import ANSWERS, Described, Ended, Requests
 from txnbridge_kafka.settings import Settings
@@ -960,3 +963,27 @@ def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
 def test_every_final_answer_has_a_sentence():
     assert set(ANSWERS) == {0, 47, 48, 49, 90, 120}
     assert all(sentence for sentence in ANSWERS.values())
+
+
+def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):
+    """Its other questions have ended the process when a broker died meanwhile."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("asked")
+
+    names = {name for name, value in vars(AdminClient).items() if callable(value) and not name.startswith("_")}
+    assert {"create_topics", "describe_configs", "delete_records"} <= names
+    for name in names - {"list_topics"}:
+        monkeypatch.setattr(AdminClient, name, refuse)
+    topic = f"flow-{next(_numbers)}"
+    with txnbridge.connect(kafka_broker.url, transactional_id=topic, writers=1, create_topics=2) as bridge:
+        with bridge.transaction(prepare=True) as txn:
+            txn.send(topic, b"1")
+        bridge.commit(str(txn.token))
+        with bridge.consumer(topic, topic) as consumer, bridge.transaction() as txn:
+            txn.ack(take(consumer, 1))
+        with closing(bridge._broker.decision_log(f"_txnbridge-{topic}", Deadline(LONG))) as log:
+            log.trim(log.append(b"old", Deadline(LONG)), Deadline(LONG))
+        bridge.admin.grow_topic(topic, 3)
+        assert {each.name: each.partitions for each in bridge.admin.topics()}[topic] == 3
+        bridge.admin.delete_topic(topic)
