@@ -118,8 +118,8 @@ def left_over(child):
 
 
 @pytest.mark.timeout(600)
-def test_nothing_acknowledged_is_lost_and_nothing_is_half_there_after_200_kills(path):
-    kill_at_random(path, 200)
+def test_nothing_acknowledged_is_lost_and_nothing_is_half_there_after_100_kills(path):
+    kill_at_random(path, 100)
 
 
 @pytest.mark.full

@@ -28,11 +28,15 @@ def url(tmp_path):
     return f"embedded:{tmp_path / 'broker.db'}"
 
 
-def test_a_job_that_is_run_again_is_not_published_twice(spark, sink):
+def test_a_job_that_is_run_again_is_not_published_twice_and_a_batch_reads_what_is_committed(
+    spark,
+    sink,
+    url,
+    bridge,
+    topic,  # noqa: F811
+):
+    """Both in one session, which takes longer to start than they do."""
     test_writer.test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink)
-
-
-def test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic):  # noqa: F811
     test_reader.test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic)
 
 
