@@ -309,17 +309,16 @@ def prepare_and_kill(broker: brokers.Broker, chance: random.Random, tokens: Toke
     for first in itertools.count(0, 1_000_000):
         if time.monotonic() > until:
             return
-        program = Popen([sys.executable, "-c", PREPARER, broker.url, str(first)], stdout=PIPE, text=True)
-        listener = threading.Thread(target=tokens.listen, args=(program,))
-        listener.start()
-        time.sleep(chance.uniform(3, 10))
-        if chance.random() < 0.5:
-            broker.kill()
+        with Popen([sys.executable, "-c", PREPARER, broker.url, str(first)], stdout=PIPE, text=True) as program:
+            listener = threading.Thread(target=tokens.listen, args=(program,))
+            listener.start()
+            time.sleep(chance.uniform(3, 10))
+            if chance.random() < 0.5:
+                broker.kill()
+                program.kill()
+                broker.start()
             program.kill()
-            broker.start()
-        program.kill()
-        program.wait()
-        listener.join()
+            listener.join()
 
 
 def check_sides(readable: Readable, committed: Collection[bytes], perhaps: Collection[bytes] = ()) -> None:
