@@ -44,14 +44,14 @@ def client_settings(url):
     return {"bootstrap.servers": url.removeprefix("kafka://"), "logger": logging.getLogger("tests")}
 
 
-def settings_for(url, **client):
+def settings_for(url, raw=None, **client):
     bootstrap = url.removeprefix("kafka://")
     quick = {"reconnect.backoff.max.ms": "200"}  # what waits for a broker that comes back need not wait longer
-    return Settings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, {}, 30, None, "tests", 0)
+    return Settings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, raw or {}, 30, None, "tests", 0)
 
 
-def open_log(url, name, timeout=30, **client):
-    return KafkaLog(settings_for(url, **client), name, Deadline(timeout), Emitter("tests", []))
+def open_log(url, name, timeout=30, raw=None, **client):
+    return KafkaLog(settings_for(url, raw, **client), name, Deadline(timeout), Emitter("tests", []))
 
 
 @pytest.fixture
@@ -435,11 +435,12 @@ def test_each_right_that_is_missing_is_told_and_a_log_is_read_without_one_to_a_g
     broker, proxy = guarded
     admins = open_log(broker.url, name)
     append(admins, b"0", b"1")
-    sasl = {key: value for key, value in as_guest(proxy)["client"].items() if key != "bootstrap.servers"}
+    guest = as_guest(proxy)
+    sasl = {key: value for key, value in guest["client"].items() if key != "bootstrap.servers"}
     with pytest.raises(AccessDenied, match=rf"(?s){topic}.*kafka-topics\.sh.*kafka-acls\.sh"):
-        open_log(proxy.url, name, **sasl)
+        open_log(proxy.url, name, raw=guest["raw"], **sasl)
     grant(broker, topic, ["DESCRIBE"])
-    log = open_log(proxy.url, name, **sasl)  # its settings it may not read
+    log = open_log(proxy.url, name, raw=guest["raw"], **sasl)  # its settings it may not read
     assert bounds(log) == ((0,), (1,))
     granting = rf"(?s){topic}.*kafka-acls\.sh .* --topic {topic}"
     with pytest.raises(AccessDenied, match=granting):
