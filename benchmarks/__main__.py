@@ -7,7 +7,14 @@ from importlib import import_module
 from benchmarks._harness import machine, make_parser, opened
 
 NAMES: tuple[str, ...] = ("send", "imports", "write", "read", "commit", "writers", "wakeup", "memory", "large_file")
-NAMES += ("kafka_write", "kafka_java", "kafka_read", "kafka_token", "kafka_process")  # these start a broker
+NAMES += (
+    "kafka_write",
+    "kafka_java",
+    "kafka_read",
+    "kafka_token",
+    "kafka_small",
+    "kafka_process",
+)  # these start a broker
 NAMES += ("pulsar_write", "pulsar_read", "pulsar_process", "pulsar_commit", "pulsar_memory", "pulsar_spark")
 NAMES += ("rocketmq_write", "rocketmq_read", "rocketmq_recover")
 NAMES += ("spark_write", "spark_read", "spark_recover")  # and these Kafka and Spark

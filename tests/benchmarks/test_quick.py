@@ -27,6 +27,7 @@ TARGETS = {
     "kafka_java": 0,
     "kafka_read": 2,
     "kafka_token": 1,
+    "kafka_small": 2,
     "kafka_process": 3,
     "pulsar_write": 3,
     "pulsar_read": 2,

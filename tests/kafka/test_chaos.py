@@ -170,8 +170,13 @@ with txnbridge.connect(url, writers=1, kafka=json.loads(options)) as bridge:
 """
 
 
-@pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_copiers_lose_double_and_reorder_nothing(broker: brokers.Broker, chance: random.Random, protocol: str) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "nodes"), [("classic", 1), ("consumer", 1), ("classic", 3)], ids=["classic", "consumer", "three-nodes"]
+)
+def test_copiers_lose_double_and_reorder_nothing(
+    start_kafka: StartKafka, chance: random.Random, protocol: str, nodes: int
+) -> None:
+    broker = start_kafka(nodes=nodes)
     options = {"group_protocol": "consumer"} if protocol == "consumer" else SESSION
     with reading(broker, "target") as readable, txnbridge.connect(broker.url) as bridge:
         bridge.admin.create_topic("source", partitions=PARTITIONS)
@@ -188,9 +193,10 @@ def test_copiers_lose_double_and_reorder_nothing(broker: brokers.Broker, chance:
                 if "kill" in deeds:
                     copiers[one].kill()
                 if "broker" in deeds:
-                    broker.kill()
+                    node = chance.choice(broker.nodes)  # of three each leads a partition
+                    broker.kill(node)
                     time.sleep(chance.uniform(0, 3))
-                    broker.start()
+                    broker.start(node)
                     back.append(time.monotonic())
                 if "kill" in deeds:
                     copiers[one].wait()
