@@ -628,7 +628,7 @@ class Requests:
     ) -> T:
         """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all.
 
-        `patient` is for what a broker may well take long for.
+        `patient` is for what a broker may well take long for: half of the time, before it is asked again.
         """
         reason, cause = "no time was left to ask", None
         begun, nobody = time.monotonic(), 0  # tries, one after the other
@@ -636,7 +636,7 @@ class Requests:
             if deadline.expired:
                 break
             try:
-                return self._once(attempt, deadline.left() if patient else self._patience(deadline))
+                return self._once(attempt, deadline.left() / 2 if patient else self._patience(deadline))
             except _NotYetError as error:
                 reason, cause = str(error), error.__cause__
             except errors.IncompatibleBrokerVersion as error:
