@@ -100,36 +100,38 @@ def mend(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partitio
 def mend_group(cluster: Cluster, group: str, deadline: Deadline) -> list[str]:
     """Write the markers, forgotten where a group's positions are kept, that make it wait for an end that was decided.
 
-    Who has forgotten them, and its producer, may both be gone: then nobody else would look. Its id is opened first, so
-    that a living producer begins nothing there meanwhile: it is told that it was shut out, and opens its id again.
-    Raises `StorageFailed` if nobody knows how it ended, and `AccessDenied`, naming the id.
+    Who has forgotten them, and its producer, may both be gone: then nobody else would look.
+    Raises `StorageFailed` if nobody knows how it ended, and `AccessDenied` with what an administrator can do.
     """
     requests = cluster.requests
     place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     if not (pids := list(_open_ones(requests.producers([place], deadline)))):
         return []
     before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
-    held = _open_ones(requests.producers([place], deadline))
-    after = requests.describe(list(before), deadline)
     written = []
     for id, told in before.items():
-        if told.pid in held and after.get(id) == told:
-            try:
-                written += _finish(cluster, told, place, deadline)
-            except AccessDenied as error:
-                raise AccessDenied(f"{id}: {error}") from error
+        try:
+            known = endings(cluster, id, deadline)
+            held = _open_ones(requests.producers([place], deadline)).get(told.pid, {})
+            if held and requests.describe([id], deadline).get(id) == told:
+                written += _finish(cluster, told, held, known, deadline)
+        except AccessDenied as error:
+            command = f"txnbridge transactions repair {id} --yes --reason TEXT"
+            raise AccessDenied(f"{error}. An administrator finishes it: {command}") from error
     return written
 
 
-def _finish(cluster: Cluster, told: Described, place: Partition, deadline: Deadline) -> list[str]:
+def _finish(cluster: Cluster, told: Described, held: Held, known: Sequence[Ending], deadline: Deadline) -> list[str]:
+    """With the proof that it has ended, and known how. Its id is opened first: a producer that lives begins nothing
+    there meanwhile, is told that it was shut out, and opens its id again.
+    """
+    if unknown := held.keys() - last_ends(held, known):
+        raise StorageFailed(f"how the transaction of {told.id} in {places(unknown)} ended is not known any more")
     cluster.requests.fence(told.id, told.timeout, deadline)
-    known = endings(cluster, told.id, deadline)
-    where = {place, *(partition for end in known if end.pid == told.pid for partition in end.partitions)}
-    held = _open_ones(cluster.requests.producers(sorted(where), deadline)).get(told.pid, {})
-    # What is open under the epoch of its last opening or before: a newer one has been opened since, by whoever owns it.
-    ends = last_ends({at: active for at, active in held.items() if active.epoch <= told.epoch}, known)
-    if place in held and place not in ends:
-        raise StorageFailed(f"how the transaction of {told.id} in {places([place])} ended is not known any more")
+    where = sorted({partition for end in known if end.pid == told.pid for partition in end.partitions})
+    everywhere = _open_ones(cluster.requests.producers(where, deadline)).get(told.pid, {})
+    # Whoever owns the id may have opened a newer one since.
+    ends = last_ends({at: active for at, active in everywhere.items() if active.epoch <= told.epoch}, known)
     return [f"{told.id}: {each}" for each in _write(cluster, told, _decided(ends), deadline)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ _log = logging.getLogger("txnbridge")
 _PAUSE = 0.02
 # Still undecided after that long, its end may have been forgotten.
 _PATIENCE = 3.0
+_LONGEST_LOOK = 10.0  # meanwhile nothing is asked about other partitions that have just come
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,6 @@ class GroupStarts(Starts):
         super().__init__(offsets, subscription)
         self._mend = mend
         self._look_at: float | None = None  # when to look for an end that was forgotten
-        self._told = False  # that nobody can look
         self._counts = counts
         self._group = str(subscription.group)
         self._ledgers = {
@@ -142,18 +143,19 @@ class GroupStarts(Starts):
         if self._look_at is None or now < self._look_at:
             self._look_at = self._look_at or now + _PATIENCE
             return
+        self._look_at = math.inf  # whoever may not mend it looks no more: each try shuts a living producer out
         try:
-            for written in self._mend(deadline):
+            for written in self._mend(Deadline(min(deadline.left(), _LONGEST_LOOK))):
                 _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
-        except TxnBridgeError as error:
-            level, self._told = logging.DEBUG if self._told else logging.WARNING, True
-            _log.log(
-                level,
-                "group %r waits for the end of a transaction that has acknowledged something, and whether a broker has"
-                " forgotten to write it cannot be found out: %s. An administrator finds it by txnbridge doctor, and"
-                " mends it by txnbridge transactions repair ID --yes --reason TEXT",
+        except AccessDenied as error:
+            _log.warning(
+                "group %r waits for the end of a transaction that has acknowledged something. Whether a broker has"
+                " forgotten to write it cannot be found out, or not be mended, by this user: %s. See txnbridge doctor",
                 *(self._group, error),
             )
+            return
+        except TxnBridgeError as error:
+            _log.debug("whether an end was forgotten that group %r waits for is asked again: %s", self._group, error)
         self._look_at = time.monotonic() + _PATIENCE
 
     def _begin(self, topic: str, numbers: Sequence[int], wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:

@@ -188,7 +188,7 @@ def test_a_processor_ends_within_its_time_when_the_broker_is_gone(
     try:
         with listening(kill), txnbridge.connect(txnbridge_url, writers=1) as own:
             processor = own.processor(
-                source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=600, stop_timeout=20
+                source, group=group, each=lambda m, txn: txn.send(target, m.value), timeout=60, stop_timeout=20
             )
             with within(20), pytest.raises(DeadlineExceeded, match="comes again"), processor:
                 eventually(lambda: bool(killed), "the broker is gone")

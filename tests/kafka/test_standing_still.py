@@ -119,15 +119,24 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
 ) -> None:
     one = Still(unverified, bridge, True)
 
+    asked = []
+
     def denied(*_: object) -> None:
-        raise AccessDenied("it may not be fenced")
+        asked.append(1)
+        raise AccessDenied("it may not be marked")
 
     with monkeypatch.context() as patch, bridge.consumer(one.source, one.group) as consumer:
-        patch.setattr(Requests, "fence", denied)
-        eventually(lambda: (consumer.poll(1, 0), "transactions repair ID" in caplog.text)[-1], "it is told")
-        assert f"{one.id}: it may not be fenced" in caplog.text
+        patch.setattr(Requests, "write_markers", denied)
+        eventually(lambda: (consumer.poll(1, 0), "it may not be marked" in caplog.text)[-1], "it is told")
+        assert f"txnbridge transactions repair {one.id} --yes --reason TEXT" in caplog.text
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            consumer.poll(1, 1)
+        assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
+    # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
     assert forgotten.mend_group(bridge._broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
+    assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 
 
 PROGRAM = """
