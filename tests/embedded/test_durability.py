@@ -276,7 +276,7 @@ def kill_before_statement(folder, number):
 def test_a_process_may_die_before_any_statement(tmp_path):
     count = kill_before_statement(tmp_path, 0)["statements"]
     assert count > 150
-    step = 8  # with another beginning each time
+    step = 16  # with another beginning each time
     for number in range(random.randrange(1, step + 1), count + 1, step):
         assert "statements" not in kill_before_statement(tmp_path, number)
 
