@@ -1,4 +1,4 @@
-"""PySpark in every run, on the embedded broker: what is written once, read back, and survives its driver's death."""
+"""PySpark in every run, on the embedded broker: what is run again is written once, and read back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark.sql", reason="needs PySpark")
 
-from tests.spark import kit, test_faults, test_reader, test_writer
-from tests.spark.test_faults import query  # noqa: F401
+from tests.spark import kit, test_reader, test_writer
 from tests.spark.test_reader import topic  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def spark(spark_faults: Path) -> Iterator[object]:
-    """Gone with its test: nothing runs beside a driver that is to die, or a broker."""
+    """Gone with its test: nothing runs beside a broker."""
     with kit.local_spark(spark_faults) as session:
         yield session
 
@@ -38,7 +37,3 @@ def test_a_job_that_is_run_again_is_not_published_twice_and_a_batch_reads_what_i
     """Both in one session, which takes longer to start than they do."""
     test_writer.test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink)
     test_reader.test_a_batch_reads_what_is_committed_now(spark, url, bridge, topic)
-
-
-def test_a_driver_killed_behind_its_decision_loses_and_doubles_nothing(query):  # noqa: F811
-    test_faults.test_a_driver_killed_while_it_commits_a_batch_loses_and_doubles_nothing(query, "after the decision")
