@@ -236,7 +236,7 @@ with txnbridge.connect(url, transactional_id="preparer", writers=1, hold=600) as
                 txn.send("right", b"%d" % number)
             print(number, txn.token, flush=True)
         except txnbridge.errors.TxnBridgeError as error:
-            say(f"{number}: {error}", file=sys.stderr)
+            print(f"{number}: {error}", file=sys.stderr)
 """
 
 
