@@ -10,6 +10,21 @@ from txnbridge.errors import BackendMissing
 _MARK = b"CGMDv2:"
 
 
+class AckContext:
+    """What acknowledgements need besides positions: the group, and its members' proof of membership.
+
+    The proof is that of the reader's last delivery. It is not taken later than that, because a member that was thrown
+    out has one that a broker accepts from anyone; and not earlier, because the group is shared out anew time and again
+    while a partition stays where it is.
+    """
+
+    __slots__ = ("group", "metadata")
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self.metadata: object = None
+
+
 @dataclass(frozen=True)
 class Member:
     """A consumer as its group's coordinator knows it; one that is in no group has generation -1 and no name."""

@@ -80,7 +80,7 @@ class KafkaBackend(Backend):
     def check_installed(self) -> None:
         try:
             from txnbridge_kafka import broker  # noqa: F401
-            from txnbridge_kafka.requests import check_version
+            from txnbridge_kafka.wire.library import check_version
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0].replace("_", "-")
             if package.startswith("txnbridge"):

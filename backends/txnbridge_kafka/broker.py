@@ -26,23 +26,23 @@ from txnbridge.spi import (
     TokenState,
     Writer,
 )
-from txnbridge_kafka.admin import KafkaAdmin
+from txnbridge_kafka.administration.admin import KafkaAdmin
+from txnbridge_kafka.administration.preflight import look_at_topics
 from txnbridge_kafka.backend import without_log
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.endings import end_prepared, plain_status, prepared_status
-from txnbridge_kafka.history import STATE_TOPIC
+from txnbridge_kafka.ends.endings import end_prepared, plain_status, prepared_status
+from txnbridge_kafka.ends.history import STATE_TOPIC
 from txnbridge_kafka.limits import longest_transaction_ms, message_bytes
 from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.opening import open_id
 from txnbridge_kafka.owner import Owner
-from txnbridge_kafka.preflight import look_at_topics
-from txnbridge_kafka.prepared import Pool
-from txnbridge_kafka.publisher import KafkaPublisher
-from txnbridge_kafka.reader import KafkaReader
-from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.writer import KafkaWriter
+from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.write.opening import open_id
+from txnbridge_kafka.write.prepared import Pool
+from txnbridge_kafka.write.publisher import KafkaPublisher
+from txnbridge_kafka.write.writer import KafkaWriter
 
 if TYPE_CHECKING:
     from txnbridge_kafka.backend import KafkaBackend

@@ -7,9 +7,9 @@ from functools import cached_property
 
 from txnbridge.spi import Emitter
 from txnbridge_kafka.offsets import Offsets
-from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.wire.requests import Requests
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from confluent_kafka import KafkaError
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.errors import kafka_error
-from txnbridge_kafka.requests import EARLIEST, LATEST, Requests
+from txnbridge_kafka.wire.answers import EARLIEST, LATEST
+from txnbridge_kafka.wire.errors import kafka_error
+from txnbridge_kafka.wire.requests import Requests
 
 
 class Offsets:

@@ -14,10 +14,11 @@ from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.clients import AdminClient, ignore, look_at
-from txnbridge_kafka.errors import kafka_error, translate
-from txnbridge_kafka.requests import BROKER, DONE, TOPIC, Answer, Requests
 from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.wire.answers import BROKER, DONE, TOPIC, Answer
+from txnbridge_kafka.wire.clients import AdminClient, ignore, look_at
+from txnbridge_kafka.wire.errors import kafka_error, translate
+from txnbridge_kafka.wire.requests import Requests
 
 OFFSETS_TOPIC = "__consumer_offsets"
 

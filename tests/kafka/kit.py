@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from txnbridge_kafka.broker import KafkaBroker
-from txnbridge_kafka.producer import TransactionalProducer
-from txnbridge_kafka.requests import Described, Requests
-from txnbridge_kafka.writer import KafkaWriter
+from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.write.producer import TransactionalProducer
+from txnbridge_kafka.write.writer import KafkaWriter
 
 from txnbridge import Bridge, Transaction
 from txnbridge.spi import Deadline

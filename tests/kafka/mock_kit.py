@@ -14,8 +14,10 @@ from pathlib import Path
 
 import confluent_kafka
 from txnbridge_kafka.acks import Member
-from txnbridge_kafka.history import Step
-from txnbridge_kafka.requests import Acknowledged, ActiveProducer, Described, Ended, Listed, Requests, Witness
+from txnbridge_kafka.ends.history import Step
+from txnbridge_kafka.wire.answers import Acknowledged, ActiveProducer, Described, Ended, Listed
+from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.wire.requests import Requests
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline, Partition

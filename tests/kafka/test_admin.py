@@ -20,14 +20,15 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
-from txnbridge_kafka import forgotten, history
-from txnbridge_kafka.admin import KafkaAdmin, owner_of
-from txnbridge_kafka.clients import result_of
+from txnbridge_kafka.administration.admin import KafkaAdmin, owner_of
 from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.ends import forgotten, history
 from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.requests import Described, Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
+from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.wire.clients import result_of
+from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.brokers.kit import state
@@ -650,7 +651,7 @@ class Held:
 
 @pytest.fixture
 def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
-    monkeypatch.setattr("txnbridge_kafka.requests.EPOCH_BUMPS", 99)
+    monkeypatch.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)
     return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
@@ -780,7 +781,7 @@ def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothi
 
 def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
     one = hold(True)
-    monkeypatch.setattr(forgotten, "endings", lambda *_: [])  # compaction leaves an id's last state only
+    monkeypatch.setattr(forgotten, "recorded_ends", lambda *_: [])  # compaction leaves an id's last state only
     with pytest.raises(InvalidState, match="log any more"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]
@@ -803,10 +804,10 @@ def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[s
     write(again, topics[0], b"x")
     opened = admin._requests.describe([id], Deadline(LONG))[id]
     again.abort_transaction(LONG)
-    committed, aborted = history.endings(admin._cluster, id, Deadline(LONG))
+    committed, aborted = history.recorded_ends(admin._cluster, id, Deadline(LONG))
     assert committed == history.Ending(told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics))
     assert aborted == history.Ending(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
-    assert history.endings(admin._cluster, unique("nobody"), Deadline(LONG)) == []
+    assert history.recorded_ends(admin._cluster, unique("nobody"), Deadline(LONG)) == []
 
 
 def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_broker, make_admin, unique):

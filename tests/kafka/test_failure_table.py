@@ -16,9 +16,9 @@ import confluent_kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_kafka import broker as broker_module
-from txnbridge_kafka import endings as endings_module
-from txnbridge_kafka.history import Step
-from txnbridge_kafka.reader import AckContext
+from txnbridge_kafka.acks import AckContext
+from txnbridge_kafka.ends import endings as endings_module
+from txnbridge_kafka.ends.history import Step
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -606,7 +606,7 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
         produce(*message, **where)
 
     writer.quick[TOPIC] = full
-    monkeypatch.setattr("txnbridge_kafka.writer._ROOM_SECONDS", 0.0)
+    monkeypatch.setattr("txnbridge_kafka.write.writer._ROOM_SECONDS", 0.0)
     with txn:
         if many:
             txn.send_many(TOPIC, [b"1", b"2"])

@@ -12,8 +12,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
 from txnbridge_embedded.murmur import partition_of
-from txnbridge_kafka.publisher import KafkaPublisher
 from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes
 from tests.kafka.test_log import client_settings, paused, settings_for  # noqa: F401

@@ -12,12 +12,12 @@ import confluent_kafka.admin
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
-from txnbridge_kafka import cursor
-from txnbridge_kafka import reader as reading
-from txnbridge_kafka.reader import KafkaReader
-from txnbridge_kafka.requests import Requests
+from txnbridge_kafka.read import cursor
+from txnbridge_kafka.read import reader as reading
+from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.wire.requests import Requests
 
 from tests.in_time import within
 from txnbridge.errors import (

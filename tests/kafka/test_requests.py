@@ -25,9 +25,10 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.looking import take
-from txnbridge_kafka import requests
-from txnbridge_kafka.requests import ANSWERS, Described, Ended, Requests
 from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.wire import asking, bodies, line
+from txnbridge_kafka.wire.answers import ANSWERS, Described, Ended
+from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
@@ -174,7 +175,7 @@ def world(kafka_broker: brokers.Broker, make_world: Callable[..., World]) -> Wor
 @pytest.fixture
 def older_end(monkeypatch) -> None:
     """A coordinator that has not finalised what EndTxn 5 needs."""
-    monkeypatch.setattr(requests, "EPOCH_BUMPS", 99)
+    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
 
 
 # --- the answers to EndTxn -------------------------------------------------------------------------------------------
@@ -377,7 +378,7 @@ def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make
 
 def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
     who = committed_one(world)
-    monkeypatch.setattr(requests, "EPOCH_BUMPS", 99)
+    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
     assert world.end(who, COMMIT) == Ended(90, *who)
 
 
@@ -766,7 +767,7 @@ def test_many_threads_share_it(world):
     for thread in threads:
         thread.join()
     assert len({pid for pid, _ in found}) == 12
-    assert len(world.requests._idle) <= requests._IDLE
+    assert len(world.requests._asker._idle) <= asking._IDLE
 
 
 def test_a_closed_one_refuses(world):
@@ -798,7 +799,7 @@ def coordinator_of(world: World) -> int:
         node: int = await line.coordinator(world.id)
         return node
 
-    return world.requests._until(Deadline(LONG), "asking", ask)
+    return world.requests._asker.until(Deadline(LONG), "asking", ask)
 
 
 @pytest.mark.full
@@ -953,9 +954,9 @@ main(["demo", "kafka"])
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     """One that knows only older versions of a request, as a newer client sees it."""
-    newer = requests._features()
+    newer = bodies.features()
     newer._min_version, newer._max_version = 99, 99
-    monkeypatch.setattr(requests, "_features", lambda: newer)
+    monkeypatch.setattr(bodies, "features", lambda: newer)
     with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
         world.requests.transaction_version(Deadline(LONG))
 

@@ -16,11 +16,11 @@ from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import eventually, seen, values
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.history import endings
+from txnbridge_kafka.ends.history import recorded_ends
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.owner import Owner
-from txnbridge_kafka.requests import Requests
 from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.kafka.kit import describe, flush
@@ -170,7 +170,7 @@ class User:
         settings = self.settings()
         requests = Requests(settings)
         try:
-            endings(Cluster(settings, requests, Topics(settings), Emitter("test", ())), self.name, Deadline(LONG))
+            recorded_ends(Cluster(settings, requests, Topics(settings), Emitter("test", ())), self.name, Deadline(LONG))
         finally:
             requests.close()
 

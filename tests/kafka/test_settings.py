@@ -22,8 +22,8 @@ from confluent_kafka import Consumer, Producer
 from confluent_kafka.admin import AdminClient
 from hypothesis import example, given
 from hypothesis import strategies as st
-from txnbridge_kafka import java, names, settings
-from txnbridge_kafka.settings import OPTIONS, REFUSED, Settings
+from txnbridge_kafka import settings
+from txnbridge_kafka.settings import OPTIONS, REFUSED, Settings, java, names
 
 import txnbridge
 from tests.kafka.certificates import Authority, openssl

@@ -16,9 +16,11 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_kafka import forgotten
 from txnbridge_kafka.acks import Member
-from txnbridge_kafka.requests import Requests, _Line, _positions
+from txnbridge_kafka.ends import forgotten
+from txnbridge_kafka.wire.bodies import acknowledgement
+from txnbridge_kafka.wire.line import Line
+from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.kafka.kit import describe, requests_of
@@ -65,11 +67,11 @@ class Still:
         del producer
 
     def _acknowledge(self, requests: Requests, member: Member, offsets: Mapping[Partition, int], by: Deadline) -> None:
-        async def attempt(line: _Line) -> Any:
+        async def attempt(line: Line) -> Any:
             node = await line.group_coordinator(self.group)
-            return await line.ask(node, _positions(self.id, self.pid, self.epoch, member, offsets))
+            return await line.ask(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets))
 
-        (topic,) = requests._until(by, "acknowledging", attempt).topics
+        (topic,) = requests._asker.until(by, "acknowledging", attempt).topics
         assert [each.error_code for each in topic.partitions] == [0]
 
 
@@ -93,7 +95,7 @@ def test_one_that_was_not_ended_is_waited_for(
         looks.append(forgotten.mend_group(*args))
         return looks[-1]
 
-    monkeypatch.setattr("txnbridge_kafka.reader.mend_group", look)
+    monkeypatch.setattr("txnbridge_kafka.read.reader.mend_group", look)
     send(bridge, name, b"1", b"2")
     with bridge.consumer(name, name) as consumer:
         take(consumer, 1)

@@ -22,8 +22,8 @@ from txnbridge.errors import (
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import COMMITTED, OPEN, PREPARE, Owner, evidence_key
-from txnbridge_kafka.requests import Described
-from txnbridge_kafka.writer import KafkaWriter
+from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
@@ -45,6 +45,10 @@ def is_pool_id(id: str, name: str) -> bool:
 class PreparedWriter(KafkaWriter):
     """Carries one transaction, which is prepared or aborted, and is then let go of."""
 
+    def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
+        super().__init__(cluster, owner, id, timeout_ms)
+        self._pool = pool
+
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
         if timeout_ms != self._timeout_ms:
@@ -52,10 +56,6 @@ class PreparedWriter(KafkaWriter):
             self._timeout_ms = timeout_ms
             self._stale = "another time-out was asked for"
         super().begin(begin)
-
-    def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
-        super().__init__(cluster, owner, id, timeout_ms)
-        self._pool = pool
 
     def open(self, deadline: Deadline) -> None:
         """An id whose opening met trouble is left for good: a late copy of that request would abort what is prepared

@@ -18,10 +18,11 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.forgotten import mend
-from txnbridge_kafka.history import NotYetError, last_outcome, outcome_by_start, steps
+from txnbridge_kafka.ends.forgotten import mend_id
+from txnbridge_kafka.ends.history import NotYetError, last_outcome, outcome_by_start, steps
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
-from txnbridge_kafka.requests import Described, Witness
+from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.wire.line import Witness
 
 _log = logging.getLogger("txnbridge")
 
@@ -145,7 +146,7 @@ def _see_to_markers(cluster: Cluster, id: str, witness: Witness, deadline: Deadl
     try:
         with closing(cluster.requests.witness(id, deadline)) as afterwards:
             afterwards.last(deadline)
-        if written := mend(cluster, id, deadline, where):
+        if written := mend_id(cluster, id, deadline, where):
             _log.warning("%s: the broker had forgotten markers, which are written now: %s", id, ", ".join(written))
     except TxnBridgeError as error:
         _log.warning(

@@ -10,8 +10,8 @@ from confluent_kafka.admin._metadata import TopicMetadata
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.forgotten import places, survey
-from txnbridge_kafka.history import STATE_TOPIC
+from txnbridge_kafka.ends.forgotten import places, survey
+from txnbridge_kafka.ends.history import STATE_TOPIC
 from txnbridge_kafka.limits import EPOCH_BUMPS, longest_ms
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import OFFSETS_TOPIC

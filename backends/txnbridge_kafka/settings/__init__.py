@@ -11,7 +11,7 @@ from typing import Any
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
-from txnbridge_kafka import java, names, security
+from txnbridge_kafka.settings import java, names, security
 
 PORT = 9092  # of a host without one, as everywhere with Kafka
 
@@ -172,7 +172,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
     for name in given:
         if name in REFUSED:
             raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
-    told = security.complete(java.translate(given))
+    told = security.complete(java.librdkafka_names(given))
     client, producer, consumer = _sorted({**_defaults(context.timeout), **told})
     raw = security.raw(client)
     _ask_the_client(client, producer, consumer, options["group_protocol"])

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.history import Ending, endings
+from txnbridge_kafka.ends.history import Ending, recorded_ends
 from txnbridge_kafka.owner import COMMITTED, Owner, evidence_key, recorded_outcome
-from txnbridge_kafka.requests import ActiveProducer, Described
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
+from txnbridge_kafka.wire.answers import ActiveProducer, Described
 
 _log = logging.getLogger("txnbridge")
 
@@ -74,7 +74,7 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     )
 
 
-def mend(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None) -> list[str]:
+def mend_id(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None) -> list[str]:
     """Write the markers of an id that were forgotten, in these partitions or anywhere, and say which.
 
     Raises `NotFound`, and `InvalidState` without a proof of each: then nothing was written.
@@ -86,7 +86,7 @@ def mend(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partitio
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
     asked = cluster.requests.producers(_everywhere(cluster, deadline) if where is None else where, deadline)
     held = _open_ones(asked).get(told.pid, {})
-    ends = last_ends(held, endings(cluster, id, deadline) if held else ())
+    ends = last_ends(held, recorded_ends(cluster, id, deadline) if held else ())
     if held.keys() - ends:
         raise InvalidState(
             f"how the transaction of {id} in {places(held.keys() - ends)} ended is not in its coordinator's log any"
@@ -111,7 +111,7 @@ def mend_group(cluster: Cluster, group: str, deadline: Deadline) -> list[str]:
     written = []
     for id, told in before.items():
         try:
-            known = endings(cluster, id, deadline)
+            known = recorded_ends(cluster, id, deadline)
             held = _open_ones(requests.producers([place], deadline)).get(told.pid, {})
             if held and requests.describe([id], deadline).get(id) == told:
                 written += _finish(cluster, told, held, known, deadline)
@@ -173,7 +173,7 @@ def _own_ends(
     """
     known: Sequence[Ending] = ()
     try:
-        known = endings(cluster, past.id, deadline)
+        known = recorded_ends(cluster, past.id, deadline)
     except AccessDenied as error:
         _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
     ends = _decided(last_ends(held, known))

@@ -8,8 +8,8 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Advice, Deadline
+from txnbridge_kafka.administration.doctor import COORDINATION, judge
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.doctor import COORDINATION, judge
 
 # Who connects does not wait for what is mostly a warning; a broker that lives answers within milliseconds.
 _SECONDS = 2.0

@@ -57,7 +57,7 @@ _STORE_SETTINGS = {f"{store}.{part}" for store in _STORES for part in ("type", "
 NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.jaas.config"})
 
 
-def translate(given: Mapping[str, str]) -> dict[str, str]:
+def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
     """The same settings in librdkafka's names. Raises `InvalidOption`, which never shows a value that may be secret."""
     left = dict(given)
     line = left.pop("sasl.jaas.config", None)

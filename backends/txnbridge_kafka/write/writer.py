@@ -42,17 +42,17 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_kafka.acks import member_of
-from txnbridge_kafka.clients import milliseconds, too_large
+from txnbridge_kafka.acks import AckContext, member_of
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.endings import plain_status
-from txnbridge_kafka.errors import DENIED, kafka_error, translate
-from txnbridge_kafka.forgotten import mend_own
+from txnbridge_kafka.ends.endings import plain_status
+from txnbridge_kafka.ends.forgotten import mend_own
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
-from txnbridge_kafka.producer import LEAST_TIMEOUT_MS, TransactionalProducer
-from txnbridge_kafka.reader import AckContext
-from txnbridge_kafka.requests import DONE, Described, Witness
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
+from txnbridge_kafka.wire.answers import DONE, Described
+from txnbridge_kafka.wire.clients import milliseconds, too_large
+from txnbridge_kafka.wire.errors import DENIED, kafka_error, translate
+from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 
 _log = logging.getLogger("txnbridge")
 

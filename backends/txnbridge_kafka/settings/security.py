@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption
-from txnbridge_kafka.names import COMMON
+from txnbridge_kafka.settings.names import COMMON
 
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")

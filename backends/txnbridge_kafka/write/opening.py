@@ -16,8 +16,8 @@ from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.owner import OPEN, PREPARE, SETTLED, Owner
-from txnbridge_kafka.prepared import is_pool_id
-from txnbridge_kafka.writer import KafkaWriter
+from txnbridge_kafka.write.prepared import is_pool_id
+from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 

@@ -15,10 +15,10 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import StorageFailed
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.clients import Consumer
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.errors import translate
 from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
+from txnbridge_kafka.wire.clients import Consumer
+from txnbridge_kafka.wire.errors import translate
 
 STATE_TOPIC = "__transaction_state"
 _ONGOING = 1
@@ -68,7 +68,7 @@ def steps(cluster: Cluster, id: str, deadline: Deadline) -> list[Step]:
     ]
 
 
-def endings(cluster: Cluster, id: str, deadline: Deadline) -> list[Ending]:
+def recorded_ends(cluster: Cluster, id: str, deadline: Deadline) -> list[Ending]:
     """Every decision about transactions of this id that the log still has, oldest first.
 
     Raises `AccessDenied` if this user may not read it.

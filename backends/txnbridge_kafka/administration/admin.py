@@ -32,15 +32,15 @@ from txnbridge.spi import (
     TokenState,
     TopicInfo,
 )
-from txnbridge_kafka import doctor
+from txnbridge_kafka.administration import doctor
+from txnbridge_kafka.administration.groups import Groups
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.endings import end_prepared, ending_of
-from txnbridge_kafka.forgotten import mend
-from txnbridge_kafka.groups import Groups
+from txnbridge_kafka.ends.endings import end_prepared, ending_of
+from txnbridge_kafka.ends.forgotten import mend_id
 from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
-from txnbridge_kafka.prepared import token_of
-from txnbridge_kafka.requests import Described
 from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.write.prepared import token_of
 
 # What has begun and not ended, as coordinators call it.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
@@ -236,7 +236,7 @@ class KafkaAdmin(Admin):
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
-        written = mend(self._cluster, id, deadline)
+        written = mend_id(self._cluster, id, deadline)
         if not written:
             return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
         return f"wrote the forgotten markers of {id}: {', '.join(written)}"

@@ -24,14 +24,15 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
-from txnbridge_kafka.clients import Consumer, settle
+from txnbridge_kafka.acks import AckContext
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.cursor import Cursor, Wish, has_errors, split
-from txnbridge_kafka.errors import translate
-from txnbridge_kafka.forgotten import mend_group
+from txnbridge_kafka.ends.forgotten import mend_group
 from txnbridge_kafka.offsets import is_passing
+from txnbridge_kafka.read.cursor import Cursor, Wish, has_errors, split
+from txnbridge_kafka.read.starts import Found, GroupStarts, Lost, Starts, out_of_range
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.starts import Found, GroupStarts, Lost, Starts, out_of_range
+from txnbridge_kafka.wire.clients import Consumer, settle
+from txnbridge_kafka.wire.errors import translate
 
 _log = logging.getLogger("txnbridge.kafka.client")
 _for_people = logging.getLogger("txnbridge.kafka")  # what a group does, and why nothing comes
@@ -61,21 +62,6 @@ _DENIED_OR_GONE = {
     KafkaError._UNKNOWN_PARTITION,
 }
 _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
-
-
-class AckContext:
-    """What acknowledgements need besides positions: the group, and its members' proof of membership.
-
-    The proof is that of the reader's last delivery. It is not taken later than that, because a member that was thrown
-    out has one that a broker accepts from anyone; and not earlier, because the group is shared out anew time and again
-    while a partition stays where it is.
-    """
-
-    __slots__ = ("group", "metadata")
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        self.metadata: object = None
 
 
 @dataclass(frozen=True)

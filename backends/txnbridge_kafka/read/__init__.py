@@ -1,0 +1,1 @@
+"""The reading side: `reader` is one consumer, `cursor` one partition of it, and `starts` says where reading begins."""

@@ -1,0 +1,157 @@
+"""What brokers answer: error codes with their meaning, and what was asked for, as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Partition
+from txnbridge_kafka.wire import library
+
+DONE = 0
+INVALID_PRODUCER_EPOCH = 47
+INVALID_TXN_STATE = 48
+INVALID_PRODUCER_ID_MAPPING = 49
+PRODUCER_FENCED = 90
+TRANSACTION_ABORTABLE = 120
+
+# What the coordinator's last word means to whoever asked it to end a transaction.
+ANSWERS: Mapping[int, str] = {
+    DONE: "the decision is durable; repeating it says the same",
+    INVALID_PRODUCER_EPOCH: "timed out, or the id was opened again, perhaps after it had ended (old request versions)",
+    INVALID_TXN_STATE: "it has ended the other way, or nothing was ever added to it",
+    INVALID_PRODUCER_ID_MAPPING: "the id is not known, or it belongs to another producer",
+    PRODUCER_FENCED: "timed out, or the id was opened again, perhaps after it had ended",
+    TRANSACTION_ABORTABLE: "it can only be aborted",
+}
+
+# What has settings.
+TOPIC, BROKER = 2, 4
+# Instead of a time.
+EARLIEST, LATEST = -2, -1
+# A leader that is new, or of which a broker has not heard yet, and one that is too busy.
+LEADER_LATER = {3, 5, 6, 7, 74, 75, 76, 78}
+UNSTABLE = 88
+_INVALID_TRANSACTION_TIMEOUT = 50
+TRANSACTIONAL_ID_NOT_FOUND = 105
+# Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
+NOT_NOW = {14, 15, 16, 51}
+# Of these the ones that say that nothing was done: loading, or the previous end is still being written.
+UNTOUCHED = {14, 51}
+# For acknowledgements also: a broker that has not heard of the topic yet, or was too slow to store them.
+ACK_LATER = {*NOT_NOW, 3, 7}
+# A partition without a leader at the moment, or with another one.
+NO_LEADER = {5, 6}
+UNKNOWN_TOPIC = 3
+DENIED = {29, 30, 31, 53}
+_FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the coordinator says of a transactional id.
+
+    `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
+    "PrepareEpochFence". `start` is in milliseconds, None where there is none; `timeout` in milliseconds.
+    """
+
+    id: str
+    state: str
+    pid: int
+    epoch: int
+    start: int | None
+    timeout: int
+    partitions: tuple[Partition, ...]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on.
+
+    `only_once`: no other copy of the request can have arrived or be on its way.
+    """
+
+    code: int
+    pid: int
+    epoch: int
+    only_once: bool = True
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The last word to an acknowledgement: 0, or the code of its refusal.
+
+    `again`: an answer was lost, so another copy of a request may still arrive, in whatever transaction.
+    """
+
+    code: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class ActiveProducer:
+    """A producer as a partition's leader knows it; `start_offset` is where its open transaction begins."""
+
+    pid: int
+    epoch: int
+    start_offset: int | None
+    last_timestamp: int
+    coordinator_epoch: int
+
+
+class Answer(NamedTuple):
+    """A code, 0 for done, and what the broker says of it."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One line of a coordinator's list of transactional ids."""
+
+    id: str
+    pid: int
+    state: str
+
+
+class NotYetError(Exception):
+    """The broker answered that it cannot answer now."""
+
+
+def check(code: int, what: str) -> None:
+    """Raises our error for a broker's error code, `NotYetError` for one that passes by itself."""
+    if code in NOT_NOW or code in NO_LEADER:
+        raise NotYetError(f"{what}: {error_name(code)}")
+    if code != DONE:
+        raise refused(code, what)
+
+
+def refused(code: int, what: str) -> TxnBridgeError:
+    text = f"{what}: {error_name(code)}"
+    if code in DENIED:
+        return AccessDenied(text)
+    if code in _FENCED:
+        return Fenced(text)
+    if code == INVALID_TXN_STATE:
+        return InvalidState(text)
+    if code == TRANSACTION_ABORTABLE:
+        return TransactionAborted(text)
+    if code == _INVALID_TRANSACTION_TIMEOUT:
+        return InvalidOption(f"{text}; the broker's transaction.max.timeout.ms is the limit")
+    return BrokerUnavailable(text)
+
+
+def error_name(code: int) -> str:
+    kind = library.errors.for_code(code)
+    return f"{getattr(kind, 'message', None) or kind.__name__} (error {code})"

@@ -1,0 +1,167 @@
+"""Asking until there is an answer, or a reason why there is none."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidState,
+    NotSupported,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.wire import library
+from txnbridge_kafka.wire.answers import NotYetError
+from txnbridge_kafka.wire.line import PATIENCE, Line, Witness
+
+T = TypeVar("T")
+
+# A log-in on a busy machine takes tenths of a second.
+_LEAST_PATIENCE = 0.3
+_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # what kafka-python says where no server is
+# Markers take milliseconds to be written; a coordinator takes seconds to move.
+_PAUSES = (0.005, 0.02, 0.1, 0.3)
+# Enough for a few callers at once; more are made as needed and not kept.
+_IDLE = 4
+# A list of all transactions takes 60 bytes each; kafka-python's own limit of 1 MB is soon reached.
+_MOST_BYTES = 256 << 20
+
+
+class Asker:
+    """Connections for any number of threads, each of which asks on one of its own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
+        self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
+        self._advice = f"; {settings.advice}" if settings.advice else ""
+        self._idle: list[Line] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def until(
+        self,
+        deadline: Deadline,
+        what: str,
+        attempt: Callable[[Line], Awaitable[T]],
+        nobody_for: float = math.inf,
+        patient: bool = False,
+    ) -> T:
+        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all.
+
+        `patient` is for what a broker may well take long for: half of the time, before it is asked again.
+        """
+        reason, cause = "no time was left to ask", None
+        begun, nobody = time.monotonic(), 0  # tries, one after the other
+        for pause in _pauses():
+            if deadline.expired:
+                break
+            try:
+                return self._once(attempt, deadline.left() / 2 if patient else self._patience(deadline))
+            except NotYetError as error:
+                reason, cause = str(error), error.__cause__
+            except library.errors.IncompatibleBrokerVersion as error:
+                raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
+            except _login_errors() as error:
+                name = type(error).__name__
+                raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
+            except library.errors.KafkaTimeoutError as error:
+                # An attempt that the deadline cut short tells less than one before it.
+                reason, cause = (_reason(error), error) if cause is None else (reason, cause)
+            except (library.errors.KafkaError, OSError) as error:
+                advice = self._advice if isinstance(error, library.errors.KafkaConnectionError) else ""
+                reason, cause = _reason(error) + advice, error
+            nobody = nobody + 1 if any(sign in reason for sign in _NOBODY) else 0
+            if nobody >= len(self._servers) and time.monotonic() - begun >= nobody_for:
+                raise BrokerUnavailable(
+                    f"nothing listens at {', '.join(self._servers)} ({reason.partition(';')[0]}); start the broker, or"
+                    " correct the URL"
+                )
+            time.sleep(min(pause, deadline.left()))
+        raise DeadlineExceeded(
+            f"{what} at {','.join(self._servers)} took longer than the deadline of {deadline.seconds:g} s: {reason}"
+        ) from cause
+
+    def _patience(self, deadline: Deadline) -> float:
+        """How long one attempt may take; where there are other servers, so that time is left for another one."""
+        left = deadline.left()
+        return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
+
+    def _once(self, attempt: Callable[[Line], Awaitable[T]], seconds: float) -> T:
+        """One attempt. Its connections are kept if it was answered, and dropped if not; a witness keeps them itself."""
+        line = self._take()
+        kept = lent = False
+        try:
+            result = line.run(attempt, seconds)
+            kept, lent = True, isinstance(result, Witness)
+        except (TxnBridgeError, NotYetError):
+            line.forget()
+            kept = True
+            raise
+        except (library.errors.KafkaError, OSError):
+            self._try_another(line.server)
+            raise
+        finally:
+            if not kept:
+                line.close()
+            elif not lent:
+                self.give_back(line)
+        return result
+
+    def _take(self) -> Line:
+        with self._lock:
+            if self._closed:
+                raise InvalidState("the connection to Kafka is closed")
+            line = self._idle.pop() if self._idle else None
+            server = self._servers[0]
+        if line is not None:
+            line.catch_up()
+            return line
+        return Line(server, self._config)
+
+    def give_back(self, line: Line) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _try_another(self, server: str) -> None:
+        """A server that did not answer comes last from now on."""
+        with self._lock:
+            if self._servers[0] == server:
+                self._servers.append(self._servers.pop(0))
+
+    def close(self) -> None:
+        """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+
+def _login_errors() -> tuple[type[BaseException], ...]:
+    return (
+        library.errors.SaslAuthenticationFailedError,
+        library.errors.UnsupportedSaslMechanismError,
+        library.errors.IllegalSaslStateError,
+        library.errors.AuthorizationError,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, library.errors.KafkaError) else f"{type(error).__name__}: {error}"
+
+
+def _pauses() -> Iterator[float]:
+    yield from _PAUSES
+    while True:
+        yield _PAUSES[-1]

@@ -1,0 +1,148 @@
+"""Requests made, and their answers taken apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from txnbridge.spi import Partition
+from txnbridge_kafka.acks import Member
+from txnbridge_kafka.wire import library
+from txnbridge_kafka.wire.answers import DONE, ActiveProducer, Described, Ended
+
+_READ_COMMITTED = 1
+
+
+def features() -> Any:
+    name = "txnbridge"
+    return library.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
+
+
+def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
+    kind = library.ListOffsetsRequest.ListOffsetsTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.ListOffsetsPartition(
+                    partition_index=number, current_leader_epoch=-1, timestamp=times[topic, number]
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    return library.ListOffsetsRequest(
+        replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics, min_version=2, max_version=6
+    )
+
+
+def positions_of(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
+    topics = [
+        library.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    return library.OffsetFetchRequest(
+        group_id=group, topics=topics, require_stable=decided, min_version=7, max_version=7
+    )
+
+
+def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
+    return library.AddOffsetsToTxnRequest(
+        transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
+    )
+
+
+def acknowledgement(id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int]) -> Any:
+    kind = library.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.TxnOffsetCommitRequestPartition(
+                    partition_index=number,
+                    committed_offset=offsets[topic, number],
+                    committed_leader_epoch=-1,
+                    committed_metadata="",
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in by_topic(offsets).items()
+    ]
+    # Only from version 3 on does the coordinator check that the member belongs to the group; 5 is another protocol.
+    return library.TxnOffsetCommitRequest(
+        transactional_id=id,
+        group_id=member.group,
+        producer_id=pid,
+        producer_epoch=epoch,
+        generation_id=member.generation,
+        member_id=member.name,
+        group_instance_id=member.instance,
+        topics=topics,
+        min_version=3,
+        max_version=3,
+    )
+
+
+def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
+    kind = library.WriteTxnMarkersRequest.WritableTxnMarker
+    topics = [
+        kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    marker = kind(
+        producer_id=pid,
+        producer_epoch=epoch,
+        transaction_result=commit,
+        topics=topics,
+        coordinator_epoch=coordinator_epoch,
+    )
+    return library.WriteTxnMarkersRequest(markers=[marker], min_version=1)
+
+
+def described(state: Any) -> Described:
+    return Described(
+        id=state.transactional_id,
+        state=state.transaction_state,
+        pid=state.producer_id,
+        epoch=state.producer_epoch,
+        start=None if state.transaction_start_time_ms < 0 else state.transaction_start_time_ms,
+        timeout=state.transaction_timeout_ms,
+        partitions=tuple((topic.topic, number) for topic in state.topics for number in topic.partitions),
+    )
+
+
+def ended(answer: Any, pid: int, epoch: int, only_once: bool) -> Ended:
+    if answer.API_VERSION >= 5 and answer.error_code == DONE:
+        return Ended(DONE, answer.producer_id, answer.producer_epoch, only_once)
+    return Ended(answer.error_code, pid, epoch, only_once)
+
+
+def active(producer: Any) -> ActiveProducer:
+    start = producer.current_txn_start_offset
+    return ActiveProducer(
+        pid=producer.producer_id,
+        epoch=producer.producer_epoch,
+        start_offset=None if start < 0 else start,
+        last_timestamp=producer.last_timestamp,
+        coordinator_epoch=producer.coordinator_epoch,
+    )
+
+
+def by_topic(partitions: Iterable[Partition]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for topic, number in sorted(partitions):
+        found[topic].append(number)
+    return found
+
+
+def each_partition(topics: Iterable[Any]) -> Iterator[tuple[Partition, Any]]:
+    for topic in topics:
+        for each in topic.partitions:
+            yield (topic.name, each.partition_index), each
+
+
+def title(partition: Partition) -> str:
+    return f"{partition[0]}[{partition[1]}]"

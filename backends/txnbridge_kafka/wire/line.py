@@ -1,0 +1,217 @@
+"""Connections to a cluster, driven by whoever asks on them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.limits import EPOCH_BUMPS
+from txnbridge_kafka.wire import bodies, library
+from txnbridge_kafka.wire.answers import (
+    DONE,
+    NO_LEADER,
+    TRANSACTIONAL_ID_NOT_FOUND,
+    UNKNOWN_TOPIC,
+    Described,
+    NotYetError,
+    check,
+)
+from txnbridge_kafka.wire.library import loop, quiet
+
+T = TypeVar("T")
+
+# What coordinators are of.
+_GROUP, _TRANSACTION = 0, 1
+# Of so many ids and groups at most a connection remembers who coordinates them.
+_MOST_KNOWN = 1000
+# A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
+PATIENCE = 5.0
+# What a coordinator says of a transaction that it is ending: its markers are not all written yet.
+_ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
+# Markers are written within milliseconds, where nothing is in their way.
+_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
+
+
+class Line:
+    """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
+
+    Nothing runs while nobody drives it. What it logs is dropped: it would be one line for each attempt at a broker
+    that is away, and its debug lines hold passwords. What matters is in the errors.
+    """
+
+    any = "bootstrap-0"  # kafka-python's name of the server that it was given
+
+    def __init__(self, server: str, config: Mapping[str, Any]) -> None:
+        self.server = server
+        self._levels: dict[Any, int] = {}
+        self._coordinators: dict[tuple[int, str], int] = {}
+        with quiet():
+            self._sockets: list[socket.socket] = []
+            self._net = loop(self._sockets)
+            self._manager = library.KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
+
+    def run(self, attempt: Callable[[Line], Awaitable[T]], seconds: float) -> T:
+        with quiet():
+            future = self._manager.call_soon(attempt, self)
+            self._net.poll(timeout_ms=seconds * 1000, future=future)
+        if not future.is_done:
+            raise library.errors.KafkaTimeoutError(f"no answer within {seconds:.3g} s")
+        if future.exception is not None:
+            raise future.exception
+        result: T = future.value
+        return result
+
+    def catch_up(self) -> None:
+        """Take notice of connections that were closed while nobody looked."""
+        with quiet():
+            self._net.poll(timeout_ms=0)
+
+    def close(self) -> None:
+        with quiet():
+            self._manager.close()
+            self._net.close()
+        for each in self._sockets:
+            each.close()
+
+    async def connect(self, node: Any) -> Any:
+        try:
+            # Without a background refresh of metadata, which would go on for ever.
+            return await self._manager.get_connection(node, refresh_metadata_on_err=False)
+        except (library.errors.KafkaError, OSError, TxnBridgeError):
+            raise
+        except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
+            raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
+
+    async def ask(self, node: Any, request: Any) -> Any:
+        connection = await self.connect(node)
+        return await connection.send_request(request)
+
+    async def metadata(self, topics: Iterable[str] = (), node: Any = any) -> Any:
+        """An answer to a metadata request; from it the connections learn where the nodes are."""
+        asked = [library.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+        answer = await self.ask(node, library.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
+        self._manager.cluster.update_metadata(answer)
+        return answer
+
+    async def nodes(self) -> list[int]:
+        return [broker.node_id for broker in (await self.metadata()).brokers]
+
+    async def coordinator(self, id: str) -> int:
+        (node,) = await self.coordinators([id])
+        return node
+
+    async def group_coordinator(self, group: str) -> int:
+        (node,) = await self.coordinators([group], _GROUP)
+        return node
+
+    async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
+        """The coordinator of each transactional id, or of each group, as it was last told."""
+        unknown = [id for id in ids if (kind, id) not in self._coordinators]
+        if unknown:
+            if len(self._coordinators) > _MOST_KNOWN:
+                self.forget()
+                unknown = list(ids)
+            request = library.FindCoordinatorRequest(
+                key_type=kind, coordinator_keys=unknown, min_version=4, max_version=4
+            )
+            for each in (await self.ask(self.any, request)).coordinators:
+                check(each.error_code, f"looking for the coordinator of {each.key!r}")
+                self._coordinators[kind, each.key] = each.node_id
+        found: dict[int, list[str]] = defaultdict(list)
+        for id in ids:
+            found[self._coordinators[kind, id]].append(id)
+        if any(self._manager.cluster.broker_metadata(node) is None for node in found):
+            await self.metadata()
+        return found
+
+    def forget(self) -> None:
+        """What was told may not be so any more."""
+        self._coordinators.clear()
+
+    async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
+        """The leader of each partition; one that does not exist is absent."""
+        wanted = set(partitions)
+        found: dict[int, list[Partition]] = defaultdict(list)
+        for topic in (await self.metadata(sorted({name for name, _ in wanted}))).topics:
+            if topic.error_code not in (DONE, UNKNOWN_TOPIC):
+                check(topic.error_code, f"asking for the topic {topic.name!r}")
+            for each in topic.partitions:
+                partition = (topic.name, each.partition_index)
+                if partition in wanted:
+                    if each.leader_id < 0:
+                        raise NotYetError(f"{bodies.title(partition)} has no leader")
+                    found[each.leader_id].append(partition)
+        return found
+
+    async def counts(self, topics: Iterable[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for topic in (await self.metadata(sorted(topics))).topics:
+            if topic.error_code == UNKNOWN_TOPIC:
+                raise NotFound(f"there is no topic {topic.name!r}")
+            if topic.error_code not in NO_LEADER:
+                check(topic.error_code, f"looking for topic {topic.name!r}")
+            found[topic.name] = len(topic.partitions)
+        return found
+
+    async def transaction_version(self, node: Any) -> int:
+        """The finalised level, as a node says now."""
+        levels = (await self.ask(node, bodies.features())).finalized_features or ()
+        return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
+
+    async def bumps_epochs(self, node: Any) -> bool:
+        """Whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
+        if node not in self._levels:
+            self._levels[node] = await self.transaction_version(node)
+        return self._levels[node] >= EPOCH_BUMPS  # only then EndTxn 5 is promised to work
+
+
+class Witness:
+    """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
+
+    Who answers on it has lived since it was made. So when it says that a transaction which ended meanwhile is complete,
+    its markers are written. One that was killed and has come back says the same, and may have forgotten them.
+    """
+
+    def __init__(self, id: str, line: Line, connection: Any, give_back: Callable[[Line], None]) -> None:
+        self._id = id
+        self._line: Line | None = line  # None once the connection is lost, or given back
+        self._connection = connection
+        self._give_back = give_back
+        self.first: Described | None = None  # what the coordinator said to begin with; None if it does not know the id
+
+    def last(self, deadline: Deadline) -> Described | None:
+        """The id's last transaction, once its markers are written; None if nobody is left who could tell."""
+        pause = _FIRST_LOOK
+        while self._line is not None:
+            try:
+                self._line.catch_up()
+                found = self._line.run(self.ask, min(deadline.left(), PATIENCE))
+            except (library.errors.KafkaError, OSError, TxnBridgeError, NotYetError):
+                self._line.close()
+                self._line = None
+                break
+            if found is None or found.state not in _ENDING:
+                return found
+            deadline.check(f"waiting until the coordinator has ended the last transaction of {self._id!r}")
+            time.sleep(min(pause, deadline.left()))
+            pause = min(pause * 2, _LAST_LOOK)
+        return None
+
+    async def ask(self, _: Line) -> Described | None:
+        answer = await self._connection.send_request(library.DescribeTransactionsRequest(transactional_ids=[self._id]))
+        (each,) = answer.transaction_states
+        if each.error_code == TRANSACTIONAL_ID_NOT_FOUND:
+            return None
+        check(each.error_code, f"describing the transactional id {self._id!r}")
+        return bodies.described(each)
+
+    def close(self) -> None:
+        """Ask no more. Safe to repeat."""
+        line, self._line = self._line, None
+        if line is not None:
+            self._give_back(line)

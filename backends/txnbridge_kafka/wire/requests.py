@@ -1,0 +1,441 @@
+"""The requests that confluent-kafka lacks: who is in a transaction, end it, mark it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from txnbridge.errors import OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.acks import Member
+from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.wire import bodies, library
+from txnbridge_kafka.wire.answers import (
+    ACK_LATER,
+    ANSWERS,
+    BROKER,
+    DENIED,
+    DONE,
+    LEADER_LATER,
+    NO_LEADER,
+    NOT_NOW,
+    TRANSACTIONAL_ID_NOT_FOUND,
+    UNKNOWN_TOPIC,
+    UNSTABLE,
+    UNTOUCHED,
+    Acknowledged,
+    ActiveProducer,
+    Answer,
+    Described,
+    Ended,
+    Listed,
+    NotYetError,
+    check,
+    error_name,
+    refused,
+)
+from txnbridge_kafka.wire.asking import Asker
+from txnbridge_kafka.wire.line import Line, Witness
+
+
+class Requests:
+    """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
+
+    (Names of hosts are looked up, and tokens asked for, on the calling thread: a resolver that hangs is waited for.)
+    They raise `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that is
+    too old, and what is said at each.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        library.check_version()
+        library.silence()
+        self._asker = Asker(settings)
+
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
+        """What the coordinators say of transactional ids; one that they do not know is absent."""
+        found: dict[str, Described] = {}
+        left = list(dict.fromkeys(ids))
+        if not left:
+            return found
+
+        async def attempt(line: Line) -> dict[str, Described]:
+            for node, keys in (await line.coordinators(left)).items():
+                answer = await line.ask(node, library.DescribeTransactionsRequest(transactional_ids=keys))
+                for each in answer.transaction_states:
+                    if each.error_code in NOT_NOW:
+                        continue
+                    left.remove(each.transactional_id)
+                    if each.error_code == DONE:
+                        found[each.transactional_id] = bodies.described(each)
+                    elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
+                        raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
+            if left:
+                raise NotYetError(f"the coordinator of {left[0]!r} is moving")
+            return found
+
+        return self._asker.until(deadline, "describing transactions", attempt)
+
+    def witness(self, id: str, deadline: Deadline) -> Witness:
+        """Connect to the coordinator of a transactional id, to ask it later on this connection and no other."""
+
+        async def attempt(line: Line) -> Witness:
+            witness = Witness(id, line, await line.connect(await line.coordinator(id)), self._asker.give_back)
+            witness.first = await witness.ask(line)
+            return witness
+
+        return self._asker.until(deadline, f"asking the coordinator of {id!r}", attempt)
+
+    def end(
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
+    ) -> Ended:
+        """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
+
+        The same decision may be repeated. A commit also shuts the producer out, where the cluster can do that. An abort
+        does with `shut_out=True`, which is for ids whose producer never commits by itself: of a transaction that it has
+        committed just before, the request that shuts out would say that it is aborted now.
+        Raises `OutcomeUnknown` if it was asked and no final answer came, any other error only if it was certainly
+        never asked or certainly refused.
+        """
+        what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
+        asked = False
+
+        async def attempt(line: Line) -> Ended:
+            nonlocal asked
+            node = await line.coordinator(id)
+            may_shut_out = commit if shut_out is None else shut_out
+            newest = 5 if may_shut_out and await line.bumps_epochs(node) else 4
+            request = library.EndTxnRequest(
+                transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
+            )
+            await line.connect(node)
+            before, asked = asked, True
+            answer = await line.ask(node, request)
+            if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
+                asked = before  # this one was not carried out, and never will be
+            if answer.error_code in DENIED:
+                raise refused(answer.error_code, what)
+            if answer.error_code not in ANSWERS:
+                raise NotYetError(f"the coordinator said {error_name(answer.error_code)}")
+            return bodies.ended(answer, pid, epoch, only_once=not before)
+
+        try:
+            return self._asker.until(deadline, what, attempt)
+        except TxnBridgeError as error:
+            if asked:
+                raise OutcomeUnknown(f"{what}: the coordinator was asked and gave no final answer") from error
+            raise
+
+    def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
+        """Open a transactional id, which ends what is open on it and shuts its owner out: its new pid and epoch."""
+        what = f"opening the transactional id {id!r}"
+
+        async def attempt(line: Line) -> tuple[int, int]:
+            request = library.InitProducerIdRequest(
+                transactional_id=id,
+                transaction_timeout_ms=timeout_ms,
+                producer_id=-1,
+                producer_epoch=-1,
+                max_version=4,  # 5 adds an answer for clients that can recover from it; 6 is another protocol
+            )
+            answer = await line.ask(await line.coordinator(id), request)
+            check(answer.error_code, what)
+            return answer.producer_id, answer.producer_epoch
+
+        return self._asker.until(deadline, what, attempt)
+
+    def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
+        """Add a group's offsets to a transaction without writing any: an empty transaction becomes an open one.
+
+        Raises `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
+        """
+        what = f"adding a group to the transaction of {id!r}"
+
+        async def attempt(line: Line) -> None:
+            answer = await line.ask(await line.coordinator(id), bodies.group_added(id, pid, epoch, group))
+            check(answer.error_code, what)
+
+        self._asker.until(deadline, what, attempt)
+
+    def acknowledge(
+        self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline
+    ) -> Acknowledged:
+        """Put a group's positions into a transaction. Raises `DeadlineExceeded` if no final answer came."""
+        added, out, lost = False, False, False
+
+        async def ask(line: Line, node: int, request: Any) -> Any:
+            nonlocal out, lost
+            await line.connect(node)
+            lost, out = lost or out, True
+            answer = await line.ask(node, request)
+            out = False
+            return answer
+
+        async def attempt(line: Line) -> int:
+            nonlocal added
+            if not added:
+                node = await line.coordinator(id)
+                answer = await ask(line, node, bodies.group_added(id, pid, epoch, member.group))
+                if answer.error_code in NOT_NOW:
+                    raise NotYetError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
+                if answer.error_code != DONE:
+                    return int(answer.error_code)
+                added = True
+            node = await line.group_coordinator(member.group)
+            answer = await ask(line, node, bodies.acknowledgement(id, pid, epoch, member, offsets))
+            refusals = {each.error_code for _, each in bodies.each_partition(answer.topics)} - {DONE}
+            if final := refusals - ACK_LATER:
+                return int(min(final))
+            if refusals:
+                raise NotYetError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
+            return DONE
+
+        code = self._asker.until(deadline, f"acknowledging for group {member.group!r}", attempt)
+        return Acknowledged(code, lost)
+
+    def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
+        """Of each partition the first offset stamped at or after a time in milliseconds, -1 if there is none.
+
+        `EARLIEST` is the first that retention has left, `LATEST` where readers of what is committed come to. Raises
+        `NotFound`.
+        """
+        found: dict[Partition, int] = {}
+        if not times:
+            return found
+        what = "reading where partitions begin and end"
+
+        async def attempt(line: Line) -> dict[Partition, int]:
+            left = times.keys() - found.keys()
+            leaders = await line.leaders(left)
+            if missing := left.difference(*leaders.values()):
+                await line.counts({topic for topic, _ in missing})
+                raise NotYetError(f"there is no {bodies.title(min(missing))}")
+            later = set()
+            for node, those in leaders.items():
+                for partition, each in bodies.each_partition(
+                    (await line.ask(node, bodies.times_of(those, times))).topics
+                ):
+                    if each.error_code in LEADER_LATER:
+                        later.add(each.error_code)
+                    else:
+                        check(each.error_code, f"{what}, {bodies.title(partition)}")
+                        found[partition] = each.offset
+            if later:
+                raise NotYetError(f"a leader said {error_name(min(later))}")
+            return found
+
+        return self._asker.until(deadline, what, attempt)
+
+    def positions(
+        self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
+    ) -> dict[Partition, int | None]:
+        """The positions of a group, None for a partition that has none.
+
+        With `decided` without those that a transaction is about to change.
+        """
+        what = f"reading the positions of group {group!r}"
+
+        async def attempt(line: Line) -> dict[Partition, int | None]:
+            node = await line.group_coordinator(group)
+            answer = await line.ask(node, bodies.positions_of(group, partitions, decided))
+            check(answer.error_code, what)
+            found: dict[Partition, int | None] = {}
+            for partition, each in bodies.each_partition(answer.topics):
+                if each.error_code != UNSTABLE:
+                    check(each.error_code, f"{what}, {bodies.title(partition)}")
+                    found[partition] = each.committed_offset if each.committed_offset >= 0 else None
+            return found
+
+        return self._asker.until(deadline, what, attempt) if partitions else {}
+
+    def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
+        """How many partitions each topic has. Raises `NotFound`."""
+
+        async def attempt(line: Line) -> dict[str, int]:
+            return await line.counts(topics)
+
+        return self._asker.until(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
+
+    def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
+        """Every transactional id that any broker coordinates; only those in one of `states`, of one of `pids`."""
+        what = "listing transactions"
+
+        async def attempt(line: Line) -> list[Listed]:
+            found: dict[str, Listed] = {}
+            for node in await line.nodes():
+                request = library.ListTransactionsRequest(
+                    state_filters=list(states), producer_id_filters=list(pids), max_version=0
+                )
+                answer = await line.ask(node, request)
+                check(answer.error_code, what)
+                for each in answer.transaction_states:
+                    found[each.transactional_id] = Listed(
+                        each.transactional_id, each.producer_id, each.transaction_state
+                    )
+            return list(found.values())
+
+        return self._asker.until(deadline, what, attempt)
+
+    def producers(
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+    ) -> dict[Partition, list[ActiveProducer]]:
+        """The producers that each partition's leader remembers; a partition that does not exist is absent.
+
+        With `readable_only` so is one that this user may not read, instead of an `AccessDenied`.
+        """
+        found: dict[Partition, list[ActiveProducer]] = {}
+        left = set(partitions)
+
+        async def attempt(line: Line) -> dict[Partition, list[ActiveProducer]]:
+            leaders = await line.leaders(left)
+            left.intersection_update(partition for those in leaders.values() for partition in those)
+            for node, those in leaders.items():
+                topics = [
+                    library.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
+                    for topic, numbers in bodies.by_topic(those).items()
+                ]
+                answer = await line.ask(node, library.DescribeProducersRequest(topics=topics))
+                for partition, each in bodies.each_partition(answer.topics):
+                    if each.error_code in NO_LEADER:
+                        raise NotYetError(f"the leader of {bodies.title(partition)} is moving")
+                    left.discard(partition)
+                    if each.error_code == DONE:
+                        found[partition] = [bodies.active(producer) for producer in each.active_producers]
+                    elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
+                        raise refused(each.error_code, f"asking for the producers of {bodies.title(partition)}")
+            return found
+
+        return self._asker.until(deadline, "asking for producers", attempt) if left else found
+
+    def write_markers(
+        self,
+        pid: int,
+        epoch: int,
+        commit: bool,
+        partitions: Sequence[Partition],
+        deadline: Deadline,
+        coordinator_epoch: int | None = None,
+    ) -> None:
+        """Write the markers that end a transaction in its partitions, as its coordinator would have done.
+
+        A partition refuses a coordinator that is older than one it has heard of: without `coordinator_epoch` it is
+        asked which that was. It needs a right on the whole cluster. Raises `Fenced` if a partition knows a newer epoch.
+        """
+        left = set(partitions)
+        if coordinator_epoch is None:
+            heard = [each for those in self.producers(partitions, deadline).values() for each in those]
+            coordinator_epoch = max([0, *(each.coordinator_epoch for each in heard if each.pid == pid)])
+
+        async def attempt(line: Line) -> None:
+            for node, those in (await line.leaders(left)).items():
+                answer = await line.ask(node, bodies.markers(pid, epoch, commit, coordinator_epoch, those))
+                for partition, each in bodies.each_partition(answer.markers[0].topics):
+                    if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
+                        continue
+                    check(each.error_code, f"writing a transaction marker to {bodies.title(partition)}")
+                    left.discard(partition)
+            if left:
+                raise NotYetError(f"{bodies.title(min(left))} has no leader")
+
+        self._asker.until(deadline, "writing transaction markers", attempt)
+
+    def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
+        """How many partitions of a topic every living broker knows the leader of; 0 if one does not know the topic."""
+
+        async def attempt(line: Line) -> int:
+            answers = [(await line.metadata([topic], node)).topics[0] for node in await line.nodes()]
+            return min(len([1 for each in answer.partitions if each.leader_id >= 0]) for answer in answers)
+
+        return self._asker.until(deadline, f"asking every broker for topic {topic!r}", attempt)
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """The level of Kafka's feature transaction.version that the cluster has finalised; 0 where there is none."""
+
+        async def attempt(line: Line) -> int:
+            return await line.transaction_version(line.any)
+
+        return self._asker.until(deadline, "asking for the cluster's features", attempt)
+
+    def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
+        """The cluster's own id.
+
+        Raises `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
+        """
+
+        async def attempt(line: Line) -> str:
+            return str((await line.metadata()).cluster_id)
+
+        return self._asker.until(deadline, "asking for the cluster's id", attempt, nobody_for)
+
+    def create_topic(
+        self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
+    ) -> Answer:
+        kind = library.CreateTopicsRequest.CreatableTopic
+        configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
+        topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
+        request = partial(library.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
+        return self._of_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
+
+    def delete_topic(self, name: str, deadline: Deadline) -> Answer:
+        request = partial(library.DeleteTopicsRequest, topic_names=[name], max_version=5)
+        return self._of_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> Answer:
+        topic = library.CreatePartitionsRequest.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
+        request = partial(library.CreatePartitionsRequest, topics=[topic], validate_only=False)
+        return self._of_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
+
+    def _of_controller(
+        self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
+    ) -> Answer:
+        async def attempt(line: Line) -> Answer:
+            node = (await line.metadata()).controller_id
+            answer = await line.ask(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
+            (each,) = results(answer)
+            return Answer(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
+
+        return self._asker.until(deadline, what, attempt, patient=True)
+
+    def configs(
+        self, kind: int, names: Sequence[str], deadline: Deadline
+    ) -> dict[str, tuple[Answer, Mapping[str, str]]]:
+        """The settings in effect of topics, or of one broker, which has to tell them itself."""
+        resource = library.DescribeConfigsRequest.DescribeConfigsResource
+        asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
+
+        async def attempt(line: Line) -> dict[str, tuple[Answer, Mapping[str, str]]]:
+            await line.metadata()
+            answer = await line.ask(
+                int(names[0]) if kind == BROKER else line.any, library.DescribeConfigsRequest(resources=asked)
+            )
+            return {
+                each.resource_name: (
+                    Answer(each.error_code, each.error_message or error_name(each.error_code)),
+                    {entry.name: entry.value for entry in each.configs if entry.value is not None},
+                )
+                for each in answer.results
+            }
+
+        return self._asker.until(deadline, "asking for settings", attempt) if names else {}
+
+    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> Answer:
+        """Records of a partition before an offset."""
+        kind = library.DeleteRecordsRequest.DeleteRecordsTopic
+        number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
+
+        async def attempt(line: Line) -> Answer:
+            leaders = await line.leaders([partition])
+            if not leaders:
+                return Answer(UNKNOWN_TOPIC, f"there is no {bodies.title(partition)}")
+            request = library.DeleteRecordsRequest(
+                topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
+            )
+            ((_, each),) = bodies.each_partition((await line.ask(next(iter(leaders)), request)).topics)
+            return Answer(each.error_code, error_name(each.error_code))
+
+        return self._asker.until(deadline, "dropping old records", attempt)
+
+    def close(self) -> None:
+        """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
+        self._asker.close()
