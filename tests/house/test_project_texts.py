@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.house.rooms import ROOT
+from tests.house.rooms import ROOT, packages
 
 # In pieces, so that this file passes its own test.
 FOREIGN = re.compile(
@@ -91,6 +91,14 @@ def test_every_link_to_a_file_leads_somewhere():
     pages = [path for path in project_files() if path.suffix == ".md"]
     broken = {page.relative_to(ROOT): links for page in pages if (links := broken_links(page))}
     assert broken == {}
+
+
+def test_the_map_in_contributing_is_the_real_tree():
+    rooms = (ROOT / "CONTRIBUTING.md").read_text().partition("## The rooms")[2].split("```")[1]
+    named = {name.rpartition("/")[2] for name in re.findall(r"([\w/]+)/(?!\w)", rooms)}
+    folders = {parent.name for path in project_files() for parent in path.relative_to(ROOT).parents}
+    assert named - folders == set()
+    assert {package.name for package in packages()} - named == set()
 
 
 def test_a_broken_link_is_found(tmp_path):

@@ -1,1 +1,1 @@
-"""What administrators see and do: topics, groups, others' transactions; and advice, at a connection too (`preflight`)."""
+"""What administrators see and do: topics, groups, others' transactions, advice, and the look when a bridge connects."""
