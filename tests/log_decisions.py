@@ -16,8 +16,8 @@ import pytest
 from tests.core import test_decisions as core
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, World
 from tests.core.test_decisions import *  # noqa: F403
-from txnbridge import _decision_follower as follower
-from txnbridge import _decisions
+from txnbridge._decisions import engine
+from txnbridge._decisions import follower as follower
 from txnbridge.spi import Deadline
 
 SECONDS = 30
@@ -173,7 +173,7 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
 def test_nobody_is_ever_told_what_does_not_count(mirror, chances, origin, worlds, monkeypatch, caplog):
     monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
     for name, size in SMALL_RECORDS.items():
-        monkeypatch.setattr(_decisions, name, size)
+        monkeypatch.setattr(engine, name, size)
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
     told: Counter[str] = Counter()
     for seed in range(worlds):

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge._deadline import Deadline
-from txnbridge._decision_records import Claimed, Done, Entry, Opened, Record, Snapshot, Under, decode
 from txnbridge._decisions import Claim, Decisions, Opening
+from txnbridge._decisions.records import Claimed, Done, Entry, Opened, Record, Snapshot, Under, decode
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import (

@@ -9,8 +9,8 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
 from txnbridge._deadline import Deadline
-from txnbridge._decision_records import Claimed, Snapshot
 from txnbridge._decisions import Decisions
+from txnbridge._decisions.records import Claimed, Snapshot
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import Conflict, EvidenceLost, Fenced, InvalidOption

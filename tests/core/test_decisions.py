@@ -10,10 +10,9 @@ from functools import partial
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
-from txnbridge import _decisions
 from txnbridge._deadline import Deadline
-from txnbridge._decision_records import MAX_RECORD_BYTES, Birth, Claimed, Part, Snapshot, encode
 from txnbridge._decisions import Decisions
+from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, Claimed, Part, Snapshot, encode
 from txnbridge._events import Emitter, Event
 from txnbridge._messages import Position
 from txnbridge._token import Decision
@@ -378,8 +377,8 @@ def test_a_log_that_lost_its_first_records_is_mended_by_who_has_read_them(join, 
 def test_creating_a_log_may_race_and_its_first_birth_record_counts(join, log):
     one, other = join(), join()
     end, log.end = log.end, lambda deadline=None: None
-    one_birth = one._follower._end(Deadline(5), True)
-    other_birth = other._follower._end(Deadline(5), True)
+    one_birth = one._engine.follower._end(Deadline(5), True)
+    other_birth = other._engine.follower._end(Deadline(5), True)
     log.end = end
     assert one_birth < other_birth
     one.claim("id", COMMIT)
@@ -568,7 +567,7 @@ def test_openings_that_race_are_put_in_a_row(join, log):
     one.read("X")
     other.read("X")
     end = log.end
-    log.end = lambda deadline=None: one._follower._state.cursor[0]  # both believe that nobody opened X
+    log.end = lambda deadline=None: one._engine.follower._state.cursor[0]  # both believe that nobody opened X
     winner = one.open("X")
     log.end = end
     assert other.open("X").number == 2
@@ -791,7 +790,7 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
         clock.now += 1
         if number % 1_000 == 0:
             lengths.append(len(log.records))
-            tokens = decisions._follower._state.tokens
+            tokens = decisions._engine.follower._state.tokens
             known.append(len(tokens.claims) + len(tokens.presences))
     assert max(lengths[1:]) < 1.5 * lengths[1]
     assert max(known) < 11_000
@@ -984,4 +983,4 @@ def test_a_before_event_comes_before_anything_is_sent(log, clock):
     with pytest.raises(Dies):
         decisions.claim("t1", COMMIT)
     assert "claim" not in kinds(log)
-    assert _decisions.Decisions(log, clock=clock).claim("t1", ABORT).decision is ABORT
+    assert Decisions(log, clock=clock).claim("t1", ABORT).decision is ABORT

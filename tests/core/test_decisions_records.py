@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from txnbridge._decision_records import (
+from txnbridge._decisions.records import (
     MAX_RECORD_BYTES,
     PART_BYTES,
     Acked,

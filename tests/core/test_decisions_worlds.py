@@ -11,11 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
-from txnbridge import _decision_follower as follower
-from txnbridge import _decision_state as state
-from txnbridge import _decisions
-from txnbridge._decision_records import Snapshot
-from txnbridge._decisions import Decisions
+from txnbridge._decisions import Decisions, engine
+from txnbridge._decisions import follower as follower
+from txnbridge._decisions import state as state
+from txnbridge._decisions.records import Snapshot
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
 
@@ -29,7 +28,7 @@ ORIGIN = (0,)
 def _fast_and_quiet(monkeypatch, caplog):
     monkeypatch.setattr(follower, "_FIRST_PAUSE", 0)
     for name, size in SMALL_RECORDS.items():
-        monkeypatch.setattr(_decisions, name, size)
+        monkeypatch.setattr(engine, name, size)
     caplog.set_level(logging.CRITICAL, logger="txnbridge")
 
 
@@ -129,7 +128,7 @@ def late_copies_of_openings_count_again(monkeypatch):
 
 def begin_taken_from_the_end(monkeypatch):
     def begin(self, *, opening=None, timeout=None):
-        presence = self._be_present(self._lifetime, self._deadline(timeout))
+        presence = self._engine._be_present(self._engine._lifetime, self._deadline(timeout))
         return {"at": list(presence.at), "id": presence.id}
 
     monkeypatch.setattr(Decisions, "begin", begin)

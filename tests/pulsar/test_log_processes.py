@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.races import race
 from tests.pulsar.test_log import OpenLog
-from txnbridge._decision_records import decode
+from txnbridge._decisions.records import decode
 from txnbridge.spi import Deadline
 
 SECONDS = 90  # a broker that was killed is back within thirty, also on a busy machine

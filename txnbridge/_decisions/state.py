@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge._decision_records import (
+from txnbridge._decisions.records import (
     Acked,
     Begin,
     Birth,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
-from txnbridge._decision_records import Birth, Record, encode
-from txnbridge._decision_state import State
+from txnbridge._decisions.records import Birth, Record, encode
+from txnbridge._decisions.state import State
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge.errors import (

@@ -1,0 +1,283 @@
+"""What an application sees of a decision log (the Spark writer stands on it)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge._deadline import Deadline
+from txnbridge._decisions.engine import TIDY_RECORDS, Engine
+from txnbridge._decisions.ledger import LogLedger
+from txnbridge._decisions.questions import (
+    Id,
+    Question,
+    begin_of,
+    fenced,
+    id_of,
+    path_of,
+    require_body,
+    require_founded,
+    require_readable,
+)
+from txnbridge._decisions.records import Done, Opened, Under, check_data
+from txnbridge._decisions.state import Opener, State, Winner
+from txnbridge._events import Emitter
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.errors import InvalidOption, InvalidState
+from txnbridge.spi import DecisionLog, Ledger
+
+# How long a token may be asked about if nobody says otherwise. Too short loses evidence (the answer is then UNKNOWN),
+# too long only makes reads longer.
+_LIFETIME = 7 * 86_400.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim that counts for an id. `mine`: it was made through this very `Decisions`."""
+
+    id: Id
+    decision: Decision
+    data: Mapping[str, Any]
+    position: Position
+    nonce: str
+    mine: bool
+    opening: str | None  # the name of the opening under which its owner made it
+
+
+@dataclass(frozen=True)
+class Opening:
+    """One opening of an id."""
+
+    id: Id
+    name: str
+    number: int
+    position: Position
+    host: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the log says about an id.
+
+    `done`: a mark covers this id; its claims are settled and no longer kept. `done_up_to` is the mark on the id
+    itself: every id that continues it with a number up to this is done. `opening` is its newest opening.
+    """
+
+    claim: Claim | None
+    done: bool
+    done_up_to: int | None
+    opening: Opening | None
+
+
+class Decisions:
+    """The decisions of one log. May be used by many threads.
+
+    An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. An id that a token carries is asked
+    about with the token's `begin`; every other one is judged from the log's first record. Where the evidence is gone,
+    every call raises `EvidenceLost`, and nothing is claimed or answered.
+    """
+
+    def __init__(
+        self,
+        log: DecisionLog,
+        *,
+        timeout: float = 30,
+        events: Emitter | None = None,
+        name: str | None = None,
+        place: str | None = None,
+        host: str = "",
+        lifetime: float = _LIFETIME,
+        tidy_after: int = TIDY_RECORDS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`lifetime`: for how many seconds anybody may ask about a transaction after its begin (timeout + hold).
+
+        `name` is the log's and goes into every begin, as does `place` if the log is not kept by the broker itself;
+        `host` describes this process to those that it fences.
+        """
+        self._log = log
+        self._timeout = timeout
+        self._host = host
+        begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
+        events = events if events is not None else Emitter("", ())
+        self._engine = Engine(log, events, begins, lifetime, tidy_after, clock)
+        self._closed = False
+        self._process = os.getpid()
+
+    # --- owning -------------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        id: Id,
+        data: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | Deadline | None = None,
+    ) -> Opening:
+        """Open an id: what an older owner of it appends by itself from here on counts for nothing.
+
+        With a `name` (a run's id) it is one opening however many processes open it, and `Fenced` for whoever comes
+        with a name that another has followed. Without one each call is a new opening.
+        """
+        deadline = self._deadline(timeout)
+        path = path_of(id)
+        if name is not None and not (isinstance(name, str) and name):
+            raise InvalidOption(f"the name of an opening is text that is not empty, not {name!r:.100}")
+        said = check_data(data or {})
+        while True:
+            with self._engine.follower.following(deadline) as state:
+                require_founded(state)
+                newest = state.ids.openings.get(path)
+                if name is not None and name in state.ids.names.get(path, ()):
+                    return self._own(id, newest, name)
+            under = Under(path, name or secrets.token_hex(8), newest.under.number + 1 if newest else 1)
+            fields = {"under": under, "named": name is not None, "host": self._host, "data": said}
+            if self._engine.append(Opened, fields, deadline)[1]:
+                with self._engine.follower.looking(deadline) as state:
+                    return self._own(id, state.ids.openings.get(path), under.name)
+            # Somebody else took this number first, or has followed already: this opening comes after theirs.
+
+    def _own(self, id: Id, newest: Opener | None, name: str) -> Opening:
+        if newest is None or newest.under.name != name:
+            raise fenced(newest)
+        self._engine.owned[newest.under.id] = newest.under
+        return _public(newest)
+
+    def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
+        """Where the evidence about a transaction that begins now begins: what its token carries as `log`.
+
+        An owner names its `opening`, and gets `Fenced` if the log shows a newer one.
+        """
+        return self._engine.begin(None if opening is None else _under(opening), self._deadline(timeout))
+
+    # --- deciding -----------------------------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        id: Id,
+        decision: Decision,
+        data: Mapping[str, Any] | None = None,
+        *,
+        begin: Mapping[str, Any] | None = None,
+        opening: Opening | None = None,
+        timeout: float | Deadline | None = None,
+    ) -> Claim:
+        """Claim a decision; returns the claim that counts, whoever made it. Safe to repeat.
+
+        `begin` is the token's, for an id that a token carries. An owner that claims on its own account names its
+        `opening`. Raises `Fenced` if that is not the newest one and no claim counts, `InvalidState` for an id that is
+        marked done, `OutcomeUnknown` while nobody can say what counts, `EvidenceLost` if nobody ever can.
+        """
+        deadline = self._deadline(timeout)
+        if decision not in (Decision.COMMIT, Decision.ABORT):
+            raise InvalidOption(f"a claim is COMMIT or ABORT, not {decision!r}")
+        said = check_data(data or {})
+        question = Question(id, path_of(id), begin_of(begin))
+        by = None if opening is None else _under(opening)
+        return self._claim(id, self._engine.decide(question, decision, said, by, (), deadline))
+
+    def read(
+        self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None
+    ) -> Reading:
+        """What the log says about an id at this moment. Decides nothing.
+
+        Raises `EvidenceLost` where the evidence is gone, `OutcomeUnknown` where it cannot be read for now.
+        """
+        deadline = self._deadline(timeout)
+        question = Question(id, path_of(id), begin_of(begin))
+        with self._engine.follower.following(deadline, may_create=question.begin is None) as state:
+            if question.begin is not None:
+                return Reading(self._claim_of(question, state), False, None, None)
+            require_founded(state)
+            done = state.ids.is_done(question.path)
+            newest = state.ids.openings.get(question.path)
+            return Reading(
+                None if done else self._claim_of(question, state),
+                done,
+                state.ids.done.get(question.path),
+                None if newest is None else _public(newest),
+            )
+
+    def claims(self, id: Id, *, timeout: float | Deadline | None = None) -> list[Claim]:
+        """The claims that count on every id that continues this one and is not done, in the order they were made."""
+        path = path_of(id)
+        with self._engine.follower.following(self._deadline(timeout)) as state:
+            require_readable(state)
+            require_founded(state)
+            found = [(key, winner) for key, winner in state.ids.claims.items() if key[: len(path)] == path != key]
+        return [self._claim(id_of(key), winner) for key, winner in sorted(found, key=lambda item: item[1].position)]
+
+    def done(self, id: Id, up_to: int, *, timeout: float | Deadline | None = None) -> None:
+        """Mark every id that continues `id` with a number up to `up_to` as settled.
+
+        Their claims are dropped in time, the mark itself never is. Say it only once all that they decided is finished.
+        """
+        deadline = self._deadline(timeout)
+        path = path_of(id)
+        with self._engine.follower.following(deadline) as state:
+            require_founded(state)
+            if up_to <= state.ids.done.get(path, up_to - 1):
+                return
+        self._engine.append(Done, {"id": path, "up_to": up_to}, deadline)
+        self._engine.tidy_if_due(deadline)
+
+    def _claim(self, id: Id, winner: Winner) -> Claim:
+        return Claim(
+            id=id,
+            decision=winner.decision,
+            data=require_body(id, winner),
+            position=winner.position,
+            nonce=winner.nonce,
+            mine=self._engine.is_own(winner.nonce),
+            opening=winner.by.name if winner.by else None,
+        )
+
+    def _claim_of(self, question: Question, state: State) -> Claim | None:
+        winner = self._engine.answer(question, state)
+        return None if winner is None else self._claim(question.id, winner)
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def tidy(self, *, timeout: float | Deadline | None = None) -> Position:
+        """Write a snapshot of what counts for ever, then drop the records that it covers and no token can need.
+
+        Returns the position from which on records are kept. It happens by itself after many records; a broker that
+        drops records by age needs it now and then from somebody.
+        """
+        return self._engine.tidy(self._deadline(timeout))
+
+    def ledger(self, id: str, begin: Mapping[str, Any] | None = None) -> Ledger:
+        """For backends: the ledger of one transactional id; with a token's `begin` for questions about that token's
+        transaction.
+        """
+        return LogLedger(self, self._engine, id, begin_of(begin))
+
+    def close(self) -> None:
+        """Let go of the log. Safe to repeat."""
+        if not self._closed:
+            self._closed = True
+            self._log.close()
+
+    def _deadline(self, timeout: float | Deadline | None) -> Deadline:
+        if self._closed:
+            raise InvalidState("this decision log is closed")
+        if self._process != os.getpid():
+            raise InvalidState("this decision log was opened before a fork: open it anew in the child process")
+        if isinstance(timeout, Deadline):
+            return timeout
+        return Deadline(self._timeout if timeout is None else timeout)
+
+
+def _public(opening: Opener) -> Opening:
+    under = opening.under
+    return Opening(id_of(under.id), under.name, under.number, opening.position, opening.host, opening.data)
+
+
+def _under(opening: Opening) -> Under:
+    return Under(path_of(opening.id), opening.name, opening.number)

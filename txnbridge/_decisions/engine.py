@@ -1,0 +1,264 @@
+"""Deciding and recording in one log: what an application and a backend both stand on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from txnbridge._deadline import Deadline
+from txnbridge._decisions.follower import Follower
+from txnbridge._decisions.questions import Question, fenced, require_body, require_founded, require_readable
+from txnbridge._decisions.records import (
+    MAX_RECORD_BYTES,
+    PART_BYTES,
+    Acked,
+    Begin,
+    Claimed,
+    Part,
+    Path,
+    Presence,
+    Range,
+    Record,
+    Snapshot,
+    Stored,
+    Under,
+    digest,
+    dump_json,
+)
+from txnbridge._decisions.state import State, Winner, stands
+from txnbridge._events import Emitter
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.errors import Conflict, DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Ack, DecisionLog
+
+# By how much the clocks of two hosts may differ before something is trimmed too early; Kerberos allows as much.
+_CLOCK_SKEW = 300.0
+# A presence lives a renewal longer than it is needed for; a short-lived one is not renewed every second for that.
+_LONGEST_RENEWAL, _SHORTEST_RENEWAL = 3600.0, 60.0
+# A reader that starts anew takes about a second for so many records or bytes; a snapshot is mostly a few kilobytes.
+TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
+# Some brokers drop records after three days whatever is asked of them: by then there must be a newer snapshot.
+_TIDY_SECONDS = 6 * 3600.0
+# A body with its record's other fields must fit into one record.
+_INLINE_BYTES = MAX_RECORD_BYTES - 20_000
+
+_logger = logging.getLogger("txnbridge")
+
+
+class Engine:
+    """One process's hand in a log: it follows it, appends to it, and knows what this process owns. Thread-safe."""
+
+    def __init__(
+        self,
+        log: DecisionLog,
+        events: Emitter,
+        begins: Mapping[str, str],
+        lifetime: float,
+        tidy_after: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._begins = begins
+        self._lifetime = lifetime
+        self._tidy_after = tidy_after
+        self._clock = clock
+        self.follower = Follower(log, events, self.now)
+        # Every nonce begins with this: so a claim of ours is known as ours also after its answer was lost.
+        self._author = secrets.token_hex(8)
+        self._counter = itertools.count(1)
+        self.owned: dict[Path, Under] = {}
+        self._presence: tuple[Begin, int] | None = None
+        self._presence_lock = threading.Lock()
+        self._tidying = threading.Lock()
+
+    def begin(self, under: Under | None, deadline: Deadline) -> dict[str, Any]:
+        """Where the evidence about a transaction that begins now begins; an owner's opening must still stand."""
+        presence = self._be_present(self._lifetime, deadline)
+        if under is not None:
+            with self.follower.looking(deadline) as state:
+                # What was read includes the presence: so nobody else opened the id before it. It must have been read
+                # without a gap, or from the first record again.
+                require_founded(state)
+                if not stands(state.ids.openings, under):
+                    raise fenced(state.ids.openings.get(under.id))
+        self.tidy_if_due(deadline)
+        return {**self._begins, "at": list(presence.at), "id": presence.id}
+
+    def is_own(self, nonce: str) -> bool:
+        """Whether a record is this process's."""
+        return nonce.startswith(f"{self._author}-")
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    def decide(
+        self,
+        question: Question,
+        decision: Decision,
+        said: Mapping[str, Any],
+        by: Under | None,
+        acks: Sequence[Ack],
+        deadline: Deadline,
+    ) -> Winner:
+        """The claim that counts, after ours was made if there was none. See `Decisions.claim`."""
+        if known := self.known(question, deadline):
+            return known
+        # While this presence lives, no part of the claim is trimmed before the claim itself stands.
+        self._be_present(deadline.seconds, deadline)
+        fields = {"id": question.path, "decision": decision, "begin": question.begin, "by": by}
+        fields |= self._body(said, deadline)
+        decided = None
+        while decided is None:
+            acked = self._acked(question, acks, deadline) if acks else None
+            self.append(Claimed, {**fields, "acked": acked}, deadline, question.name)
+            with self.follower.looking(deadline) as state:
+                decided = self.answer(question, state)
+                if decided is None and (acked is None or (by is not None and state.tokens.is_void(by))):
+                    openings = state.tokens.openings if question.begin else state.ids.openings
+                    raise fenced(openings.get(by.id) if by else None)
+        self.tidy_if_due(deadline)
+        return decided
+
+    def _acked(self, question: Question, acks: Sequence[Ack], deadline: Deadline) -> Acked:
+        """What a claim acknowledges; `Conflict` if the log shows already that it would not count."""
+        assert question.begin is not None
+        transaction = (question.path, question.begin)
+        with self.follower.following(deadline, max(ack.read_up_to for ack in acks)) as state:
+            assert state.cursor is not None and state.start is not None
+            for ack in acks:
+                ackers = state.tokens.ackers.get((ack.group, ack.partition))
+                # What stands in front of the first record that was read cannot be seen.
+                if ack.read_up_to < state.start or (ackers and ackers.rival_behind(ack.read_up_to, transaction)):
+                    raise Conflict(
+                        f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
+                        f" {ack.group!r} since this member read where the group stands"
+                    )
+            # So only what comes from here on can stand between.
+            ranges = tuple(Range(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
+            return Acked(state.cursor[0], ranges)
+
+    def known(self, question: Question, deadline: Deadline) -> Winner | None:
+        """The claim that counts if one is known; refuses to go on where there is no evidence."""
+        with self.follower.looking(deadline) as state:
+            if question.has_evidence(state):
+                return self.answer(question, state)
+        with self.follower.following(deadline, may_create=question.begin is None) as state:
+            return self.answer(question, state)
+
+    def answer(self, question: Question, state: State) -> Winner | None:
+        """The claim that counts, as far as was read."""
+        winner = question.winner(state)
+        if winner is None:
+            require_readable(state)  # what is decided in front of an unreadable record stays decided
+        else:
+            require_body(question.id, winner)
+        return winner
+
+    # --- keeping the log short --------------------------------------------------------------------------------------
+
+    def tidy(self, deadline: Deadline) -> Position:
+        """See `Decisions.tidy`."""
+        with self.follower.following(deadline) as state:
+            require_readable(state)
+            require_founded(state)
+            assert state.cursor is not None
+            covers, raw = state.cursor
+            born = state.born
+            body = state.ids.to_json(state.log or "")
+        fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self.now()}
+        self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
+        with self.follower.looking(deadline) as state:
+            needed = (state.oldest_living(self.now()), state.oldest_window())
+        # Not up to the snapshot itself: what was appended between the record that it covers and itself is not in it.
+        before = min([covers, *(position for position in needed if position is not None)])
+        self._log.trim(before, deadline)
+        return before
+
+    def tidy_if_due(self, deadline: Deadline) -> None:
+        """To be called behind each record that an application or a backend asked for."""
+        with self.follower.looking(deadline) as state:
+            age = self.now() - (state.snapshot_at or 0)
+            due = (
+                state.records_since_snapshot >= self._tidy_after
+                or state.bytes_since_snapshot >= _TIDY_BYTES
+                or age >= _TIDY_SECONDS * 1000
+            )
+            if not (due and state.founded and not state.blocked):
+                return
+        if not self._tidying.acquire(blocking=False):
+            return
+        try:
+            self.tidy(deadline)
+        except TxnBridgeError as error:
+            # The decision that brought us here stands whether or not the log could be tidied.
+            _logger.warning("a decision log could not be tidied, the next decision tries again: %s", error)
+        finally:
+            self._tidying.release()
+
+    # --- appending --------------------------------------------------------------------------------------------------
+
+    def _be_present(self, seconds: float, deadline: Deadline) -> Begin:
+        """A presence record of this process that lives long enough, written anew if there is none."""
+        if not self._presence_lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread wrote a presence record for longer than {deadline.seconds:g} s")
+        try:
+            needed = int((seconds + _CLOCK_SKEW) * 1000)
+            if self._presence is not None and self._presence[1] - self.now() >= needed:
+                with self.follower.looking(deadline) as state:
+                    if state.holds(self._presence[0]):
+                        return self._presence[0]
+            renewal = min(max(seconds, _SHORTEST_RENEWAL), _LONGEST_RENEWAL)
+            until = self.now() + needed + int(renewal * 1000)
+            nonce = self._nonce()
+            position = self._append_support(Presence, {"nonce": nonce, "until": until}, deadline)
+            self._presence = (Begin(position, nonce), until)
+            return self._presence[0]
+        finally:
+            self._presence_lock.release()
+
+    def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
+        """A body as fields of its record: within it, or in parts in front of it if it is too large."""
+        raw = dump_json(body)
+        if len(raw) <= _INLINE_BYTES:
+            return {"body": body, "stored": None}
+        pieces = (raw[at : at + PART_BYTES] for at in range(0, len(raw), PART_BYTES))
+        parts = tuple(self._append_support(Part, {"payload": piece}, deadline) for piece in pieces)
+        return {"body": None, "stored": Stored(parts, digest(raw))}
+
+    def append(
+        self,
+        kind: Callable[..., Record],
+        fields: Mapping[str, Any],
+        deadline: Deadline,
+        transaction: str | None = None,
+    ) -> tuple[Position, bool | None]:
+        """Append a record of this log and read up to it; its position, and whether it counts (None: who knows)."""
+        record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
+        return self.follower.append(record, deadline, transaction)
+
+    def _append_support(self, kind: Callable[..., Record], fields: Mapping[str, Any], deadline: Deadline) -> Position:
+        """Append a record that others will stand on."""
+        position, counts = self.append(kind, fields, deadline)
+        if not counts:
+            raise OutcomeUnknown(f"the record at {list(position)} was trimmed while it was still needed; ask again")
+        return position
+
+    def _log_to_write(self, deadline: Deadline) -> str | None:
+        """The log's id as far as it is known. Refuses a log in which nobody could judge what is appended."""
+        with self.follower.looking(deadline) as state:
+            if state.cursor is not None:
+                require_readable(state)
+                return state.log
+        with self.follower.following(deadline) as state:
+            require_readable(state)
+            return state.log
+
+    def _nonce(self) -> str:
+        return f"{self._author}-{next(self._counter)}"
+
+    def now(self) -> int:
+        return int(self._clock() * 1000)

@@ -1,0 +1,158 @@
+"""What a backend sees of a decision log: the ledger of one transactional id, in the log's records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from txnbridge._deadline import Deadline
+from txnbridge._decisions.engine import Engine
+from txnbridge._decisions.questions import (
+    Question,
+    begin_of,
+    fenced,
+    path_of,
+    require_begin,
+    require_founded,
+    require_readable,
+)
+from txnbridge._decisions.records import Begin, Entry, Under, check_data
+from txnbridge._decisions.state import Winner
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+from txnbridge.errors import InvalidOption, InvalidState, OutcomeUnknown
+from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
+
+if TYPE_CHECKING:
+    from txnbridge._decisions.decisions import Decisions
+
+
+class LogLedger(Ledger):
+    def __init__(self, decisions: Decisions, engine: Engine, id: str, begin: Begin | None) -> None:
+        self._decisions = decisions
+        self._engine = engine
+        self._id = id
+        self._begin = begin
+
+    def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
+        return self._decisions.open(self._id, data, timeout=deadline).name
+
+    def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
+        opening = self._decisions.read(self._id, timeout=deadline).opening
+        return None if opening is None else (opening.name, opening.data)
+
+    def begin(self, deadline: Deadline) -> Mapping[str, Any]:
+        return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)
+
+    # --- records of its own -----------------------------------------------------------------------------------------
+
+    def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
+        under = self._own_opening()
+        fields = {"under": under, "about": kind, "transaction": transaction, "data": check_data(data)}
+        counts = self._engine.append(Entry, fields, deadline, transaction)[1]
+        if counts is None:
+            raise OutcomeUnknown(f"{self._id} was opened by another process while a {kind!r} record of it was stored")
+        if not counts:
+            with self._engine.follower.looking(deadline) as state:
+                raise fenced(state.ids.openings.get(path_of(self._id)))
+        self._engine.tidy_if_due(deadline)
+
+    def _own_opening(self) -> Under:
+        try:
+            return self._engine.owned[path_of(self._id)]
+        except KeyError:
+            raise InvalidState(
+                f"{self._id} was not opened by this process, which therefore cannot record anything for it"
+            ) from None
+
+    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
+        path = path_of(self._id)
+        with self._engine.follower.following(deadline, may_create=self._begin is None) as state:
+            require_readable(state)
+            if self._begin is None:
+                require_founded(state)
+            else:
+                require_begin(state, self._begin)
+            noted = state.tokens.entries.get((path, transaction), ())
+            return [LedgerEntry(entry.about, transaction, entry.data, entry.under.name) for entry in noted]
+
+    def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
+        path = path_of(self._id)
+        with self._engine.follower.following(deadline) as state:
+            require_readable(state)
+            require_founded(state)
+            found = [
+                (entry.position, LedgerEntry(entry.about, transaction, entry.data, entry.under.name))
+                for (owner, transaction), noted in state.tokens.entries.items()
+                for entry in noted
+                if owner == path and entry.about == kind
+            ]
+        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+    # --- claims -----------------------------------------------------------------------------------------------------
+
+    def claim(
+        self,
+        transaction: str,
+        decision: Decision,
+        data: Mapping[str, Any],
+        deadline: Deadline,
+        *,
+        log: Mapping[str, Any],
+        acks: Sequence[Ack] = (),
+    ) -> LedgerClaim:
+        if acks and decision is not Decision.COMMIT:
+            raise InvalidOption("only a transaction that is committed acknowledges anything")
+        question = Question(transaction, path_of(transaction), begin_of(log))
+        # An abort is nobody's in particular: who may not commit any more may still give up.
+        by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
+        if by is not None and self._engine.known(question, deadline) is None:
+            with self._engine.follower.looking(deadline) as state:
+                if state.tokens.is_prepared(by.id, question.path):
+                    by = None
+        return _public(self._engine.decide(question, decision, check_data(data), by, acks, deadline))
+
+    def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
+        claim = self._decisions.read(transaction, begin=log, timeout=deadline).claim
+        return None if claim is None else LedgerClaim(claim.decision, claim.data, claim.opening)
+
+    def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
+        path = path_of(self._id)
+        return [
+            (transaction, _public(winner))
+            for transaction, winner in self._known_claims(deadline)
+            if winner.by is not None and winner.by.id == path
+        ]
+
+    def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
+        return {
+            each.partition: (transaction, _public(winner))
+            for transaction, winner in self._known_claims(deadline)
+            if winner.acked is not None
+            for each in winner.acked.ranges
+            if each.group == group
+        }
+
+    def _known_claims(self, deadline: Deadline) -> list[tuple[str, Winner]]:
+        """The claims that count on transactions that may be living, oldest first."""
+        with self._engine.follower.following(deadline) as state:
+            require_readable(state)
+            require_founded(state)
+            found = [
+                (str(transaction[0]), winner)
+                for transaction, claims in state.tokens.claims.items()
+                for winner in claims.values()
+                if winner.body is not None
+            ]
+        return sorted(found, key=lambda item: item[1].position)
+
+    def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
+        with self._engine.follower.following(deadline) as state:
+            require_readable(state)
+            require_founded(state)
+            assert state.cursor is not None
+            return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
+
+
+def _public(winner: Winner) -> LedgerClaim:
+    return LedgerClaim(winner.decision, winner.body or {}, winner.by.name if winner.by else None)

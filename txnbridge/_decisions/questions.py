@@ -1,0 +1,118 @@
+"""Ids as they are asked about, and what the log must show before anything is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge._decisions.records import Begin, Path, read_begin, read_path
+from txnbridge._decisions.state import Opener, State, Winner
+from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, InvalidState, InvalidToken, OutcomeUnknown
+
+Id = str | tuple[str | int, ...]
+
+# An id has to fit into one record beside its body, and may take six bytes for each of its characters.
+_LONGEST_ID = 1_000
+
+
+@dataclass(frozen=True)
+class Question:
+    """An id to be decided, and where the evidence about it begins."""
+
+    id: Id
+    path: Path
+    begin: Begin | None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.id)
+
+    def has_evidence(self, state: State) -> bool:
+        return state.founded if self.begin is None else state.holds(self.begin)
+
+    def winner(self, state: State) -> Winner | None:
+        """The claim that counts. Raises `EvidenceLost`, `OutcomeUnknown`, or `InvalidState` for an id that is done."""
+        if self.begin is None:
+            require_founded(state)
+            if state.ids.is_done(self.path):
+                raise InvalidState(f"{self.name} is marked done: what it decided is settled and no longer kept")
+            if self.path in state.tokens.claims:
+                # Taken for an id without a token it would be decided a second time.
+                raise InvalidOption(
+                    f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
+                )
+            return state.ids.claims.get(self.path)
+        require_begin(state, self.begin)
+        return state.tokens.claims.get(self.path, {}).get(self.begin)
+
+
+def require_readable(state: State) -> None:
+    if state.blocked:
+        raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
+
+
+def require_founded(state: State) -> None:
+    if not state.founded:
+        require_readable(state)
+        raise EvidenceLost(f"this decision log proves nothing about ids without a token: {state.doubt}")
+
+
+def require_begin(state: State, begin: Begin) -> None:
+    if state.holds(begin):
+        return
+    require_readable(state)
+    if state.cursor is not None and begin.at > state.cursor[0]:
+        raise OutcomeUnknown(
+            f"the decision log ends at {list(state.cursor[0])}, before {list(begin.at)} where this token's evidence"
+            " begins: the broker answers from an old copy, or has lost records"
+        )
+    raise EvidenceLost(
+        f"the presence record at {list(begin.at)} where this token's evidence begins is not in the decision log: it"
+        " was trimmed, or the log was truncated or made anew"
+    )
+
+
+def require_body(id: Id, winner: Winner) -> Mapping[str, Any]:
+    """The data of a claim, unless it is gone."""
+    if winner.body is None:
+        raise EvidenceLost(
+            f"{name_of(id)} was decided to {winner.decision.value}, but the data of that decision is gone"
+        )
+    return winner.body
+
+
+def fenced(newest: Opener | None) -> Fenced:
+    if newest is None:
+        return Fenced("this opening is not in the decision log: open the id again")
+    host = newest.host or "another process"
+    return Fenced(
+        f"{name_of(id_of(newest.under.id))} was opened by {host} since: this owner must stop", newer=newest.host or None
+    )
+
+
+def path_of(id: Id) -> Path:
+    try:
+        path = read_path([id] if isinstance(id, str) else id)
+    except (TypeError, ValueError):
+        raise InvalidOption(f"an id is text or a tuple of text and numbers, not {id!r:.100}") from None
+    if not isinstance(path[0], str) or not path[0] or sum(len(str(part)) for part in path) > _LONGEST_ID:
+        raise InvalidOption(f"an id begins with text that is not empty, and takes at most {_LONGEST_ID} characters")
+    return path
+
+
+def id_of(path: Path) -> Id:
+    return path[0] if len(path) == 1 and isinstance(path[0], str) else path
+
+
+def name_of(id: Id) -> str:
+    return id if isinstance(id, str) else "/".join(str(part) for part in id)
+
+
+def begin_of(begin: Mapping[str, Any] | None) -> Begin | None:
+    if begin is None:
+        return None
+    try:
+        return read_begin({"at": begin["at"], "id": begin["id"]})
+    except (KeyError, TypeError, ValueError):
+        raise InvalidToken("this token does not say where its evidence in the decision log begins") from None
