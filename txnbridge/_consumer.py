@@ -6,8 +6,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
+from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position
@@ -16,10 +17,9 @@ from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, UsageError
 from txnbridge.spi import Partition, Reader, Subscription
 
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
-
 _log = logging.getLogger("txnbridge")
+
+_Kind = TypeVar("_Kind", bound="Consumer")
 
 # What iteration fetches at once; it hands out one by one.
 _FETCH = 500
@@ -28,8 +28,8 @@ _FETCH = 500
 class Consumer:
     """Reads committed messages only, each partition in order. One thread uses it at a time."""
 
-    def __init__(self, bridge: Bridge, topics: Sequence[Topic], subscription: Subscription) -> None:
-        self._bridge = bridge
+    def __init__(self, connection: Connection, topics: Sequence[Topic], subscription: Subscription) -> None:
+        self._connection = connection
         self._subscription = subscription
         # Topics whose values pass as they are need no decoding.
         self._codecs = {topic.name: topic for topic in topics if not topic.plain}
@@ -37,10 +37,35 @@ class Consumer:
         self._closed = True  # until there is something to close
         self._unproven = False  # something was fetched since the last proof was taken
         ordered = subscription.sharing == "partition"
-        individual = bool(bridge.capabilities[Capability.INDIVIDUAL_ACK])
-        self._deliveries = Deliveries(self, subscription.group, ordered, individual)
-        self._reader: Reader = bridge._broker.reader(subscription, _Listener(self), Deadline(bridge._timeout))
+        individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
+        self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
+        self._reader: Reader = connection.broker.reader(subscription, _Listener(self), connection.deadline())
         self._closed = False
+        connection.consumers.add(self, self._reader)
+
+    @classmethod
+    def open(
+        cls: type[_Kind],
+        connection: Connection,
+        topics: str | Topic | Iterable[str | Topic],
+        group: str | None,
+        start: str | int,
+        sharing: str = "partition",
+    ) -> _Kind:
+        if sharing not in ("partition", "message", "key"):
+            raise InvalidOption(f"sharing is 'partition', 'message' or 'key', not {sharing!r}")
+        if start not in ("earliest", "latest") and (not isinstance(start, int) or isinstance(start, bool)):
+            raise InvalidOption(f"start is 'earliest', 'latest' or milliseconds since 1970, not {start!r}")
+        if sharing != "partition":
+            connection.capabilities.require(Capability.SHARE_MESSAGE if sharing == "message" else Capability.SHARE_KEY)
+        if isinstance(start, int):
+            connection.capabilities.require(Capability.START_BY_TIME)
+        if group is not None and (not isinstance(group, str) or not group.strip()):
+            raise InvalidOption("a group's name is non-empty text")
+        found = topic_list(topics)
+        subscription = Subscription(tuple(topic.name for topic in found), group, start, sharing)
+        with connection.call():
+            return cls(connection, found, subscription)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -54,12 +79,6 @@ class Consumer:
         with self._using("poll"):
             self._fetch(max_messages, timeout)
             return self._hand_out(max_messages)
-
-    def _take(self, max_messages: int, timeout: float) -> list[Message]:
-        """As `poll`, but undecoded: for the processor, which sets aside what cannot be decoded."""
-        with self._using("poll"):
-            self._fetch(max_messages, timeout)
-            return self._deliveries.hand_out(max_messages)
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
         """Batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
@@ -93,7 +112,7 @@ class Consumer:
         there = len(self._deliveries.fetched())
         if there < (most if full else 1):
             room = self._deliveries.room_for(most - there)
-            with self._bridge._events.step("reader.poll", None, group=self._subscription.group) as found:
+            with self._connection.events.step("reader.poll", None, group=self._subscription.group) as found:
                 messages = self._reader.poll(room, Deadline(timeout))
                 self._deliveries.fetch(messages)
                 found["messages"] = len(messages)
@@ -149,18 +168,18 @@ class Consumer:
         messages are shared, with that alone).
         """
         with self._using("seek"):
-            self._bridge.capabilities.require(Capability.REPLAY)
+            self._connection.capabilities.require(Capability.REPLAY)
             if (holder := self._deliveries.holder) is not None:
                 raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
-            self._ask_for_outcomes(self._bridge._timeout)
+            self._ask_for_outcomes(self._connection.timeout)
             if isinstance(positions, int):
-                self._bridge.capabilities.require(Capability.START_BY_TIME)
+                self._connection.capabilities.require(Capability.START_BY_TIME)
             before = self._deliveries.next_positions(self._reader.positions())
             moving = before.keys() if isinstance(positions, int) else positions.keys()
             try:
-                with self._bridge._events.step("reader.seek"):
+                with self._connection.events.step("reader.seek"):
                     if isinstance(positions, int):
-                        self._reader.seek_to_time(positions, Deadline(self._bridge._timeout))
+                        self._reader.seek_to_time(positions, self._connection.deadline())
                     else:
                         self._reader.seek(positions)
             except UsageError:
@@ -187,12 +206,12 @@ class Consumer:
     def lag(self) -> dict[Partition, int]:
         """How many readable messages (or positions) lie before each assigned partition's end."""
         with self._using("lag"):
-            return self._reader.lag(Deadline(self._bridge._timeout))
+            return self._reader.lag(self._connection.deadline())
 
     def nack(self, messages: Message | Iterable[Message]) -> None:
         """Give delivered messages back: they are delivered again, to this or another member (also if this fails)."""
         with self._using("nack"):
-            self._bridge.capabilities.require(Capability.REDELIVERY)
+            self._connection.capabilities.require(Capability.REDELIVERY)
             chosen = (messages,) if isinstance(messages, Message) else tuple(messages)
             back = self._deliveries.give_back(chosen)
             self._reader.nack({assignment.partition: positions for assignment, positions in back.items()})
@@ -203,12 +222,13 @@ class Consumer:
 
         It ends within `timeout` seconds, by default the bridge's.
         """
-        if self._closed or self._bridge._forked:
+        if self._closed or self._connection.forked:
             return
         with self._using("close"):
             self._closed = True
             self._leave(list(self._deliveries.assignments), "reader.revoke")
-            self._bridge._close_reader(self._reader, Deadline(self._bridge._timeout if timeout is None else timeout))
+            deadline = self._connection.deadline() if timeout is None else Deadline(timeout)
+            self._connection.consumers.close_reader(self._reader, deadline)
 
     def _close_behind_its_bridge(self) -> None:
         """After a call that has outlasted the closing of the bridge, which left it alone."""
@@ -218,9 +238,9 @@ class Consumer:
             _log.debug("closing %r behind its bridge: %s", self, error)
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not self._bridge._forked:
+        if not getattr(self, "_closed", True) and not self._connection.forked:
             # Not closed here: garbage is collected at any time, also while locks are held.
-            self._bridge._dropped.put(self._reader)
+            self._connection.consumers.drop(self._reader)
 
     def __enter__(self) -> Consumer:
         return self
@@ -234,12 +254,12 @@ class Consumer:
     # --- partitions come and go -----------------------------------------------------------------------------------
 
     def _come(self, partition: Partition) -> Assignment | None:
-        self._bridge._events.emit("reader.assign", "after", None, topic=partition[0], partition=partition[1])
+        self._connection.events.emit("reader.assign", "after", None, topic=partition[0], partition=partition[1])
         return self._deliveries.assigned(partition)
 
     def _leave(self, partitions: Sequence[Partition], event: str) -> None:
         for partition in partitions:
-            self._bridge._events.emit(event, "before", None, topic=partition[0], partition=partition[1])
+            self._connection.events.emit(event, "before", None, topic=partition[0], partition=partition[1])
         holder, held = self._deliveries.left(partitions)
         if holder is not None and held:
             # A commit that is running is waited for; one that has not begun can only abort now.
@@ -247,7 +267,7 @@ class Consumer:
             error = Conflict(f"{names} left this consumer while transaction {holder.id} held acknowledgements of it")
             holder._fail_from_outside(error, patience=holder.deadline)
         for partition in partitions:
-            self._bridge._events.emit(event, "after", None, topic=partition[0], partition=partition[1])
+            self._connection.events.emit(event, "after", None, topic=partition[0], partition=partition[1])
 
     # --- before reading on ----------------------------------------------------------------------------------------
 
@@ -255,7 +275,7 @@ class Consumer:
         """Learn the outcomes that are not known yet, and go back to what comes again."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
-            self._bridge._clear_abandoned(Deadline(timeout))
+            self._connection.writers.clear_abandoned(Deadline(timeout))
             deliveries.give_up()
         if deliveries.doubts:
             self._ask_for_outcomes(timeout)
@@ -271,7 +291,7 @@ class Consumer:
     def _ask_for_outcomes(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         for transaction, token in list(self._deliveries.doubts.items()):
-            outcome = self._bridge._resolve(token, deadline)
+            outcome = self._connection.outcomes.resolve(token, deadline)
             if outcome is None:
                 raise OutcomeUnknown(
                     f"the outcome of transaction {transaction}, which acknowledged the last messages, is not known yet;"
@@ -282,6 +302,33 @@ class Consumer:
 
     def _using(self, call: str) -> _Using:
         return _Using(self, call)
+
+
+class Intake(Consumer):
+    """A processor's consumer: it hands out undecoded, so that what cannot be decoded can be set aside."""
+
+    def take(self, max_messages: int, timeout: float) -> list[Message]:
+        """As `poll`."""
+        with self._using("poll"):
+            self._fetch(max_messages, timeout)
+            return self._deliveries.hand_out(max_messages)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether any topic has a codec."""
+        return bool(self._codecs)
+
+    def decode(self, message: Message) -> Message:
+        """Raises `Poison`."""
+        return self._decode_one(message)
+
+    def take_back(self) -> None:
+        """Everything that was handed out and is not acknowledged comes again."""
+        self._deliveries.take_back()
+
+    def group_lag(self, timeout: float) -> int | None:
+        """What is left for all members together; None if the broker does not tell."""
+        return self._reader.group_lag(Deadline(timeout))
 
 
 class _Using:
@@ -295,18 +342,18 @@ class _Using:
 
     def __enter__(self) -> None:
         consumer = self._consumer
-        consumer._bridge._check_process()
+        consumer._connection.check_process()
         if consumer._closed:
             raise InvalidState(f"{self._call} on {consumer!r}, which is closed")
         if self._call != "close":
-            consumer._bridge._check_open()
+            consumer._connection.check_open()
         if not consumer._guard.acquire(False):
             raise InvalidState(f"{self._call} on {consumer!r} while another call on it runs: one thread at a time")
 
     def __exit__(self, *error: Any) -> None:
         consumer = self._consumer
         consumer._guard.release()
-        if consumer._bridge._closed and not consumer._closed:
+        if consumer._connection.closed and not consumer._closed:
             consumer._close_behind_its_bridge()
 
 

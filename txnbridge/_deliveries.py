@@ -33,6 +33,7 @@ from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 
 if TYPE_CHECKING:
+    from txnbridge._connection import Connection
     from txnbridge._consumer import Consumer
     from txnbridge._transaction import State, Transaction
 
@@ -125,12 +126,14 @@ class Deliveries:
     that concerns `fetched` is called by that one alone. None of them calls the broker.
     """
 
-    def __init__(self, consumer: Consumer, group: str | None, ordered: bool, individual: bool) -> None:
+    def __init__(
+        self, consumer: Consumer, connection: Connection, group: str | None, ordered: bool, individual: bool
+    ) -> None:
         self.consumer = weakref.ref(consumer)  # weak, so that a consumer that is dropped ends at once
-        self.bridge = consumer._bridge
+        self.connection = connection
         self._group = group
         self._ordered = ordered  # a partition is with one member, and comes in order
-        self._individual = individual  # messages can be acknowledged in any order
+        self.individual = individual  # messages can be acknowledged in any order
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
         self._fetched: list[Message] = []
@@ -288,7 +291,7 @@ class Deliveries:
                     raise InvalidState(f"{message!r} is acknowledged or given back already")
                 positions.append(message.position)
             self._any_back = True
-            if not self._individual:  # such a broker goes back, so everything behind these comes again too
+            if not self.individual:  # such a broker goes back, so everything behind these comes again too
                 given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
             elif self._ordered:
                 for message in self._fetched + self._set_aside:  # they come before what is fetched already
@@ -376,16 +379,16 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 
 
 def hold(
-    transaction: Transaction, messages: Sequence[Message], up_to: bool
-) -> list[tuple[object, dict[Partition, list[Position]]]]:
-    """Check that these messages may be acknowledged by this transaction, and hold them for it.
+    transaction: Transaction, connection: Connection, messages: Sequence[Message], up_to: bool
+) -> tuple[list[tuple[object, dict[Partition, list[Position]]]], dict[Deliveries, Consumer]]:
+    """Check that these messages may be acknowledged by a transaction of this connection, and hold them for it.
 
-    Returns what to tell the writer, by context. Raises before anything is held.
+    Returns what to tell the writer, by context, and whose they are. Raises before anything is held.
     """
     wanted: dict[Assignment, list[Position]] = {}
     for _, run in groupby(messages, _source_of):  # once for each run: there may be a million messages
         delivered = list(run)
-        wanted.setdefault(_assignment_of(delivered[0], transaction), []).extend([m.position for m in delivered])
+        wanted.setdefault(_assignment_of(delivered[0], connection), []).extend([m.position for m in delivered])
     by_deliveries: dict[Deliveries, dict[Assignment, list[Position]]] = {}
     for assignment, positions in wanted.items():
         by_deliveries.setdefault(assignment.deliveries, {})[assignment] = positions
@@ -393,21 +396,20 @@ def hold(
     with ExitStack() as locks:
         for deliveries in sorted(by_deliveries, key=id):
             locks.enter_context(deliveries.lock)
-        consumers = [_check(transaction, deliveries, mine, up_to) for deliveries, mine in by_deliveries.items()]
+        owners = {each: _check(transaction, each, mine, up_to) for each, mine in by_deliveries.items()}
         for deliveries, mine in by_deliveries.items():
             deliveries.hold(transaction, mine)
-        transaction._consumers.update(consumers)
         for assignment, positions in (each for mine in by_deliveries.values() for each in mine.items()):
             _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
             told[assignment.partition] = positions
-    return list(by_context.values())
+    return list(by_context.values()), owners
 
 
-def _assignment_of(message: Message, transaction: Transaction) -> Assignment:
+def _assignment_of(message: Message, connection: Connection) -> Assignment:
     assignment = message.source
     if not isinstance(assignment, Assignment):
         raise InvalidState(f"{message!r} was not read in a group (consumer(…, group=…)), so it cannot be acknowledged")
-    if assignment.deliveries.bridge is not transaction._bridge:
+    if assignment.deliveries.connection is not connection:
         raise InvalidState(f"{message!r} was read by another bridge; acknowledge it in a transaction of that one")
     return assignment
 
@@ -427,7 +429,7 @@ def _check(
     for assignment, positions in wanted.items():
         if up_to:
             wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]] or positions
-        if not deliveries._individual:
+        if not deliveries.individual:
             _check_nothing_before(transaction, assignment)
         # Mostly it is all that is out, in order: then nothing is left to check.
         if len(assignment.out) != len(positions) or list(assignment.out) != positions:
@@ -466,7 +468,7 @@ def _check_positions(transaction: Transaction, assignment: Assignment, positions
             )
     if len(set(positions)) != len(positions):
         raise InvalidState(f"a message of {topic}[{number}] is in this acknowledgement twice")
-    if not assignment.deliveries._individual:
+    if not assignment.deliveries.individual:
         for expected, position in zip(out, positions, strict=False):
             if position != expected:
                 raise InvalidState(

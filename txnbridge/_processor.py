@@ -20,9 +20,10 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from txnbridge._consumer import Consumer, topic_list
+from txnbridge._connection import Connection
+from txnbridge._consumer import Intake, topic_list
 from txnbridge._deadletters import dead_letter_headers, reason_of
-from txnbridge._deadline import Deadline, check_seconds
+from txnbridge._deadline import check_seconds
 from txnbridge._messages import Batch, Message
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import State, Transaction
@@ -173,6 +174,7 @@ class Processor:
     def __init__(
         self,
         bridge: Bridge,
+        connection: Connection,
         inputs: str | Topic | Iterable[str | Topic],
         *,
         group: str,
@@ -198,6 +200,7 @@ class Processor:
             raise InvalidOption("a processor reads in a group: group= is a non-empty name")
         bridge.capabilities.require(Capability.ATOMIC_ACK)
         self._bridge = bridge
+        self._connection = connection
         self._topics = topic_list(inputs)
         self._group = group
         self._each = each
@@ -208,7 +211,7 @@ class Processor:
         self._max_attempts = max_attempts
         self._max_messages = max_messages
         self._max_wait = max_wait
-        self._timeout = bridge._timeout if timeout is None else timeout
+        self._timeout = connection.timeout if timeout is None else timeout
         self._stop_timeout = stop_timeout
         self._most_in_a_row = max_dead_letters_in_a_row
         self._backoff = backoff
@@ -217,7 +220,7 @@ class Processor:
         self._check_settings()
 
         self._started = False
-        self._consumer: Consumer | None = None
+        self._consumer: Intake | None = None
         self._transaction: Transaction | None = None  # the one that is open now
         self._blamed: BaseException | None = None  # the handler's last error, to tell it from the broker's
         self._final: BaseException | None = None  # the handler's error that it may not be run again after
@@ -334,11 +337,11 @@ class Processor:
         _log.error("%r ended with an error, and so did its block: %s", self, told(failure))
 
     def _begin(self) -> None:
-        self._bridge._check_open()
+        self._connection.check_open()
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
-        self._consumer = self._bridge.consumer(self._topics, self._group, start=self._start)
+        self._consumer = Intake.open(self._connection, self._topics, self._group, self._start)
         self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:
@@ -512,7 +515,7 @@ class Processor:
             self._process(items)
         except BaseException as error:
             if not self._forced:
-                self._consumer._deliveries.take_back()
+                self._consumer.take_back()
             if self._stopping and not self._forced and self._passes_by_itself(error):
                 self._count_failure(error)
                 _log.warning("%r: %s; stopped: what was not committed comes again", self, self._told(error))
@@ -527,38 +530,38 @@ class Processor:
         self._look_at_lag(self._consumer, now=idle)
         return idle and self._is_all_read(self._consumer)
 
-    def _is_all_read(self, consumer: Consumer) -> bool:
+    def _is_all_read(self, consumer: Intake) -> bool:
         """Whether nothing is left in its partitions; if it has none, in those of the group."""
         if self._lag is not None:
             self._nothing_since = None
             return self._lag == 0
-        left = consumer._reader.group_lag(Deadline(self._timeout))
+        left = consumer.group_lag(self._timeout)
         if left is not None:
             return left == 0
         now = time.monotonic()
         self._nothing_since = self._nothing_since or now
         return now - self._nothing_since >= _NOTHING_SECONDS
 
-    def _poll(self, consumer: Consumer) -> _Items:
+    def _poll(self, consumer: Intake) -> _Items:
         """A batch by size and time, in the order of each partition."""
-        messages = consumer._take(self._max_messages, _POLL_SECONDS)
+        messages = consumer.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
         while messages and len(messages) < self._max_messages and not self._stopping:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            messages += consumer._take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
+            messages += consumer.take(self._max_messages - len(messages), min(left, _POLL_SECONDS))
         # A partition may have left during a later poll; what it had delivered comes again where it is now.
         here = [message for message in messages if not message.source.ended]
         items = _Items(here, here, {})
-        if consumer._codecs:
+        if consumer.decodes:
             items.messages = [self._decode(consumer, items, index) for index in range(len(here))]
         return items
 
-    def _decode(self, consumer: Consumer, items: _Items, index: int) -> Message:
+    def _decode(self, consumer: Intake, items: _Items, index: int) -> Message:
         raw = items.raws[index]
         try:
-            return consumer._decode_one(raw)
+            return consumer.decode(raw)
         except Poison as poison:
             cause = poison.__cause__
             if isinstance(cause, _NOT_THE_MESSAGES_FAULT):
@@ -567,7 +570,7 @@ class Processor:
             items.mark(index, poison)
             return raw
 
-    def _look_at_lag(self, consumer: Consumer, now: bool) -> None:
+    def _look_at_lag(self, consumer: Intake, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
             lag = consumer.lag()
             self._lag = sum(lag.values()) if lag else None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from txnbridge import spi
-from txnbridge._deadline import Deadline
+from txnbridge._connection import Connection
 from txnbridge._messages import Headers, check_place, encode_headers
 from txnbridge._topics import Topic, as_topic
 from txnbridge.errors import InvalidOption, InvalidState
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
 
 
 class Publisher:
@@ -24,8 +21,8 @@ class Publisher:
     From the first sequence above that mark on they only go up.
     """
 
-    def __init__(self, bridge: Bridge, publisher: spi.Publisher) -> None:
-        self._bridge = bridge
+    def __init__(self, connection: Connection, publisher: spi.Publisher) -> None:
+        self._connection = connection
         self._publisher = publisher
         self._lock = threading.Lock()  # order is promised, so threads take turns
         self._closed = False
@@ -53,14 +50,14 @@ class Publisher:
         check_place(partition, timestamp)
         if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool) or sequence < 0):
             raise InvalidOption(f"a sequence is a whole number from 0, not {sequence!r}")
-        for maker in self._bridge._header_makers:
+        for maker in self._connection.header_makers:
             pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
         size = len(data) if data is not None else None
         with self._lock:
             self._check()
             if sequence is not None:
                 self._check_sequence(target.name, sequence)
-            with self._bridge._events.step("message.send", None, topic=target.name, bytes=size, sequence=sequence):
+            with self._connection.events.step("message.send", None, topic=target.name, bytes=size, sequence=sequence):
                 self._publisher.send(
                     target.name,
                     data,
@@ -69,7 +66,7 @@ class Publisher:
                     partition,
                     timestamp,
                     sequence,
-                    self._deadline(),
+                    self._connection.deadline(),
                 )
             if sequence is not None and sequence > self._marks[target.name]:
                 self._last[target.name] = sequence
@@ -82,28 +79,28 @@ class Publisher:
                 " above the last one would never be stored"
             )
         if topic not in self._marks:
-            stored = self._publisher.last_sequence(topic, self._deadline())
+            stored = self._publisher.last_sequence(topic, self._connection.deadline())
             self._marks[topic] = -1 if stored is None else stored
 
     def flush(self) -> None:
         """Return when everything sent so far is stored. Raises `DeliveryFailed`, `DeadlineExceeded`."""
         with self._lock:
             self._check()
-            with self._bridge._events.step("flush"):
-                self._publisher.flush(self._deadline())
+            with self._connection.events.step("flush"):
+                self._publisher.flush(self._connection.deadline())
 
     def last_sequence(self, topic: str | Topic) -> int | None:
         """The highest sequence that is stored under this publisher's name; None if there is none."""
         with self._lock:
             self._check()
-            return self._publisher.last_sequence(as_topic(topic).name, self._deadline())
+            return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
 
     def close(self) -> None:
         """Flush and let go."""
         with self._lock:
-            if not self._closed and not self._bridge._forked:
+            if not self._closed and not self._connection.forked:
                 self._closed = True
-                self._publisher.close(self._deadline())
+                self._publisher.close(self._connection.deadline())
 
     def __enter__(self) -> Publisher:
         return self
@@ -112,9 +109,6 @@ class Publisher:
         self.close()
 
     def _check(self) -> None:
-        self._bridge._check_open()
+        self._connection.check_open()
         if self._closed:
             raise InvalidState("this publisher is closed")
-
-    def _deadline(self) -> Deadline:
-        return Deadline(self._bridge._timeout)

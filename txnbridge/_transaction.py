@@ -11,6 +11,7 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
 from txnbridge._deliveries import hold
 from txnbridge._messages import (
@@ -36,8 +37,8 @@ from txnbridge.errors import (
 from txnbridge.spi import Begin, Writer
 
 if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
     from txnbridge._consumer import Consumer
+    from txnbridge._deliveries import Deliveries
 
 _log = logging.getLogger("txnbridge")
 
@@ -85,12 +86,12 @@ class Transaction:
     __slots__ = (
         "__weakref__",
         "_begin",
-        "_bridge",
         "_cause",
-        "_consumers",
+        "_connection",
         "_events",
         "_feeder",
         "_fingerprint",
+        "_holds",
         "_lent",
         "_prepare",
         "_shut",
@@ -102,23 +103,23 @@ class Transaction:
         "_writer",
     )
 
-    def __init__(self, bridge: Bridge, writer: Writer, begin: Begin, fingerprint: int | None) -> None:
-        self._bridge = bridge
+    def __init__(self, connection: Connection, writer: Writer, begin: Begin, fingerprint: int | None) -> None:
+        self._connection = connection
         self._writer = writer
         self._begin = begin
         self._prepare = begin.prepare
-        self._events = bridge._events
+        self._events = connection.events
         self._state = State.OPEN
         self._token: Token | None = None
         self._cause: BaseException | None = None  # why it is FAILED
-        self._consumers: set[Consumer] = set()  # whose messages it holds
+        self._holds: dict[Deliveries, Consumer] = {}  # whose messages it holds; these consumers live as long
         self._shut = False  # aborted because the bridge was closed
         self._lent = False  # to a handler, which may not commit it
         self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
         self._fingerprint = fingerprint
         self._write = writer.send
         # With a listener, a header maker or a fingerprint each message takes the long way round.
-        self._slow = bool(bridge._events) or bool(bridge._header_makers) or fingerprint is not None
+        self._slow = bool(connection.events) or bool(connection.header_makers) or fingerprint is not None
         # Whoever uses the transaction takes the only entry and puts it back. A lock does the same and costs twice as
         # much, which is a sixth of sending a small message.
         self._turn = [None if self._slow else writer.quick]
@@ -227,7 +228,7 @@ class Transaction:
         data = target.encode_value(value, Headers(pairs))
         key_data = target.encode_key(key)
         check_place(partition, timestamp)
-        for maker in self._bridge._header_makers:
+        for maker in self._connection.header_makers:
             pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
         size = len(data) if data is not None else None
         with self._events.step("message.send", self.id, topic=target.name, partition=partition, bytes=size):
@@ -301,7 +302,9 @@ class Transaction:
                 return
             try:
                 with self._events.step("ack", self.id, messages=len(messages)):
-                    for context, positions in hold(self, messages, up_to):
+                    by_context, owners = hold(self, self._connection, messages, up_to)
+                    self._holds.update(owners)
+                    for context, positions in by_context:
                         self._writer.ack(context, positions)
             except UsageError:
                 raise
@@ -355,7 +358,7 @@ class Transaction:
                 else:
                     self._abort_after(error, quiet)
             elif self._shut and error is None:
-                self._bridge._check_process()
+                self._connection.check_process()
                 raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
         return quiet
 
@@ -395,7 +398,7 @@ class Transaction:
         self._state = State.COMMITTING
         try:
             with self._events.step("commit", self.id):
-                self._bridge._commit_writer(self._writer, self._begin.deadline)
+                self._connection.writers.commit(self._writer, self._begin.deadline)
         except (TransactionAborted, Fenced):
             self._end(State.ABORTED)
             raise
@@ -420,7 +423,7 @@ class Transaction:
             error.token = str(self._token)
             raise error
         deadline = self._begin.deadline
-        outcome = None if deadline.expired else self._bridge._resolve(self._token, deadline)
+        outcome = None if deadline.expired else self._connection.outcomes.resolve(self._token, deadline)
         if outcome is Outcome.COMMITTED:
             self._end(State.COMMITTED)
         elif outcome is Outcome.ABORTED:
@@ -449,7 +452,7 @@ class Transaction:
         try:
             with self._events.step("prepare", self.id) as found:
                 self._writer.prepare(self._begin.deadline)
-                self._token = self._bridge._make_token(
+                self._token = self._connection.outcomes.token_of(
                     self._writer, self.id, prepared=True, fingerprint=self._fingerprint
                 )
                 found["expires_at"] = self._token.expires_at
@@ -463,17 +466,17 @@ class Transaction:
         self._end(State.PREPARED)
 
     def _end_unknown(self) -> None:
-        self._token = self._bridge._make_token(self._writer, self.id, prepared=False)
+        self._token = self._connection.outcomes.token_of(self._writer, self.id, prepared=False)
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:
         previous, self._state = self._state, state
         if previous is not State.UNKNOWN:  # from UNKNOWN the writer has gone back already
-            self._bridge._give_back(self, self._writer, sound=state is not State.UNKNOWN)
-        for consumer in self._consumers:
-            consumer._deliveries.end(self, state, self._token)
+            self._connection.writers.give_back(self._writer, self._begin, sound=state is not State.UNKNOWN)
+        for deliveries in self._holds:
+            deliveries.end(self, state, self._token)
         if state is not State.UNKNOWN:
-            self._consumers.clear()
+            self._holds.clear()
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
@@ -481,13 +484,13 @@ class Transaction:
         return _Exclusive(self, call)
 
     def _busy(self, call: str) -> TxnBridgeError:
-        self._bridge._check_process()
-        if self._bridge._closed:
+        self._connection.check_process()
+        if self._connection.closed:
             return InvalidState(f"{call} on transaction {self.id}, whose bridge is closed")
         return InvalidState(f"{call} on transaction {self.id} while another call on it runs: one thread at a time")
 
     def _refusal(self, call: str, needed: str = "open") -> TxnBridgeError:
-        self._bridge._check_process()
+        self._connection.check_process()
         text = f"{call} needs an {needed} transaction; {self.id} is {self._state.value}"
         if self._state is State.FAILED:
             text += f" ({self._why_failed()}); abort it and run it again"
@@ -537,10 +540,14 @@ class Transaction:
         except InvalidState:
             return False
 
+    def _refuse_calls(self) -> None:
+        """In the child of a fork every call on it is refused, at no cost to `send`."""
+        self._turn.clear()
+
     def __del__(self) -> None:
-        if getattr(self, "_state", None) in _UNFINISHED and not self._bridge._forked:
+        if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
             # Not aborted here: garbage is collected at any time, also while locks are held.
-            self._bridge._abandoned.append((self._writer, self._begin))
+            self._connection.writers.leave_behind(self._writer, self._begin)
             warnings.warn(
                 f"transaction {self.id} was left unfinished; it will be aborted",
                 ResourceWarning,

@@ -112,17 +112,17 @@ def next_commit(bridge: txnbridge.Bridge, outcome: Outcome, *, happened: bool = 
 
 class _NextCommit:
     def __init__(self, bridge: txnbridge.Bridge, outcome: Outcome, happened: bool) -> None:
-        self._bridge = bridge
+        self._writers = bridge._connection.writers
         self._outcome = outcome
         self._happened = happened
         self._used = threading.Lock()
-        self._commit = bridge._commit_writer
-        bridge._commit_writer = self._instead
+        self._commit = self._writers.commit
+        self._writers.commit = self._instead
 
     def _instead(self, writer: Writer, deadline: Deadline) -> None:
         if not self._used.acquire(blocking=False):  # two threads at once: it is for one of them
             return self._commit(writer, deadline)
-        self._bridge._commit_writer = self._commit
+        self._writers.commit = self._commit
         if self._outcome is Outcome.ABORTED:
             writer.abort(deadline)
             raise TransactionAborted("the testing kit was asked to abort this transaction")
@@ -139,7 +139,7 @@ class _NextCommit:
 
     def __exit__(self, *error: object) -> None:
         if not self._used.locked():
-            self._bridge._commit_writer = self._commit
+            self._writers.commit = self._commit
             if error[0] is None:
                 raise AssertionError("next_commit: no transaction was committed inside the block")
 

@@ -399,7 +399,7 @@ def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later()
     thread = threading.Thread(target=wait_for_a_writer)
     thread.start()
     deadline = Deadline(60)
-    while not bridge._turns._waiting:
+    while not bridge._connection.writers._turns._waiting:
         deadline.check("waiting for the other thread to wait")
     time.sleep(0.06)  # longer than a thread may keep its writer while others wait
     held.commit()
@@ -505,7 +505,7 @@ def test_closing_waits_for_a_commit_that_runs_and_refuses_what_is_new() -> None:
         closing = threading.Thread(target=bridge.close)
         closing.start()
         deadline = Deadline(60)
-        while not bridge._closed:
+        while not bridge._connection.closed:
             deadline.check("waiting for the bridge to begin to close")
         for call in (bridge.transaction, bridge.publisher, lambda: bridge.consumer("t")):
             with pytest.raises(InvalidState, match="closed"):
@@ -530,7 +530,7 @@ def test_closing_waits_for_another_thread_that_closes() -> None:
         closing = [threading.Thread(target=bridge.close) for _ in range(2)]
         closing[0].start()
         deadline = Deadline(60)
-        while not bridge._closed:
+        while not bridge._connection.closed:
             deadline.check("waiting for the bridge to begin to close")
         closing[1].start()
         closing[1].join(0.2)

@@ -69,19 +69,19 @@ def test_a_publishers_sequence(bridge):
 
 
 def test_a_decision_log(bridge):
-    log = bridge._broker.decision_log("golden", Deadline(10))
+    log = bridge._connection.broker.decision_log("golden", Deadline(10))
     assert list(log.read(None, None, Deadline(10))) == [((1,), b"second"), ((2,), b"third")]
 
 
 def test_a_half_message(bridge):
-    halves = bridge._broker.half_store()
+    halves = bridge._connection.broker.half_store()
     assert halves.end("g", "half", Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
     [message] = bridge.read("halves", 10)
     assert (message.value, message.key, message.headers.raw) == (b"h", b"k", (("a", b"b"),))
 
 
 def test_owners_and_writing_go_on(bridge):
-    assert rows(bridge._broker, "SELECT epoch FROM identities WHERE name = 'billing'") == [(2,)]
+    assert rows(bridge._connection.broker, "SELECT epoch FROM identities WHERE name = 'billing'") == [(2,)]
     with bridge.transaction() as txn:
         txn.send("orders", b"new", partition=1)
     assert [m.value for m in bridge.read("orders", 100) if m.partition == 1] == [None, b"new"]

@@ -16,8 +16,8 @@ def test_a_commit_that_waits_for_other_threads_until_its_deadline_says_so(path):
     with txnbridge.connect(f"embedded:{path}") as bridge:
         with bridge.transaction() as txn:
             txn.send("orders", b"0")
-        assert isinstance(bridge._broker, EmbeddedBroker)
-        store = bridge._broker.store
+        assert isinstance(bridge._connection.broker, EmbeddedBroker)
+        store = bridge._connection.broker.store
         writes, may_end = threading.Event(), threading.Event()
 
         def write():

@@ -29,8 +29,8 @@ def flush(txn: Transaction) -> None:
 
 
 def requests_of(bridge: Bridge) -> Requests:
-    assert isinstance(bridge._broker, KafkaBroker)
-    return bridge._broker._cluster.requests
+    assert isinstance(bridge._connection.broker, KafkaBroker)
+    return bridge._connection.broker._cluster.requests
 
 
 def describe(bridge: Bridge, *ids: str) -> dict[str, Described]:

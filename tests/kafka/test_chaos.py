@@ -20,10 +20,15 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
+from txnbridge_kafka.broker import KafkaBroker
+from txnbridge_kafka.ends import forgotten
+from txnbridge_kafka.offsets import Offsets
+from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 import txnbridge
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -214,7 +219,38 @@ def test_copiers_lose_double_and_reorder_nothing(
             with suppress(AssertionError):
                 feeder.close()
         report(readable.came, back)
-        assert what_is_wrong(readable.found["target"], feeder.sent) == []
+        if wrong := what_is_wrong(readable.found["target"], feeder.sent):
+            say(who_stands_where(bridge, ["source", "target"], "copiers"))
+        assert wrong == []
+
+
+def who_stands_where(bridge: Bridge, topics: Sequence[str], group: str) -> str:
+    """What to know if something did not go on: who holds a partition open, and how far everybody is."""
+    assert isinstance(bridge._connection.broker, KafkaBroker)
+    cluster, deadline = bridge._connection.broker._cluster, Deadline(60)
+    offsets = Offsets(cluster.requests)
+    partitions = [(topic, number) for topic in topics for number in range(PARTITIONS)]
+    own = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
+    held = cluster.requests.producers([*partitions, own], deadline)
+    ids = {each.pid: each.id for each in cluster.requests.transactions(deadline)}
+    told = cluster.requests.describe(list(ids.values()), deadline)
+    found = forgotten.survey(cluster, deadline)
+    return "\n".join(
+        [
+            *(
+                f"open in {at}: {one}, {ids.get(one.pid)}"
+                for at, all in held.items()
+                for one in all
+                if one.start_offset is not None
+            ),
+            *(f"{each}" for each in told.values() if not each.state.startswith("Complete")),
+            *(f"forgotten: {each}" for each in found.forgotten),
+            f"no coordinator knows: {found.unknown}",
+            f"ends: {offsets.ends(partitions, deadline)}",
+            f"group, decided: {offsets.committed(group, partitions[:PARTITIONS], deadline, decided=True)}",
+            f"group: {offsets.committed(group, partitions[:PARTITIONS], deadline)}",
+        ]
+    )
 
 
 def report(came: Sequence[float], back: Sequence[float]) -> None:

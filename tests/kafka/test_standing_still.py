@@ -137,7 +137,7 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
         assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
-    assert forgotten.mend_group(bridge._broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
+    assert forgotten.mend_group(bridge._connection.broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 
 

@@ -141,7 +141,7 @@ def test_a_commit_that_an_administrators_abort_came_too_late_for_is_told_to_both
     connect: Connect, bridge: Bridge, halves: str, owner: str
 ) -> None:
     own = connect(transactional_id=owner, writers=1)
-    requests = bridge._broker._cluster.requests  # type: ignore[attr-defined]
+    requests = bridge._connection.broker._cluster.requests  # type: ignore[attr-defined]
     describe = requests.describe
     with own.transaction() as txn:
         txn.send(halves, b"1")

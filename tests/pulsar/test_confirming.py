@@ -166,7 +166,7 @@ def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
 
 
 def owner_of(bridge: Bridge) -> Any:
-    broker: Any = bridge._broker
+    broker: Any = bridge._connection.broker
     return broker._owner
 
 

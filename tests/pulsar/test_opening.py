@@ -45,7 +45,9 @@ def id() -> str:
 
 def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
     """What an owner that was paused between two steps does when it wakes up."""
-    producer = cluster_of(txn._bridge).client.create_producer(concrete(topic), timeout=SOON, transactions=True)
+    producer = cluster_of(txn._connection.bridge).client.create_producer(
+        concrete(topic), timeout=SOON, transactions=True
+    )
     try:
         producer.send(Single(b"late"), number, timeout=SOON).result(SOON)
     finally:
@@ -87,7 +89,7 @@ def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None
     with pytest.raises(Fenced) as caught:
         with older.transaction() as txn:
             txn.send(topic, b"zombie")
-    assert caught.value.newer == newer._identity.host
+    assert caught.value.newer == newer._connection.identity.host
 
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])

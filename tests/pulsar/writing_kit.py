@@ -52,13 +52,13 @@ def new_topic(bridge: Bridge, partitions: int = 1) -> str:
 
 
 def cluster_of(bridge: Bridge) -> Cluster:
-    assert isinstance(bridge._broker, PulsarBroker)
-    return bridge._broker._cluster
+    assert isinstance(bridge._connection.broker, PulsarBroker)
+    return bridge._connection.broker._cluster
 
 
 def owner_of(bridge: Bridge) -> Owner:
-    assert isinstance(bridge._broker, PulsarBroker) and bridge._broker._owner is not None
-    return bridge._broker._owner
+    assert isinstance(bridge._connection.broker, PulsarBroker) and bridge._connection.broker._owner is not None
+    return bridge._connection.broker._owner
 
 
 def writer_of(txn: Transaction) -> PulsarWriter:

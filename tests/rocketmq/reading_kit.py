@@ -74,8 +74,8 @@ class Member(Polling):
     reader: RocketMQReader
 
     def __init__(self, bridge: Bridge, topics: str | tuple[str, ...], group: str | None = None, **how: Any) -> None:
-        assert isinstance(bridge._broker, RocketMQBroker)
-        self.cluster = bridge._broker._cluster
+        assert isinstance(bridge._connection.broker, RocketMQBroker)
+        self.cluster = bridge._connection.broker._cluster
         self.listener = Listener()
         topics = (topics,) if isinstance(topics, str) else topics
         self.reader = RocketMQReader(

@@ -31,7 +31,7 @@ def name():
 @pytest.fixture
 def admin(rocketmq_broker):
     with connect_to(rocketmq_broker.url) as bridge:
-        yield bridge._broker.admin
+        yield bridge._connection.broker.admin
 
 
 def named(admin, name):

@@ -49,8 +49,8 @@ def times_asked(client: Client, topic: str, transaction: str) -> int:
 
 
 def broker_of(bridge: Bridge) -> RocketMQBroker:
-    assert isinstance(bridge._broker, RocketMQBroker)
-    return bridge._broker
+    assert isinstance(bridge._connection.broker, RocketMQBroker)
+    return bridge._connection.broker
 
 
 # --- programs -----------------------------------------------------------------------------------------------------

@@ -43,11 +43,11 @@ def fill(path: Path) -> dict[str, str]:
             end(tokens[name])
         with bridge.publisher("import") as publisher:
             publisher.send("published", b"7", sequence=7)
-        log = bridge._broker.decision_log("golden", Deadline(10))
+        log = bridge._connection.broker.decision_log("golden", Deadline(10))
         for record in (b"first", b"second", b"third"):
             log.append(record, Deadline(10))
         log.trim((1,), Deadline(10))
-        halves = bridge._broker.half_store()
+        halves = bridge._connection.broker.half_store()
         assert halves is not None
         halves.put(Half("g", "half", [("halves", b"h", b"k", [("a", b"b")])], 1, 2), Deadline(10))
     return tokens

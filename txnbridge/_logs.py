@@ -1,0 +1,99 @@
+"""The decision logs of a bridge: where they are kept, and the ledger of each token in them."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Protocol
+
+from txnbridge._connection import Connection, close_quietly
+from txnbridge._deadline import Deadline
+from txnbridge._ledger import LazyLedger
+from txnbridge._token import Token
+from txnbridge.capabilities import Capability
+from txnbridge.errors import InvalidToken
+from txnbridge.spi import DecisionLog, Ledger
+
+if TYPE_CHECKING:
+    from txnbridge._decisions import Decisions
+
+
+class Keeper(Protocol):
+    """What keeps decision logs, if the broker itself does not."""
+
+    def cluster(self, deadline: Deadline) -> str:
+        """What names this place in tokens."""
+
+    def decision_log(self, name: str, deadline: Deadline) -> DecisionLog: ...
+
+    def close(self) -> None: ...
+
+
+class Logs:
+    """Each is opened when it is first used."""
+
+    def __init__(self, connection: Connection, elsewhere: Keeper | None) -> None:
+        self._connection = connection
+        self._elsewhere = elsewhere
+        self._opening = threading.Lock()
+        self._opened: dict[str, Decisions] = {}  # those that hold ledgers
+
+    def own_ledger(self) -> Ledger:
+        """What this bridge's id keeps in the log of its application."""
+        identity = self._connection.identity
+        return self.ledger(identity.application, identity.name)
+
+    def ledger(self, application: str, id: str) -> Ledger:
+        return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id))
+
+    def ledger_of(self, token: Token) -> Ledger:
+        """What the id of a token's transaction keeps in the log that the token names."""
+        owner = token.transaction.rsplit("/", 2)[0]
+        evidence = token.log or {}
+
+        def find(deadline: Deadline) -> Ledger:
+            place = self._place(deadline)
+            if evidence.get("on") != place:
+                raise InvalidToken(
+                    f"the decision log of this token's transaction is kept by {evidence.get('on') or 'its own broker'},"
+                    f" this bridge's by {place or 'its own broker'}: connect with the same decision_log"
+                )
+            name = evidence.get("log") or self._connection.identity.application
+            return self._log(name, deadline).ledger(owner, token.log)
+
+        return LazyLedger(find)
+
+    def open(self, name: str, deadline: Deadline) -> Decisions:
+        """A new one, which the caller closes."""
+        from txnbridge._decisions import Decisions
+
+        connection = self._connection
+        if self._elsewhere is None:
+            connection.capabilities.require(Capability.DECISION_LOG)
+        place = self._place(deadline)
+        log = (self._elsewhere or connection.broker).decision_log(name, deadline)
+        return Decisions(
+            log,
+            timeout=connection.timeout,
+            events=connection.events,
+            name=name,
+            place=place,
+            host=connection.identity.host,
+        )
+
+    def close(self) -> None:
+        for log in self._opened.values():
+            close_quietly(log.close)
+
+    def close_keeper(self) -> None:
+        if self._elsewhere is not None:
+            close_quietly(self._elsewhere.close)
+
+    def _log(self, name: str, deadline: Deadline) -> Decisions:
+        with self._opening:
+            if name not in self._opened:
+                self._opened[name] = self.open(name, deadline)
+            return self._opened[name]
+
+    def _place(self, deadline: Deadline) -> str | None:
+        """What names the place of the decision logs in tokens, if it is not the broker itself."""
+        return None if self._elsewhere is None else self._elsewhere.cluster(deadline)

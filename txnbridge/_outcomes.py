@@ -1,0 +1,126 @@
+"""What became of transactions: tokens are made here, ended and asked about."""
+
+from __future__ import annotations
+
+import time
+
+from txnbridge._connection import Connection
+from txnbridge._deadline import Deadline
+from txnbridge._logs import Logs
+from txnbridge._token import Outcome, Status, Token, TokenState
+from txnbridge.capabilities import Capability
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.spi import Writer
+
+# Between two tries to reach a broker for an answer: long enough not to burden one that is starting, short enough that a
+# caller with a deadline of a second still gets several tries.
+_RETRY_SECONDS = 0.1
+
+
+class Outcomes:
+    def __init__(self, connection: Connection, logs: Logs) -> None:
+        self._connection = connection
+        self._logs = logs
+
+    def token_of(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
+        """The token of a writer's transaction, with what proves later what became of it."""
+        evidence = writer.evidence()
+        return Token(
+            broker=self._connection.backend,
+            cluster=self._connection.broker.cluster,
+            transaction=transaction,
+            how=evidence.how,
+            prepared=prepared,
+            expires_at=evidence.expires_at,
+            messages=evidence.messages,
+            fingerprint=fingerprint,
+            log=evidence.log,
+        )
+
+    def status(self, token: str | Token) -> Status:
+        connection = self._connection
+        parsed = self._check(token)
+        connection.capabilities.require(Capability.STATUS_LOOKUP)
+        with connection.call(), connection.events.step("status", parsed.transaction) as found:
+            status = connection.broker.status(parsed, self._logs.ledger_of(parsed), connection.deadline())
+            found["state"] = status.state.value
+        return status
+
+    def end(self, token: str | Token, commit: bool) -> Outcome:
+        """Commit or abort a prepared transaction."""
+        connection = self._connection
+        parsed = self._check(token)
+        if not parsed.prepared:
+            raise InvalidState(
+                f"transaction {parsed.transaction} was never prepared, so its token only tells its status;"
+                " nobody but its own process could end it"
+            )
+        connection.capabilities.require(Capability.RESOLVE_ANYWHERE)
+        decision = "commit" if commit else "abort"
+        deadline = connection.deadline()
+        with connection.call(), connection.events.step("resolve", parsed.transaction, decision=decision) as found:
+            outcome = self._ask_to_end(parsed, commit, deadline)
+            found["outcome"] = outcome.value
+        return outcome
+
+    def _ask_to_end(self, token: Token, commit: bool, deadline: Deadline) -> Outcome:
+        broker = self._connection.broker
+        end = broker.commit if commit else broker.abort
+        while True:
+            try:
+                return end(token, self._logs.ledger_of(token), deadline)
+            except EvidenceLost as error:
+                error.token = str(token)
+                raise
+            except (OutcomeUnknown, BrokerUnavailable) as error:
+                # Repeating the same decision is safe, and only an answer helps the caller.
+                if isinstance(error, OutcomeUnknown):
+                    error.token = str(token)
+                if deadline.left() <= _RETRY_SECONDS:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def resolve(self, token: Token | None, deadline: Deadline) -> Outcome | None:
+        """The outcome of a transaction of ours whose answer was lost; None while nobody can tell.
+
+        Raises `EvidenceLost` if nobody ever can.
+        """
+        connection = self._connection
+        if token is None or not connection.capabilities[Capability.STATUS_LOOKUP]:
+            return None
+        with connection.events.step("resolve", token.transaction, decision=None) as found:
+            while True:
+                try:
+                    status = connection.broker.status(token, self._logs.ledger_of(token), deadline)
+                except EvidenceLost as error:
+                    error.token = str(token)
+                    raise
+                except (OutcomeUnknown, BrokerUnavailable, InvalidState):  # the last one: closed meanwhile
+                    status = Status(TokenState.UNKNOWN)
+                found["state"] = status.state.value
+                if status.state is TokenState.COMMITTED:
+                    return Outcome.COMMITTED
+                if status.state is TokenState.ABORTED:
+                    return Outcome.ABORTED
+                if status.permanent:
+                    raise EvidenceLost(
+                        f"what would tell the outcome of transaction {token.transaction} is gone: {status.reason}",
+                        token=str(token),
+                    )
+                if deadline.left() <= _RETRY_SECONDS:
+                    return None
+                time.sleep(_RETRY_SECONDS)
+
+    def _check(self, token: str | Token) -> Token:
+        connection = self._connection
+        connection.check_open()
+        parsed = Token.parse(token)
+        if parsed.broker != connection.backend:
+            raise InvalidToken(
+                f"this token belongs to a {parsed.broker} broker; this bridge speaks to {connection.backend}"
+            )
+        if parsed.cluster != connection.broker.cluster:
+            raise InvalidToken(
+                f"this token belongs to cluster {parsed.cluster}; this bridge speaks to {connection.broker.cluster}"
+            )
+        return parsed
