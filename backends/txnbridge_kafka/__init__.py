@@ -9,7 +9,8 @@ Kafka's model, as far as the promises stand on it:
 - EndTxn makes the decision durable. Only then the coordinator writes markers to each partition, and until a marker is
   there readers wait (`read_committed` is how all of ours read). A broker killed between the two may forget markers,
   and the producer's next transaction there would take in what the last one left. So a writer begins its next one when
-  the last is certainly complete (`wire.line.Witness`), and what was forgotten is found and written (`ends.forgotten`).
+  the last is certainly complete (`wire.line.Witness`), and what was forgotten is found and written (`ends.forgotten`,
+  `ends.watch`).
 - Any process may end a transaction of an id whose producer id and epoch it knows. So a prepared transaction is one that
   its writer leaves open and lets go of, each under an id that nothing else uses meanwhile: `write.prepared`.
 - The coordinator forgets a transaction when its id is opened again. What a token may still be asked about is recorded

@@ -32,6 +32,7 @@ from txnbridge_kafka.backend import without_log
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.ends.endings import end_prepared, plain_status, prepared_status
 from txnbridge_kafka.ends.history import STATE_TOPIC
+from txnbridge_kafka.ends.watch import Watch
 from txnbridge_kafka.limits import longest_transaction_ms, message_bytes
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.owner import Owner
@@ -77,6 +78,7 @@ class KafkaBroker(Broker):
             prepared_seconds=self._longest_ms / 1000,
             prepared_transactions=settings.prepared_ids,
         )
+        self._watch = Watch(self._cluster)
         self._owner: Owner | None = None
         self._pool: Pool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
@@ -96,6 +98,7 @@ class KafkaBroker(Broker):
                 raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
+        self._watch.start()
         if self._owner is None:
             self._owner = Owner(identity, ledger, self._settings.prepared_ids)
         return self._owner
@@ -135,6 +138,7 @@ class KafkaBroker(Broker):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
+        self._watch.start()
         return KafkaReader(self._settings, subscription, listener, self._context, self._cluster, deadline)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -163,6 +167,7 @@ class KafkaBroker(Broker):
         return KafkaLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
 
     def close(self, deadline: Deadline) -> None:
+        self._watch.close()
         for publisher in list(self._publishers):
             try:
                 publisher.close(deadline)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from txnbridge.spi import Emitter
+from txnbridge.spi import Emitter, Partition
 from txnbridge_kafka.offsets import Offsets
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
@@ -20,6 +20,7 @@ class Cluster:
     requests: Requests
     topics: Topics
     events: Emitter
+    places: set[Partition] = field(default_factory=set)  # where this bridge writes and reads
 
     @cached_property
     def offsets(self) -> Offsets:

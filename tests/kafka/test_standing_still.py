@@ -17,7 +17,7 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect, NewTopic
 from txnbridge_kafka.acks import Member
-from txnbridge_kafka.ends import forgotten
+from txnbridge_kafka.ends import forgotten, watch
 from txnbridge_kafka.wire.bodies import acknowledgement
 from txnbridge_kafka.wire.line import Line
 from txnbridge_kafka.wire.requests import Requests
@@ -139,6 +139,48 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
     assert forgotten.mend_group(bridge._connection.broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
+
+
+@pytest.mark.parametrize("role", ["reads", "writes"])
+def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_there(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+) -> None:
+    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.5)
+    one = Still(unverified, bridge, True)
+    with txnbridge.connect(unverified.url) as other:
+        if role == "writes":
+            send(other, one.target, b"later")
+        else:
+            other.consumer(one.target)
+        wanted = [b"before", b"behind", b"later"] if role == "writes" else [b"before", b"behind"]
+        assert wait_until(lambda: visible(unverified, one.target) == wanted, LONG)
+
+
+def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
+    name, looks = f"open-{next(_numbers)}", list[int]()
+
+    def look(*args: Any) -> list[str]:
+        looks.append(len(found := forgotten.mend_others(*args)))
+        return found
+
+    monkeypatch.setattr(watch, "mend_others", look)
+    bridge.admin.create_topic(name)
+    producer = producer_of(unverified, name)
+    write(producer, name, b"its own")
+    with txnbridge.connect(unverified.url) as other:
+        send(other, name, b"beside")
+        eventually(lambda: len(looks) > 2, "it is looked at")
+        assert not any(looks)
+        producer.commit_transaction(LONG)  # and was not shut out
+        assert wait_until(lambda: visible(unverified, name) == [b"its own", b"beside"], LONG)
 
 
 PROGRAM = """

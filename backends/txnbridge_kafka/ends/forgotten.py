@@ -2,7 +2,8 @@
 
 A broker that is killed right after a commit may forget to write its markers. Readers stop there, no time-out helps, and
 the next abort of the same producer would take the committed messages with it. So a writer looks before its first
-message to a partition, a group that waits too long for its own positions looks there, and an administrator at any time.
+message to a partition, a group that waits too long for its own positions looks there, every bridge looks now and then
+where it is at work, and an administrator at any time.
 
 An administrator's proof is what the coordinator says before and after the leaders are asked: ended, and the same
 transaction. Without the second look a transaction that its writer has begun since would be taken for the forgotten one.
@@ -100,24 +101,39 @@ def mend_id(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Parti
 def mend_group(cluster: Cluster, group: str, deadline: Deadline) -> list[str]:
     """Write the markers, forgotten where a group's positions are kept, that make it wait for an end that was decided.
 
+    Raises as `mend_others`.
+    """
+    place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
+    return mend_others(cluster, [place], deadline)
+
+
+def mend_others(cluster: Cluster, where: Sequence[Partition], deadline: Deadline) -> list[str]:
+    """Write the markers that were forgotten there, and wherever else the same transaction was, and say which.
+
     Who has forgotten them, and its producer, may both be gone: then nobody else would look.
-    Raises `StorageFailed` if nobody knows how it ended, and `AccessDenied` with what an administrator can do.
+    Raises `StorageFailed` if nobody knows how one ended, and `AccessDenied` with what an administrator can do.
     """
     requests = cluster.requests
-    place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
-    if not (pids := list(_open_ones(requests.producers([place], deadline)))):
+    if not (pids := list(held_open(cluster, where, deadline))):
         return []
     before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
-    written = []
+    written: list[str] = []
+    failed: StorageFailed | None = None
     for id, told in before.items():
+        if told.pid not in held_open(cluster, where, deadline):
+            continue  # it has just ended
         try:
             known = recorded_ends(cluster, id, deadline)
-            held = _open_ones(requests.producers([place], deadline)).get(told.pid, {})
+            held = held_open(cluster, where, deadline).get(told.pid, {})
             if held and requests.describe([id], deadline).get(id) == told:
                 written += _finish(cluster, told, held, known, deadline)
+        except StorageFailed as error:
+            failed = error
         except AccessDenied as error:
             command = f"txnbridge transactions repair {id} --yes --reason TEXT"
             raise AccessDenied(f"{error}. An administrator finishes it: {command}") from error
+    if failed is not None and not written:
+        raise failed
     return written
 
 
@@ -238,6 +254,13 @@ def places(partitions: Collection[Partition]) -> str:
 def _everywhere(cluster: Cluster, deadline: Deadline) -> list[Partition]:
     topics = cluster.topics.all(deadline)
     return [(name, number) for name, topic in topics.items() for number in topic.partitions]
+
+
+def held_open(
+    cluster: Cluster, where: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+) -> dict[int, Held]:
+    """What is open in these partitions, by producer id. Raises `AccessDenied`, or leaves out what may not be read."""
+    return _open_ones(cluster.requests.producers(where, deadline, readable_only=readable_only))
 
 
 def _open_ones(asked: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int, Held]:

@@ -105,6 +105,7 @@ class KafkaReader(Reader):
         }
         self._eager = settings.group_protocol == "classic" and settings.assignment != "cooperative-sticky"
         self._offsets = cluster.offsets
+        self._places = cluster.places
         self._starts = Starts(self._offsets, subscription)
         self._group_starts: GroupStarts | None = None
         self._client = _connect(settings, subscription, self._on_commit)
@@ -330,6 +331,7 @@ class KafkaReader(Reader):
                     self._add((topic, number))
 
     def _add(self, partition: Partition) -> Cursor:
+        self._places.add(partition)
         cursor = self._cursors[partition] = Cursor(partition)
         cursor.paused = partition in self._paused
         return cursor

@@ -325,8 +325,10 @@ class KafkaWriter(Writer):
         """Before the first message to a topic: does it exist, and did the broker forget markers of ours there?"""
         assert self._producer is not None
         count = self._cluster.topics.require(topic, partition, deadline)
+        partitions = [(topic, number) for number in range(count)]
+        self._cluster.places.update(partitions)
         if topic not in self._partitions:
-            self._mend([(topic, number) for number in range(count)], deadline)
+            self._mend(partitions, deadline)
         else:
             self._producer.look_at(topic, deadline)  # it has grown since
         self._partitions[topic] = count
