@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import dropwhile, groupby
 from typing import Any
 
@@ -24,6 +25,24 @@ class Wish:
     refused: int | None = None
 
 
+class State(Enum):
+    """Where a partition goes on with its reader, and what becomes of that.
+
+    | it is   | it happens that                                        | then it is |
+    |---------|--------------------------------------------------------|------------|
+    | COMING  | it is found where it goes on, and the listener told    | SEEKING    |
+    | SEEKING | the client reads from there                            | READING    |
+    | SEEKING | only the user can say where it goes on                 | LOST       |
+    | READING | a seek, or the broker does not have where it goes on   | SEEKING    |
+    | LOST    | a seek                                                 | SEEKING    |
+    """
+
+    COMING = "nobody knows of it yet"
+    SEEKING = "its wish is to be settled"
+    READING = "where it goes on is certain, and the client reads there"
+    LOST = "it cannot go on without being told where"
+
+
 class Cursor:
     """One stay of one partition with a reader: where it goes on, and what was handed out.
 
@@ -32,41 +51,50 @@ class Cursor:
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
+        self.state = State.COMING
         self.source: object = None
-        self.told = False  # the listener knows of it
         self.next: int | None = None
-        self.placed = False  # it is among the partitions that the client reads
-        self.settled = False  # where it goes on is certain, and the client reads there
-        self.paused = False
         self.wish = Wish()
+        self.why_lost = ""
+        self.placed = False  # it is among the partitions that the client reads, wherever
         # Up to an offset nothing stamped before a time is handed out, until something stamped later has been: by the
         # broker's count a marker of a transaction may be what is stamped later.
         self.since: tuple[int, int] | None = None
-        self.lost = ""  # why it cannot go on without being told where
-        # Something was dropped that the client takes for handed out, so the client's own position says nothing.
-        self.astray = False
-        # So far the client has come to an end without a message: what was aborted does not move its own position.
-        self.reached = 0
+        # So far the client has come to an end without a message: what was aborted does not move its own position. None
+        # once something was dropped that the client takes for handed out: then its own position says nothing.
+        self.reached: int | None = 0
         self._first: int | None = None
         self._handed = -1
         self._times: dict[int, int] = {}
+
+    @property
+    def told(self) -> bool:
+        """Whether the listener knows of it."""
+        return self.state is not State.COMING
 
     def was_handed_out(self, offset: int) -> bool:
         """Whether an offset lies within what this stay has handed out, its end included."""
         return self._first is not None and self._first <= offset <= self._handed
 
-    def unsettle(self, wish: Wish) -> None:
+    def come(self, source: object) -> None:
+        self.source = source
+        self.state = State.SEEKING
+
+    def seek(self, wish: Wish) -> None:
         """Hand out nothing until it is settled where it goes on."""
         self.wish = wish
         self.since = wish.since
-        self.settled = False
-        self.lost = ""
+        if self.told:
+            self.state = State.SEEKING
 
     def lose(self, why: str, at: int) -> None:
         """Hand out nothing until a seek says where it goes on."""
         self.next = at
-        self.settled = False
-        self.lost = why
+        self.state, self.why_lost = State.LOST, why
+
+    def read(self) -> None:
+        """The client reads where it goes on."""
+        self.state = State.READING
 
     def at_next(self) -> TopicPartition:
         """What the client calls this partition, with where it goes on."""

@@ -28,7 +28,7 @@ from txnbridge_kafka.acks import AckContext
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.ends.forgotten import mend_group
 from txnbridge_kafka.offsets import is_passing
-from txnbridge_kafka.read.cursor import Cursor, Wish, has_errors, split
+from txnbridge_kafka.read.cursor import Cursor, State, Wish, has_errors, split
 from txnbridge_kafka.read.starts import Found, GroupStarts, Lost, Starts, out_of_range
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.wire.clients import Consumer, settle
@@ -149,7 +149,7 @@ class KafkaReader(Reader):
         while True:
             self._raise_kept()
             self._follow()
-            lost = next((c.lost for c in self._cursors.values() if c.lost and not c.paused), "")
+            lost = [c for c in self._cursors.values() if c.state is State.LOST and c.partition not in self._paused]
             wait = 0.0 if lost else min(deadline.left(), _IDLE_SECONDS if self._work is None else _BUSY_SECONDS)
             batch, self._ahead = self._ahead, []
             room = min(max_messages, _PIECE) - len(batch)
@@ -162,7 +162,7 @@ class KafkaReader(Reader):
                 self._renew_context()
                 return messages
             if lost:
-                raise PositionLost(lost)
+                raise PositionLost(lost[0].why_lost)
             if deadline.expired:
                 self._raise_kept()
                 return []
@@ -213,14 +213,14 @@ class KafkaReader(Reader):
             cursor = self._cursors.get(partition)
             if cursor is None:
                 continue  # it has left meanwhile
-            if not cursor.settled or cursor.paused:
-                cursor.astray = True
+            if cursor.state is not State.READING or partition in self._paused:
+                cursor.reached = None
                 continue
             try:
                 messages += cursor.hand_out(run)
             except UnicodeDecodeError as error:
                 # The client cannot tell such a name. It stays where it is: to go on behind it takes a seek.
-                cursor.unsettle(Wish(target=cursor.next))
+                cursor.seek(Wish(target=cursor.next))
                 text = f"a header behind {cursor.next} of {partition[0]}[{partition[1]}] has a name that is not UTF-8"
                 self._keep(NotSupported(text), error)
         return messages
@@ -230,12 +230,12 @@ class KafkaReader(Reader):
         partition = message.topic(), message.partition()
         cursor = self._cursors.get(partition)
         if error.code() == KafkaError._PARTITION_EOF:
-            if cursor is not None and cursor.settled:
+            if cursor is not None and cursor.state is State.READING and cursor.reached is not None:
                 cursor.reached = message.offset()
         elif error.code() in _OUT_OF_RANGE:
             # It may be older than a seek.
-            if cursor is not None and cursor.settled and message.offset() >= (cursor.next or 0):
-                cursor.unsettle(Wish(refused=cursor.next))
+            if cursor is not None and cursor.state is State.READING and message.offset() >= (cursor.next or 0):
+                cursor.seek(Wish(refused=cursor.next))
         elif error.code() == KafkaError._FATAL:
             self._broken = translate(error, f"reading in group {self._context.group!r}")
             self._broken.__cause__ = KafkaException(error)
@@ -274,7 +274,7 @@ class KafkaReader(Reader):
             self._look_up(Deadline(self._settings.timeout))
 
     def _look_up(self, deadline: Deadline) -> None:
-        wishes = {c: c.wish for c in self._cursors.values() if not c.settled and not c.lost}
+        wishes = {c: c.wish for c in self._cursors.values() if c.state in (State.COMING, State.SEEKING)}
         starts, unchecked = self._starts, self._group_starts and self._group_starts.unchecked
         if wishes:
             asked = {cursor.partition: wish for cursor, wish in wishes.items()}
@@ -333,7 +333,6 @@ class KafkaReader(Reader):
     def _add(self, partition: Partition) -> Cursor:
         self._places.add(partition)
         cursor = self._cursors[partition] = Cursor(partition)
-        cursor.paused = partition in self._paused
         return cursor
 
     def _current(self, wishes: Mapping[Cursor, Wish]) -> list[Cursor]:
@@ -347,10 +346,9 @@ class KafkaReader(Reader):
             if (start := found.get(cursor.partition)) is None:
                 continue
             if not cursor.told:
-                cursor.told = True
                 at = start.at if isinstance(start, Lost) else start
                 self._say("%s: is here, from %d on", named([cursor.partition]), at)
-                cursor.source = self._listener.assigned(cursor.partition)
+                cursor.come(self._listener.assigned(cursor.partition))
             if isinstance(start, Lost):
                 cursor.lose(start.why, start.at)
             else:
@@ -380,11 +378,10 @@ class KafkaReader(Reader):
             self._client.incremental_assign([cursor.at_next() for cursor in fresh])
         for cursor in touched:
             cursor.placed = True
-            cursor.astray = False
             cursor.reached = 0
         for cursor in cursors:
-            cursor.settled = True
-        self._pause([cursor for cursor in touched if cursor.paused])
+            cursor.read()
+        self._pause([cursor for cursor in touched if cursor.partition in self._paused])
         self._forget_ahead(touched)
 
     def _move(self, cursor: Cursor) -> bool:
@@ -504,30 +501,29 @@ class KafkaReader(Reader):
     def _go_on(self, wishes: Mapping[Cursor, Wish]) -> None:
         for cursor, wish in wishes.items():
             cursor.next = wish.target
-            cursor.unsettle(wish)
+            cursor.seek(wish)
         if self._group_starts is None:
             self._settle(wishes, {c.partition: c.next for c in wishes if c.next is not None})
         # In a group the next poll first asks what is acknowledged: that is not read again.
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         cursors = [self._cursor(partition) for partition in partitions]
-        for cursor in cursors:
-            cursor.paused = True
-            self._paused.add(cursor.partition)
+        self._paused.update(partitions)
         self._tell(lambda: self._pause(cursors))
 
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
-            cursor = self._cursors.get(partition) if partition in self._paused else self._cursor(partition)
+            if partition not in self._paused:
+                self._cursor(partition)  # raises for one that is not here
+                continue
             self._paused.discard(partition)
-            if cursor is not None and cursor.paused:
-                cursor.paused = False
+            if (cursor := self._cursors.get(partition)) is not None:
                 self._tell(partial(self._flow_again, cursor))
 
     def _flow_again(self, cursor: Cursor) -> None:
         if cursor.placed:
             self._client.resume([cursor.at_next()])
-        if cursor.settled:
+        if cursor.state is State.READING:
             # From where it stands here, whatever the client took for handed out before it heard of the pause.
             self._place([cursor])
 
@@ -552,7 +548,8 @@ class KafkaReader(Reader):
         return {p: self._behind(cursor, stands[p], ends[p]) for p, cursor in self._cursors.items()}
 
     def _behind(self, cursor: Cursor, stands: int, end: int) -> int:
-        if cursor.settled and not cursor.astray and stands >= (cursor.next or 0):
+        reading = cursor.state is State.READING
+        if reading and cursor.reached is not None and stands >= (cursor.next or 0):
             # Nothing is outstanding, so it stands where the client is: that passes over markers and what was aborted.
             ahead = [each.offset() for each in self._ahead if (each.topic(), each.partition()) == cursor.partition]
             client = ahead[0] if ahead else self._client.position([cursor.at_next()])[0].offset
