@@ -8,7 +8,6 @@ import shutil
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, StorageFailed, TxnBridgeError
 from txnbridge.spi import (
@@ -24,13 +23,13 @@ from txnbridge.spi import (
     Token,
     TopicInfo,
 )
-from txnbridge_embedded import endings, groups, retention, standing
-from txnbridge_embedded.cursor import read_bounds
-from txnbridge_embedded.schema import MAX_OFFSET, MAX_PARTITION_ID
-from txnbridge_embedded.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
-
-if TYPE_CHECKING:
-    from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded import endings
+from txnbridge_embedded.group import acks, standing
+from txnbridge_embedded.storage.bounds import read_bounds
+from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID
+from txnbridge_embedded.storage.session import Session
+from txnbridge_embedded.storage.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
+from txnbridge_embedded.write import retention
 
 INTERNAL = "_txnbridge-"
 # A log that is so much longer than the point where it is copied means that a reader keeps an old snapshot.
@@ -40,11 +39,11 @@ _STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's own machine: some millisecond
 
 
 class EmbeddedAdmin(Admin):
-    """Works on the file itself, through the broker's own connection."""
+    """Works on the file itself, through the broker's own session."""
 
-    def __init__(self, broker: EmbeddedBroker) -> None:
-        self._broker = broker
-        self._store = broker.store
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._store = session.store
 
     # --- topics ----------------------------------------------------------------------------------------------------
 
@@ -57,7 +56,7 @@ class EmbeddedAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        if (refuse := self._broker.settings.refuse_name) is not None:
+        if (refuse := self._session.settings.refuse_name) is not None:
             refuse(name)
         if not 1 <= partitions <= MAX_PARTITION_ID:
             raise InvalidOption(f"a topic has 1 to {MAX_PARTITION_ID} partitions, not {partitions}")
@@ -66,7 +65,7 @@ class EmbeddedAdmin(Admin):
                 raise InvalidOption(f"{what} must be above 0, not {kept}")
         kept_ms = None if retention_seconds is None else int(retention_seconds * 1000)
         with (
-            self._broker.session(deadline) as connection,
+            self._session(deadline) as connection,
             self._store.writing(connection, deadline, f"creating topic {name!r}"),
         ):
             if add_topic(connection, name, partitions, kept_ms, retention_bytes):
@@ -79,7 +78,7 @@ class EmbeddedAdmin(Admin):
             return False
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
-        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
                 "SELECT name, (SELECT count(*) FROM partitions WHERE topic_id = topics.id), retention_ms,"
                 " retention_bytes FROM topics ORDER BY name"
@@ -90,11 +89,11 @@ class EmbeddedAdmin(Admin):
         ]
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             with self._store.writing(connection, deadline, f"deleting topic {name!r}"):
                 topic = self._existing(connection, name)
                 self._check_decided(connection, topic)
-                groups.forget_partitions(connection, topic.partitions)
+                acks.forget_partitions(connection, topic.partitions)
                 for partition in topic.partitions:
                     connection.execute("DELETE FROM marks WHERE partition_id = ?", (partition,))
                     connection.execute("INSERT INTO garbage VALUES (?)", (partition,))
@@ -118,7 +117,7 @@ class EmbeddedAdmin(Admin):
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
         with (
-            self._broker.session(deadline) as connection,
+            self._session(deadline) as connection,
             self._store.writing(connection, deadline, f"growing topic {name!r}"),
         ):
             topic = self._existing(connection, name)
@@ -129,9 +128,9 @@ class EmbeddedAdmin(Admin):
         self._store.forget_topic(name)
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             # What is past its deadline would hold readers back, and here is none that would end it.
-            endings.end_expired(self._store, connection, deadline, self._broker.events)
+            endings.end_expired(self._store, connection, deadline, self._session.events)
             with self._store.reading(connection, deadline):
                 for name in topics:
                     self._existing(connection, name)
@@ -147,7 +146,7 @@ class EmbeddedAdmin(Admin):
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def groups(self, deadline: Deadline) -> dict[str, int]:
-        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
                 "SELECT name, (SELECT count(*) FROM members WHERE group_id = groups.id AND expires_at >= ?)"
                 " FROM groups",
@@ -156,19 +155,19 @@ class EmbeddedAdmin(Admin):
             return dict(rows.fetchall())
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
-        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
             return standing.look(connection, name)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
     ) -> dict[Partition, Position]:
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             return standing.reset(self._store, connection, name, to, topics, deadline)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
-        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
                 "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
                 " WHERE ended_at IS NULL"
@@ -195,27 +194,29 @@ class EmbeddedAdmin(Admin):
             since=begun_at,
             expires_at=deadline_at,
             partitions=tuple(_partitions_of(connection, number)),
-            groups=tuple(groups.groups_of(connection, number)),
+            groups=tuple(acks.groups_of(connection, number)),
             messages=messages,
             token=self._token(transaction, deadline_at, messages) if state == "prepared" else None,
         )
 
     def _token(self, transaction: str, expires_at: int, messages: int) -> Token:
-        return Token("embedded", self._broker.cluster, transaction, {"p": 1}, True, expires_at, messages)
+        return Token("embedded", self._store.cluster, transaction, {"p": 1}, True, expires_at, messages)
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             with self._store.reading(connection, deadline):
                 row = connection.execute("SELECT state FROM transactions WHERE id = ?", (transaction,)).fetchone()
             if row is None:
                 raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
             if row[0] == "open" and decision is Decision.ABORT:
                 endings.abort_open(
-                    self._store, connection, transaction, "aborted by an administrator", deadline, self._broker.events
+                    self._store, connection, transaction, "aborted by an administrator", deadline, self._session.events
                 )
                 return Outcome.ABORTED
             reason = "aborted by an administrator"
-            return endings.decide(self._store, connection, transaction, decision, deadline, self._broker.events, reason)
+            return endings.decide(
+                self._store, connection, transaction, decision, deadline, self._session.events, reason
+            )
 
     # --- the doctor ------------------------------------------------------------------------------------------------
 
@@ -233,7 +234,7 @@ class EmbeddedAdmin(Admin):
     def _clean_up(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
         """Do what was left undone; a file that cannot be written is a finding."""
         try:
-            ended = endings.end_expired(self._store, connection, deadline, self._broker.events)
+            ended = endings.end_expired(self._store, connection, deadline, self._session.events)
             self._remove_garbage(connection, deadline)
             with self._store.reading(connection, deadline):
                 names = [name for (name,) in connection.execute("SELECT name FROM topics")]

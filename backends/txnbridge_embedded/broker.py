@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
-from txnbridge.errors import DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -33,17 +31,18 @@ from txnbridge.spi import (
 from txnbridge_embedded import endings
 from txnbridge_embedded.admin import EmbeddedAdmin
 from txnbridge_embedded.halves import EmbeddedHalves
-from txnbridge_embedded.instance import Instance, Owner, take_over
 from txnbridge_embedded.log import EmbeddedLog
-from txnbridge_embedded.publisher import EmbeddedPublisher
-from txnbridge_embedded.reader import open_reader
+from txnbridge_embedded.read.reader import open_reader
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Connection, Store, now_ms
-from txnbridge_embedded.writer import EmbeddedWriter, PlainWriter, PreparingWriter
+from txnbridge_embedded.storage.session import Session
+from txnbridge_embedded.storage.store import LEAVING_SECONDS, Connection, Store, now_ms
+from txnbridge_embedded.write.instance import Instance, Owner, take_over
+from txnbridge_embedded.write.publisher import EmbeddedPublisher
+from txnbridge_embedded.write.writer import EmbeddedWriter, PlainWriter, PreparingWriter
 
 
 class EmbeddedBroker(Broker):
-    """All that is not a writer's or a reader's goes through one connection, which its callers take in turn."""
+    """All that is not a writer's or a reader's goes through one session."""
 
     def __init__(
         self, store: Store, settings: Settings, context: Context, capabilities: Capabilities, limits: Limits
@@ -54,38 +53,13 @@ class EmbeddedBroker(Broker):
         self.store = store
         self.settings = settings
         self.events = context.events
-        self._lock = threading.Lock()
-        self._connection: Connection | None = store.connect()
+        self.session = Session(store, settings, context.events)
         self._owners: dict[str, Owner] = {}
         self._writers: set[EmbeddedWriter] = set()  # open ones
         self._left: list[Instance] = []  # of closed writers and publishers
         self._publishers: list[EmbeddedPublisher] = []
         self._closed = False
-        self._admin = EmbeddedAdmin(self)
-
-    # --- for its parts ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def session(self, deadline: Deadline) -> Iterator[Connection]:
-        """The broker's own connection, for one caller at a time."""
-        if not self._lock.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(f"other calls kept {self.store.path} busy for {deadline.seconds:g} s")
-        try:
-            if self._connection is None:
-                if self._closed:
-                    raise InvalidState("this bridge is closed")
-                self._connection = self.store.connect()
-            yield self._connection
-        except (CommitUnclear, OutcomeUnknown):
-            self._disconnect()  # whatever state it is in
-            raise
-        finally:
-            self._lock.release()
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._admin = EmbeddedAdmin(self.session)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -167,10 +141,10 @@ class EmbeddedBroker(Broker):
         return self._admin
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        return EmbeddedLog(self, name, deadline)
+        return EmbeddedLog(self.session, name, deadline)
 
     def half_store(self) -> HalfStore | None:
-        return EmbeddedHalves(self)
+        return EmbeddedHalves(self.session)
 
     def close(self, deadline: Deadline) -> None:
         if self._closed:
@@ -185,7 +159,7 @@ class EmbeddedBroker(Broker):
         leaving = Deadline(min(deadline.left(), LEAVING_SECONDS))
         with suppress(TxnBridgeError), self.session(leaving) as connection:
             self._leave(connection, leaving)
-        self._disconnect()
+        self.session.close()
         self.store.close()
 
     def _leave(self, connection: Connection, deadline: Deadline) -> None:

@@ -11,9 +11,9 @@ import sqlite3
 
 from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Emitter, Outcome
-from txnbridge_embedded import groups
-from txnbridge_embedded.schema import OFFSET_BITS
-from txnbridge_embedded.store import CommitUnclear, Connection, Store, now_ms
+from txnbridge_embedded.group import acks
+from txnbridge_embedded.storage.schema import OFFSET_BITS
+from txnbridge_embedded.storage.store import CommitUnclear, Connection, Store, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 
@@ -80,7 +80,7 @@ def _decide_once(
 
 def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
     """Make a prepared transaction visible, inside a write transaction."""
-    groups.commit_pending(connection, number)
+    acks.commit_pending(connection, number)
     connection.execute("DELETE FROM undecided WHERE number = ?", (number,))
     connection.execute("UPDATE transactions SET state = 'committed', ended_at = ? WHERE number = ?", (now_ms(), number))
     return "committed"
@@ -88,7 +88,7 @@ def commit_prepared(connection: sqlite3.Connection, number: int) -> str:
 
 def mark_aborted(connection: sqlite3.Connection, number: int, reason: str) -> str:
     """Decide that a transaction is aborted, inside a write transaction; `finish_aborts` removes its messages."""
-    groups.abort_pending(connection, number)
+    acks.abort_pending(connection, number)
     connection.execute("UPDATE transactions SET state = 'aborting', reason = ? WHERE number = ?", (reason, number))
     return "aborting"
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from txnbridge.errors import NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfStore, Outcome
-from txnbridge_embedded.headers import pack, unpack_raw
-from txnbridge_embedded.outgoing import Outgoing, store
-from txnbridge_embedded.store import Connection, Topic, now_ms
-
-if TYPE_CHECKING:
-    from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.storage.headers import pack, unpack_raw
+from txnbridge_embedded.storage.session import Session
+from txnbridge_embedded.storage.store import Connection, Topic, now_ms
+from txnbridge_embedded.write.outgoing import Outgoing, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
 _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
@@ -23,13 +21,13 @@ _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 class EmbeddedHalves(HalfStore):
     """Stores a half, or publishes it, in one write transaction each."""
 
-    def __init__(self, broker: EmbeddedBroker) -> None:
-        self._broker = broker
-        self._store = broker.store
-        self._interval = int(broker.settings.half_check_seconds * 1000)
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._store = session.store
+        self._interval = int(session.settings.half_check_seconds * 1000)
 
     def put(self, half: Half, deadline: Deadline) -> None:
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             # Taken apart as if they were sent now: a message that cannot be published is refused before it is stored.
             self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
             with self._writing(connection, deadline, half.transaction, "storing a half message"):
@@ -49,7 +47,7 @@ class EmbeddedHalves(HalfStore):
 
     def end(self, group: str, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         with (
-            self._broker.session(deadline) as connection,
+            self._session(deadline) as connection,
             self._writing(connection, deadline, transaction, "ending a half message"),
         ):
             half_id, state = self._find(connection, group, transaction)
@@ -73,7 +71,7 @@ class EmbeddedHalves(HalfStore):
             f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'waiting' AND check_at <= ?"
             " ORDER BY check_at LIMIT ?"
         )
-        with self._broker.session(deadline) as connection:
+        with self._session(deadline) as connection:
             with self._store.reading(connection, deadline):
                 if connection.execute(query, due).fetchone() is None:
                     return []  # the usual case, without the file's lock
@@ -85,7 +83,7 @@ class EmbeddedHalves(HalfStore):
     def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
         """One more check: the next is due only when there was time to answer. None if there were enough of them."""
         half_id, *_, checks = row
-        if checks >= self._broker.settings.half_checks:
+        if checks >= self._session.settings.half_checks:
             connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
             return None
         connection.execute(
@@ -94,7 +92,7 @@ class EmbeddedHalves(HalfStore):
         return _half(connection, (*row[:-1], checks + 1))
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        with self._broker.session(deadline) as connection, self._store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
                 f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'parked' ORDER BY id", (group,)
             ).fetchall()
@@ -102,7 +100,7 @@ class EmbeddedHalves(HalfStore):
 
     def resume(self, group: str, transaction: str, deadline: Deadline) -> None:
         with (
-            self._broker.session(deadline) as connection,
+            self._session(deadline) as connection,
             self._store.writing(connection, deadline, "resuming a half message"),
         ):
             resumed = connection.execute(
@@ -117,7 +115,7 @@ class EmbeddedHalves(HalfStore):
 
     @contextmanager
     def _writing(self, connection: Connection, deadline: Deadline, transaction: str, what: str) -> Iterator[None]:
-        with self._broker.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
+        with self._session.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
             yield
 
     def _find(self, connection: sqlite3.Connection, group: str, transaction: str) -> tuple[int, str]:
@@ -135,7 +133,7 @@ class EmbeddedHalves(HalfStore):
             store(connection, rows, now)
 
     def _take(self, messages: Any, find_topic: Callable[[str], Topic]) -> Outgoing:
-        outgoing = Outgoing(find_topic, lambda: None, self._broker.settings)
+        outgoing = Outgoing(find_topic, lambda: None, self._session.settings)
         for topic, value, key, headers in messages:
             outgoing.add(topic, value, key, headers, None, None)
         return outgoing

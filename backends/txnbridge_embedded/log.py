@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from txnbridge.errors import OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_embedded.schema import MAX_OFFSET, OFFSET_BITS
-from txnbridge_embedded.store import CommitUnclear, Connection
-
-if TYPE_CHECKING:
-    from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.storage.schema import MAX_OFFSET, OFFSET_BITS
+from txnbridge_embedded.storage.session import Session
+from txnbridge_embedded.storage.store import CommitUnclear, Connection
 
 _READ_ROWS = 500  # records in memory at once: a log of millions is read in passing
 _TRIM_ROWS = 10_000  # records removed at once, some milliseconds: nobody waits long for the lock
@@ -22,13 +19,13 @@ class EmbeddedLog(DecisionLog):
 
     origin = (0,)
 
-    def __init__(self, broker: EmbeddedBroker, name: str, deadline: Deadline) -> None:
-        self._broker = broker
-        with broker.session(deadline) as connection:
-            with broker.store.reading(connection, deadline):
+    def __init__(self, session: Session, name: str, deadline: Deadline) -> None:
+        self._session = session
+        with session(deadline) as connection:
+            with session.store.reading(connection, deadline):
                 row = connection.execute("SELECT id FROM logs WHERE name = ?", (name,)).fetchone()
             if row is None:
-                with broker.store.writing(connection, deadline, "creating a decision log"):
+                with session.store.writing(connection, deadline, "creating a decision log"):
                     connection.execute("INSERT INTO logs(name) VALUES (?) ON CONFLICT DO NOTHING", (name,))
                     row = connection.execute("SELECT id FROM logs WHERE name = ?", (name,)).fetchone()
         self._id = int(row[0])
@@ -43,17 +40,17 @@ class EmbeddedLog(DecisionLog):
         return (following - 1,) if first < following else None
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        with self._broker.session(deadline) as connection, self._broker.store.reading(connection, deadline):
+        with self._session(deadline) as connection, self._session.store.reading(connection, deadline):
             first, following = connection.execute("SELECT first, next FROM logs WHERE id = ?", (self._id,)).fetchone()
         return first, following
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        broker = self._broker
+        session = self._session
         try:
             with (
-                broker.session(deadline) as connection,
-                broker.events.step("step:append", bytes=len(record)),
-                broker.store.writing(connection, deadline, "appending a decision"),
+                session(deadline) as connection,
+                session.events.step("step:append", bytes=len(record)),
+                session.store.writing(connection, deadline, "appending a decision"),
             ):
                 ((following,),) = connection.execute(
                     "UPDATE logs SET next = next + 1 WHERE id = ? RETURNING next", (self._id,)
@@ -72,7 +69,7 @@ class EmbeddedLog(DecisionLog):
         at = begin if first is None else max(first[0], begin)
         stop = following - 1 if last is None else min(last[0], following - 1)
         while at <= stop:
-            with self._broker.session(deadline) as connection, self._broker.store.reading(connection, deadline):
+            with self._session(deadline) as connection, self._session.store.reading(connection, deadline):
                 rows = connection.execute(
                     "SELECT id, record FROM log_records WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
                     (self._base | at, self._base | stop, _READ_ROWS),
@@ -88,9 +85,9 @@ class EmbeddedLog(DecisionLog):
             raise PositionLost(f"the decision log was trimmed while it was read, at record {at}")
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        broker = self._broker
-        with broker.session(deadline) as connection:
-            with broker.store.writing(connection, deadline, "trimming a decision log"):
+        session = self._session
+        with session(deadline) as connection:
+            with session.store.writing(connection, deadline, "trimming a decision log"):
                 connection.execute(
                     "UPDATE logs SET first = max(first, min(next, ?)) WHERE id = ?", (before[0], self._id)
                 )
@@ -98,7 +95,7 @@ class EmbeddedLog(DecisionLog):
                 pass
 
     def _remove_some(self, connection: Connection, deadline: Deadline) -> bool:
-        with self._broker.store.writing(connection, deadline, "trimming a decision log"):
+        with self._session.store.writing(connection, deadline, "trimming a decision log"):
             (first,) = connection.execute("SELECT first FROM logs WHERE id = ?", (self._id,)).fetchone()
             if not first:
                 return False

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_embedded import endings, retention
+from txnbridge_embedded import endings
 from txnbridge_embedded.admin import EmbeddedAdmin
-from txnbridge_embedded.schema import MAX_PARTITION_ID
-from txnbridge_embedded.store import now_ms
+from txnbridge_embedded.storage.schema import MAX_PARTITION_ID
+from txnbridge_embedded.storage.store import now_ms
+from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
 from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
@@ -138,7 +139,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    for module in ("outgoing", "retention", "writer"):
+    for module in ("write.outgoing", "write.retention", "write.writer"):
         monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", clock, raising=False)
     return clock
 
@@ -219,7 +220,7 @@ def test_much_is_removed_in_pieces(broker, clock, monkeypatch):
 
 
 def test_writers_remove_what_is_too_old_while_they_write(broker, clock, monkeypatch):
-    monkeypatch.setattr("txnbridge_embedded.writer.TRIM_SECONDS", 0)
+    monkeypatch.setattr("txnbridge_embedded.write.writer.TRIM_SECONDS", 0)
     create(broker, retention_seconds=3600)
     writer = open_writer(broker)
     for number in range(5):

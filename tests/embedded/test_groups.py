@@ -8,9 +8,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from txnbridge_embedded import groups, members, schema
-from txnbridge_embedded.groups import AckContext
-from txnbridge_embedded.schema import OFFSET_BITS
+from txnbridge_embedded.group import acks, members
+from txnbridge_embedded.group.acks import AckContext
+from txnbridge_embedded.storage import schema
+from txnbridge_embedded.storage.schema import OFFSET_BITS
 
 from txnbridge.errors import Conflict
 
@@ -57,7 +58,7 @@ def file(stored, first=0, start=0):
 
 
 def ack(connection, *offsets, number=None, context=ME):
-    groups.apply_acks(connection, context, {PARTITION: [(offset,) for offset in offsets]}, number)
+    acks.apply_acks(connection, context, {PARTITION: [(offset,) for offset in offsets]}, number)
 
 
 def reached(connection):
@@ -139,17 +140,17 @@ def test_an_acknowledgement_from_an_assignment_that_has_ended_is_refused(change)
 def test_an_acknowledgement_of_a_partition_that_was_never_assigned_is_refused():
     connection = file(range(10))
     with pytest.raises(Conflict, match="orders\\[1\\]"):
-        groups.apply_acks(connection, ME, {("orders", 1): [(0,)]})
+        acks.apply_acks(connection, ME, {("orders", 1): [(0,)]})
 
 
 def test_an_acknowledgement_for_a_deleted_topic_is_refused():
     connection = file(range(10))
     ack(connection, 3)
     ack(connection, 5, number=1)
-    groups.forget_partitions(connection, [PARTITION_ID])
+    acks.forget_partitions(connection, [PARTITION_ID])
     with pytest.raises(Conflict):
         ack(connection, 0)
-    groups.commit_pending(connection, 1)
+    acks.commit_pending(connection, 1)
     for table in ("assignments", "positions", "acks", "pending_acks"):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
 
@@ -157,7 +158,7 @@ def test_an_acknowledgement_for_a_deleted_topic_is_refused():
 def test_what_was_given_back_is_marked_until_it_is_acknowledged():
     connection = file(range(10))
     ack(connection, 1, 2, number=5)
-    groups.abort_pending(connection, 5)
+    acks.abort_pending(connection, 5)
     assert connection.execute("SELECT rewinds FROM positions").fetchone() == (1,)
     assert connection.execute("SELECT first, last, number FROM pending_acks").fetchall() == [(1, 2, -1)]
     ack(connection, 1, 2)
@@ -168,17 +169,17 @@ def test_what_was_given_back_is_marked_until_it_is_acknowledged():
 def test_what_was_given_back_can_be_reserved_again():
     connection = file(range(10))
     ack(connection, 1, 2, number=5)
-    groups.abort_pending(connection, 5)
+    acks.abort_pending(connection, 5)
     ack(connection, 1, number=6)
-    groups.commit_pending(connection, 6)
+    acks.commit_pending(connection, 6)
     assert rows(connection, "acks") == [(1, 1)]
 
 
 def test_the_groups_of_a_prepared_transaction_are_named():
     connection = file(range(10))
     ack(connection, 1, 3, number=5)
-    assert groups.groups_of(connection, 5) == ["shipping"]
-    assert groups.groups_of(connection, 6) == []
+    assert acks.groups_of(connection, 5) == ["shipping"]
+    assert acks.groups_of(connection, 6) == []
 
 
 def lend(connection, offset, member, until=10**15):
@@ -212,8 +213,8 @@ def test_a_reserved_shared_message_is_lent_to_nobody_until_its_transaction_is_ab
     connection = file(range(10))
     lend(connection, 0, "me")
     ack(connection, 0, number=4, context=SHARED)
-    assert leases(connection) == [(0, None, groups.NEVER)]
-    groups.abort_pending(connection, 4)
+    assert leases(connection) == [(0, None, acks.NEVER)]
+    acks.abort_pending(connection, 4)
     assert leases(connection) == [(0, None, 0)]
 
 
@@ -327,10 +328,10 @@ class Acknowledging(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.reserved)))
         offsets = self.reserved.pop(number)
         if committed:
-            groups.commit_pending(self.connection, number)
+            acks.commit_pending(self.connection, number)
             self.acked |= offsets
         else:
-            groups.abort_pending(self.connection, number)
+            acks.abort_pending(self.connection, number)
 
     def teardown(self):
         opened.remove(self.connection)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from txnbridge_embedded.murmur import partition_of
-from txnbridge_embedded.store import now_ms
+from txnbridge_embedded.storage.store import now_ms
+from txnbridge_embedded.write.murmur import partition_of
 
 from tests.embedded.kit import read, rows, values
 from tests.embedded.test_writer import failing

@@ -171,7 +171,7 @@ def test_a_store_that_nobody_can_tell_the_outcome_of_is_unknown(broker, monkeypa
     broker.admin.create_topic("orders", 1, Deadline(5))
     failing(broker.store, happens=True)
     answers = iter((True, False))
-    monkeypatch.setattr("txnbridge_embedded.files.in_place", lambda *_: next(answers))
+    monkeypatch.setattr("txnbridge_embedded.storage.files.in_place", lambda *_: next(answers))
     publish(publisher, "orders", b"1")
     with pytest.raises(OutcomeUnknown):
         publisher.flush(Deadline(5))
@@ -210,7 +210,7 @@ def test_a_message_that_is_not_stored_by_its_deadline_fails_the_publisher(broker
 def test_a_bug_in_the_publishers_thread_is_told_and_does_not_hang_the_sender(broker, monkeypatch):
     publisher = broker.publisher(None, Deadline(5))
     broker.admin.create_topic("orders", 1, Deadline(5))
-    monkeypatch.setattr("txnbridge_embedded.publisher.store", lambda *_: 1 / 0)
+    monkeypatch.setattr("txnbridge_embedded.write.publisher.store", lambda *_: 1 / 0)
     publish(publisher, "orders", b"1")
     with pytest.raises(DeliveryFailed, match="ZeroDivisionError"):
         publisher.flush(Deadline(10))

@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from txnbridge_embedded import polling
-from txnbridge_embedded.schema import OFFSET_BITS
+from txnbridge_embedded.read import polling
+from txnbridge_embedded.storage.schema import OFFSET_BITS
 
 from tests.embedded import kit
 from tests.in_time import within

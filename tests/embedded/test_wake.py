@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from txnbridge_embedded import wake
+from txnbridge_embedded.storage import wake
 
 from tests.embedded import kit
 from tests.in_time import within

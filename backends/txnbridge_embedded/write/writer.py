@@ -35,18 +35,20 @@ from txnbridge.spi import (
     RawHeaders,
     Writer,
 )
-from txnbridge_embedded import endings, groups, retention
-from txnbridge_embedded.instance import Instance, Owner
-from txnbridge_embedded.outgoing import Outgoing, Rows, store
+from txnbridge_embedded import endings
+from txnbridge_embedded.group import acks
 from txnbridge_embedded.settings import Settings
-from txnbridge_embedded.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.storage.store import LEAVING_SECONDS, CommitUnclear, Store, Topic, now_ms
+from txnbridge_embedded.write import retention
+from txnbridge_embedded.write.instance import Instance, Owner
+from txnbridge_embedded.write.outgoing import Outgoing, Rows, store
 
 _log = logging.getLogger("txnbridge.embedded")
 
 # How often a writer looks for messages past their retention: it costs a query a partition.
 TRIM_SECONDS = 10.0
 
-Acks = tuple[groups.AckContext, Mapping[Partition, Sequence[Position]]]
+Acks = tuple[acks.AckContext, Mapping[Partition, Sequence[Position]]]
 
 
 class EmbeddedWriter(Writer):
@@ -101,7 +103,7 @@ class EmbeddedWriter(Writer):
         self._outgoing.add_many(topic, items)
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        assert isinstance(context, groups.AckContext)
+        assert isinstance(context, acks.AckContext)
         self._acks.append((context, positions))
 
     @property
@@ -296,7 +298,7 @@ class PlainWriter(EmbeddedWriter):
         self._check_alive()
         self.instance.claim(connection)
         for context, positions in self._acks:
-            groups.apply_acks(connection, context, positions)
+            acks.apply_acks(connection, context, positions)
         now = now_ms()
         for rows in self._outgoing.pending():
             store(connection, rows, now)
@@ -362,7 +364,7 @@ class PreparingWriter(EmbeddedWriter):
                 self._check_alive()
                 number = self._enter("prepared", ends)
                 for context, positions in self._acks:
-                    groups.apply_acks(self._connection, context, positions, number)
+                    acks.apply_acks(self._connection, context, positions, number)
                 self._store_undecided(self._outgoing.pending(), number)
         except CommitUnclear as error:
             self._look_what_happened(error, deadline)

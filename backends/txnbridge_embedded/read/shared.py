@@ -12,12 +12,14 @@ from contextlib import suppress
 
 from txnbridge.errors import DeadlineExceeded, NotSupported
 from txnbridge.spi import Deadline, Message, Partition, Position
-from txnbridge_embedded import headers, members
-from txnbridge_embedded.cursor import Bounds, Cursor, position_lost, read_bounds
-from txnbridge_embedded.grouped import GroupReader
-from txnbridge_embedded.polling import POLL_BYTES, SHORT_CALL
-from txnbridge_embedded.ranges import runs
-from txnbridge_embedded.store import OFFSET_BITS, Connection, now_ms
+from txnbridge_embedded.group import members
+from txnbridge_embedded.read.cursor import Cursor, position_lost
+from txnbridge_embedded.read.grouped import GroupReader
+from txnbridge_embedded.read.polling import POLL_BYTES, SHORT_CALL
+from txnbridge_embedded.storage import headers
+from txnbridge_embedded.storage.bounds import Bounds, read_bounds
+from txnbridge_embedded.storage.ranges import runs
+from txnbridge_embedded.storage.store import OFFSET_BITS, Connection, now_ms
 
 Lent = dict[int, int]  # offsets, and how often each has been handed out
 

@@ -8,7 +8,7 @@ import sqlite3
 from txnbridge.errors import Fenced, OutcomeUnknown, TransactionAborted, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_embedded import endings
-from txnbridge_embedded.store import Connection, Store, now_ms
+from txnbridge_embedded.storage.store import Connection, Store, now_ms
 
 
 class Owner:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline, Partition, Position
-from txnbridge_embedded import groups, members, standing
-from txnbridge_embedded.cursor import Bounds, Cursor, first_since, read_bounds
-from txnbridge_embedded.grouped import GroupReader, named
-from txnbridge_embedded.members import Held
-from txnbridge_embedded.ranges import Range, runs, without
-from txnbridge_embedded.store import Connection, now_ms
+from txnbridge_embedded.group import acks, members, standing
+from txnbridge_embedded.group.members import Held
+from txnbridge_embedded.read.cursor import Cursor
+from txnbridge_embedded.read.grouped import GroupReader, named
+from txnbridge_embedded.storage.bounds import Bounds, first_since, read_bounds
+from txnbridge_embedded.storage.ranges import Range, runs, without
+from txnbridge_embedded.storage.store import Connection, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 
@@ -105,12 +106,10 @@ class OrderedReader(GroupReader):
         bounds = view.bounds[partition]
         cursor = self._cursors.get(partition)
         if cursor is None or not view.is_with(cursor):
-            view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
+            view.taken[partition] = acks.taken(connection, self._group_id, bounds.id)
         elif cursor.bounds.rewinds != bounds.rewinds:
-            view.taken[partition] = groups.taken(connection, self._group_id, bounds.id)
-            view.returned[partition] = groups.returned(
-                connection, self._group_id, bounds.id, cursor.bounds.rewinds or 0
-            )
+            view.taken[partition] = acks.taken(connection, self._group_id, bounds.id)
+            view.returned[partition] = acks.returned(connection, self._group_id, bounds.id, cursor.bounds.rewinds or 0)
 
     def _follow(self, view: View, deadline: Deadline) -> None:
         self._lose([partition for partition, cursor in self._cursors.items() if not view.is_with(cursor)])
@@ -165,7 +164,7 @@ class OrderedReader(GroupReader):
             bounds = read_bounds(connection, self._subscription.topics, self._group_id)
             for cursor, offset in offsets.items():
                 found = bounds.get(cursor.partition, cursor.bounds)
-                cursor.taken = deque(groups.taken(connection, self._group_id, cursor.id))
+                cursor.taken = deque(acks.taken(connection, self._group_id, cursor.id))
                 cursor.seek(max(offset, found.position or 0))
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:

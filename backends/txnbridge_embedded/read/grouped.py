@@ -8,11 +8,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_embedded import groups, members
-from txnbridge_embedded.cursor import Bounds, Cursor, count_between, first_since, read_bounds
-from txnbridge_embedded.groups import AckContext
-from txnbridge_embedded.polling import PollingReader
-from txnbridge_embedded.store import LEAVING_SECONDS, Connection, now_ms
+from txnbridge_embedded.group import acks, members
+from txnbridge_embedded.group.acks import AckContext
+from txnbridge_embedded.read.cursor import Cursor
+from txnbridge_embedded.read.polling import PollingReader
+from txnbridge_embedded.storage.bounds import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.storage.store import LEAVING_SECONDS, Connection, now_ms
 
 _log = logging.getLogger("txnbridge.embedded")
 _NAMED = 8  # so many partitions are named in a line of the log
@@ -103,7 +104,7 @@ class GroupReader(PollingReader):
     def _accept_loss(self, partition_id: int, kept: int, deadline: Deadline) -> None:
         """Let the group go on at what retention has left, because its user has been told and says so."""
         with self._writing("seek", deadline) as connection:
-            groups.skip_to(connection, self._group_id, partition_id, kept)
+            acks.skip_to(connection, self._group_id, partition_id, kept)
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         with self._reading(deadline) as connection:
@@ -116,7 +117,7 @@ class GroupReader(PollingReader):
             return sum(self._lag(connection, found) for found in bounds.values())
 
     def _lag(self, connection: Connection, bounds: Bounds) -> int:
-        taken = groups.taken(connection, self._group_id, bounds.id)
+        taken = acks.taken(connection, self._group_id, bounds.id)
         return count_between(connection, bounds, bounds.position or 0, taken)
 
     def _leave(self, deadline: Deadline) -> None:

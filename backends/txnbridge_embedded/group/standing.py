@@ -8,9 +8,9 @@ from datetime import datetime
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
-from txnbridge_embedded import groups, members
-from txnbridge_embedded.cursor import Bounds, count_between, first_since, read_bounds
-from txnbridge_embedded.store import Connection, Store, now_ms
+from txnbridge_embedded.group import acks, members
+from txnbridge_embedded.storage.bounds import Bounds, count_between, first_since, read_bounds
+from txnbridge_embedded.storage.store import Connection, Store, now_ms
 
 
 def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
@@ -27,9 +27,7 @@ def look(connection: sqlite3.Connection, name: str) -> GroupInfo:
         ),
         {partition: (found.position or 0,) for partition, found in bounds.items()},
         {
-            partition: count_between(
-                connection, found, found.position or 0, groups.taken(connection, group_id, found.id)
-            )
+            partition: count_between(connection, found, found.position or 0, acks.taken(connection, group_id, found.id))
             for partition, found in bounds.items()
         },
     )

@@ -5,87 +5,21 @@ from __future__ import annotations
 import sqlite3
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from txnbridge.errors import PositionLost
-from txnbridge.spi import NO_HEADERS, Deadline, Message, Partition
-from txnbridge_embedded import headers
-from txnbridge_embedded.ranges import Range, merged, without
-from txnbridge_embedded.store import MAX_OFFSET, OFFSET_BITS, Connection, Store
+from txnbridge.spi import NO_HEADERS, Message, Partition
+from txnbridge_embedded.storage import headers
+from txnbridge_embedded.storage.bounds import Bounds
+from txnbridge_embedded.storage.ranges import Range, merged, without
+from txnbridge_embedded.storage.store import MAX_OFFSET, OFFSET_BITS
 
 # Rows are fetched in portions, the first so small that it does not fill the memory whatever is in it, the others by
 # what the ones before were like.
 _FIRST_ROWS = 4
 _SAMPLES = 16
-_SCAN_ROWS = 20_000  # offsets in one snapshot of a search by time, which takes some 10 ms
 _COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
 
 Row = tuple[int, int, bytes | None, str | None, bytes | None]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What can be read of a partition: offsets from `kept`, the first that retention has left, to `end`, which is
-    where the first undecided message is or the next one will be. Nothing below `end` changes any more.
-
-    `position` and `rewinds` are the group's; `held_by` is the number of the transaction that holds readers back.
-    """
-
-    id: int
-    partition: Partition
-    kept: int
-    end: int
-    held_by: int | None
-    position: int | None
-    rewinds: int | None
-
-
-def read_bounds(
-    connection: sqlite3.Connection, topics: Iterable[str], group_id: int | None = None
-) -> dict[Partition, Bounds]:
-    """The bounds of every partition of some topics, to be called within a snapshot. A missing topic has none."""
-    names = tuple(topics)
-    rows = connection.execute(
-        "SELECT p.id, t.name, p.number, p.first, p.next, u.first, u.number, q.next, q.rewinds"
-        " FROM topics t JOIN partitions p ON p.topic_id = t.id"
-        " LEFT JOIN positions q ON q.group_id = ? AND q.partition_id = p.id"
-        " LEFT JOIN undecided u ON u.partition_id = p.id"
-        "  AND u.first = (SELECT min(first) FROM undecided WHERE partition_id = p.id)"
-        f" WHERE t.name IN ({', '.join('?' * len(names))}) ORDER BY t.name, p.number",
-        (group_id, *names),
-    )
-    return {
-        (topic, number): Bounds(id, (topic, number), kept, next if held is None else held, held_by, position, rewinds)
-        for id, topic, number, kept, next, held, held_by, position, rewinds in rows
-    }
-
-
-def first_since(store: Store, connection: Connection, bounds: Bounds, timestamp: int, deadline: Deadline) -> int:
-    """The offset of the first message stamped at or after a time, else the end: a search from the start."""
-    base = bounds.id << OFFSET_BITS
-    for start in range(bounds.kept, bounds.end, _SCAN_ROWS):
-        deadline.check(f"the search for {timestamp} in {bounds.partition[0]}[{bounds.partition[1]}]")
-        with store.reading(connection, deadline):
-            row = connection.execute(
-                "SELECT id FROM messages WHERE id >= ? AND id < ? AND timestamp >= ? ORDER BY id LIMIT 1",
-                (base + start, base + min(start + _SCAN_ROWS, bounds.end), timestamp),
-            ).fetchone()
-        if row is not None:
-            return int(row[0]) - base
-    return bounds.end
-
-
-def count_between(connection: sqlite3.Connection, bounds: Bounds, first: int, taken: Iterable[Range]) -> int:
-    """How many offsets from `first` on can still be read, without those taken: no more than up to the last message,
-    so that what an aborted transaction left at the end does not count for ever."""
-    base = bounds.id << OFFSET_BITS
-    first = max(first, bounds.kept)
-    (last,) = connection.execute(
-        "SELECT max(id) FROM messages WHERE id >= ? AND id < ?", (base + first, base + bounds.end)
-    ).fetchone()
-    if last is None:
-        return 0
-    return sum(stop - start + 1 for start, stop in without([(first, last - base)], taken))
 
 
 class Cursor:
