@@ -115,9 +115,9 @@ class ToyWriter(spi.Writer):
     def evidence(self) -> spi.Evidence:
         return spi.Evidence({}, self.messages)
 
-    def flush(self, deadline: Deadline | None = None) -> None: ...
+    def abort(self, deadline: Deadline | None = None) -> None: ...
 
-    abort = reopen = close = flush
+    reopen = close = abort
     prepare = never
 
 

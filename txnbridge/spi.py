@@ -307,10 +307,6 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def flush(self, deadline: Deadline) -> None:
-        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
-
-    @abstractmethod
     def prepare(self, deadline: Deadline) -> None:
         """Make the transaction durable and independent of this writer. Raises what `commit` raises."""
 

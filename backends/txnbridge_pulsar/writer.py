@@ -291,6 +291,7 @@ class PulsarWriter(Writer):
         self._acks.append(context.acknowledge(self._txn, positions, deadline))
 
     def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
         waiting = [concrete for outlet in self._outlets.values() for concrete in outlet.waiting()]
         if waiting:
             self._cover(waiting, (), deadline)

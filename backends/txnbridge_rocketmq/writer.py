@@ -148,6 +148,7 @@ class RocketMQWriter(Writer):
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
 

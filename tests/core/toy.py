@@ -86,9 +86,6 @@ class ToyWriter(Writer):
         self._call("ack")
         self.acked.append((context, positions))
 
-    def flush(self, deadline: Deadline) -> None:
-        self._call("flush")
-
     def prepare(self, deadline: Deadline) -> None:
         self._call("prepare")
 

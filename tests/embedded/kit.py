@@ -11,6 +11,7 @@ from typing import Any
 
 from txnbridge_embedded.backend import EmbeddedBackend
 from txnbridge_embedded.broker import EmbeddedBroker
+from txnbridge_embedded.write.writer import EmbeddedWriter
 
 from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import (
@@ -53,13 +54,19 @@ def identity(name: str | None = None, host: str = "here pid 1") -> Identity:
     return Identity(name or f"anonymous-{secrets.token_hex(4)}", name is not None, "test", host)
 
 
-def open_writer(broker: Broker, name: str | None = None, host: str = "here pid 1", timeout: float = 10) -> Writer:
+def open_writer(
+    broker: Broker, name: str | None = None, host: str = "here pid 1", timeout: float = 10
+) -> EmbeddedWriter:
     """A plain writer; with a name that name is opened, which fences its older owner."""
-    return broker.open_writers(identity(name, host), 1, NO_LEDGER, Deadline(timeout))[0]
+    (writer,) = broker.open_writers(identity(name, host), 1, NO_LEDGER, Deadline(timeout))
+    assert isinstance(writer, EmbeddedWriter)
+    return writer
 
 
-def open_preparing(broker: Broker, name: str | None = None, host: str = "here pid 1") -> Writer:
-    return broker.prepare_writer(identity(name, host), NO_LEDGER, Deadline(10))
+def open_preparing(broker: Broker, name: str | None = None, host: str = "here pid 1") -> EmbeddedWriter:
+    writer = broker.prepare_writer(identity(name, host), NO_LEDGER, Deadline(10))
+    assert isinstance(writer, EmbeddedWriter)
+    return writer
 
 
 _numbers = itertools.count(1)

@@ -13,7 +13,8 @@ from txnbridge_conformance.looking import seen, send, values
 from txnbridge_kafka.wire.clients import PATIENCE, look_at
 
 import txnbridge
-from txnbridge import Bridge, Outcome, Transaction
+from tests.kafka.kit import flush
+from txnbridge import Bridge, Outcome
 from txnbridge.errors import DeadlineExceeded, OutcomeUnknown
 from txnbridge.spi import Deadline, TokenState
 
@@ -30,15 +31,10 @@ def through(proxy: faults.Proxy, owner: str) -> Iterator[Bridge]:
         proxy.release()
 
 
-def store(txn: Transaction) -> None:
-    """Return when everything is stored, so that only the commit is left to be sent."""
-    txn._writer.flush(txn._begin.deadline)
-
-
 def test_when_the_connection_drops_and_comes_back_it_is_committed(proxy, through, bridge, topic):
     with through.transaction(timeout=SHORT) as txn:
         txn.send(topic, b"1")
-        store(txn)
+        flush(txn)
         answer = proxy.hold(answers="EndTxn")
 
         def cut() -> None:
@@ -59,7 +55,7 @@ def test_when_the_request_is_lost_and_nobody_comes_back_it_is_aborted_when_its_t
     with pytest.raises(OutcomeUnknown) as caught:
         with through.transaction(timeout=SHORT) as txn:
             txn.send(topic, b"never")
-            store(txn)
+            flush(txn)
             proxy.hold(requests="EndTxn", count=None)
     assert wait_until(lambda: bridge.status(caught.value.token).state is TokenState.ABORTED, 60)
     send(bridge, topic, b"next")

@@ -7,6 +7,7 @@ from typing import Any
 from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.marks import Mark, unique_key
 from txnbridge_rocketmq.remoting import HALF_TOPIC, Client, Property, Record, reading
+from txnbridge_rocketmq.writer import RocketMQWriter
 
 from tests.rocketmq.kit import BROKER, LONG
 from tests.rocketmq.reading_kit import connect_to
@@ -34,6 +35,7 @@ def prepare(bridge: Bridge, topic: str, *values: bytes, hold: float | None = 60)
 
 def flush(txn: Transaction) -> None:
     """Let the broker have all of it, and the transaction stay open."""
+    assert isinstance(txn._writer, RocketMQWriter)
     txn._writer.flush(txn._begin.deadline)
 
 

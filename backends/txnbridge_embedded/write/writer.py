@@ -111,6 +111,7 @@ class EmbeddedWriter(Writer):
         return self._outgoing.count
 
     def flush(self, deadline: Deadline) -> None:
+        """Store in the file what waits in memory, undecided."""
         if self._outgoing.bytes:
             self._store_part(deadline)
 

@@ -402,6 +402,7 @@ class KafkaWriter(Writer):
         return None if found.code == DONE else KafkaError(found.code)
 
     def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
         assert self._producer is not None
         error = self._producer.flush(deadline)
         if error is not None:
