@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 
 from txnbridge_embedded.backend import EmbeddedBackend
 
-from txnbridge import Conflict, Fenced, NotFound, TransactionAborted, TxnBridgeError
+from txnbridge import Conflict, Fenced, InvalidState, NotFound, OutcomeUnknown, TransactionAborted, TxnBridgeError
+from txnbridge.errors import UsageError
 from txnbridge.spi import (
     Backend,
     Begin,
@@ -87,10 +88,11 @@ def anonymous() -> Identity:
 
 class Broken(Around):
     """A broker: what is not overridden is sound. `caught_by` names tests that must fail on it, the one that catches it
-    in every run first; others may.
+    in every run first; others may. `breaks_with` are the errors of ours that they may fail with.
     """
 
     caught_by: ClassVar[tuple[str, ...]] = ()
+    breaks_with: ClassVar[tuple[type[TxnBridgeError], ...]] = ()
     Writer: type[Around] = Around
     Preparing: type[Around] = Around
     Publishing: type[Around] = Around
@@ -262,6 +264,8 @@ class ShowsWhatIsOpen(Broken):
 
 @caught_by("test_an_empty_transaction_commits")
 class RefusesToCommitNothing(Broken):
+    breaks_with = (TransactionAborted,)
+
     class Writer(Remembering):
         acked = False
 
@@ -277,6 +281,8 @@ class RefusesToCommitNothing(Broken):
 
 @caught_by("test_a_transaction_tells_its_state_at_every_step")
 class SaysAbortedOfWhatIsCommitted(Broken):
+    breaks_with = (TransactionAborted,)
+
     class Writer(Around):
         def commit(self, deadline: Deadline) -> None:
             self.inner.commit(deadline)
@@ -285,6 +291,8 @@ class SaysAbortedOfWhatIsCommitted(Broken):
 
 @caught_by("test_a_message_that_cannot_be_sent_leaves_the_transaction_usable")
 class SpoilsATransactionByARefusal(Broken):
+    breaks_with = (Conflict,)
+
     class Writer(Around):
         def send(self, *message: Any) -> None:
             try:
@@ -543,6 +551,8 @@ class LetsZombiesWrite(Broken):
 
 @caught_by("test_a_shut_out_owner_stays_shut_out")
 class LetsZombiesTakeTheIdBack(Broken):
+    breaks_with = (Fenced,)
+
     def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
         self.opened = identity, *rest
         return super().open_writers(identity, *rest)
@@ -559,6 +569,8 @@ class LetsZombiesTakeTheIdBack(Broken):
 
 @caught_by("test_another_id_is_left_alone")
 class FencesEverybody(Broken):
+    breaks_with = (Fenced,)
+
     def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
         return super().open_writers(replace(identity, name="everybody", owned=True), *rest)
 
@@ -577,6 +589,8 @@ class AbortsWhatIsPreparedWhenItOpens(Broken):
 
 @caught_by("test_an_id_is_opened_again_after_its_owner_closed_or_died")
 class OpensAnIdOnce(Broken):
+    breaks_with = (Fenced,)
+
     def open_writers(self, identity: Any, count: int, ledger: Any, deadline: Any) -> list[Any]:
         if identity.owned and not self.inner.admin.create_topic(f"opened-{identity.name}", 1, deadline):
             raise Fenced("somebody has opened it before")
@@ -594,6 +608,8 @@ class OpensAnIdOnce(Broken):
     "test_ending_twice_changes_nothing_and_tells_the_truth",
 )
 class CommitsWhenItPrepares(Broken):
+    breaks_with = (InvalidState,)
+
     class Preparing(Around):
         def prepare(self, deadline: Deadline) -> None:
             self.inner.prepare(deadline)
@@ -710,6 +726,8 @@ class CommitsWhatIsAbortedByToken(Broken):
     "test_an_exception_before_the_end_prepares_nothing", "test_a_transaction_to_be_prepared_is_not_committed_by_itself"
 )
 class PreparesWhatFailed(Broken):
+    breaks_with = (InvalidState,)
+
     class Preparing(Around):
         def abort(self, deadline: Deadline) -> None:
             self.inner.prepare(deadline)
@@ -758,6 +776,8 @@ class HoldsForEver(Broken):
 
 @caught_by("test_a_token_fits_where_text_fits")
 class PutsTooMuchIntoATokens(Broken):
+    breaks_with = (UsageError,)
+
     class Preparing(Around):
         def evidence(self) -> Evidence:
             found: Evidence = self.inner.evidence()
@@ -830,6 +850,8 @@ class AcknowledgesOutsideTheTransaction(Broken):
     "test_messages_are_acknowledged_in_any_order",
 )
 class AcknowledgesUpTo(Broken):
+    breaks_with = (Conflict,)
+
     class Writer(Around):
         def ack(self, context: Any, positions: Any) -> None:
             self.inner.ack(context, {p: [(n,) for n in range(max(found)[0] + 1)] for p, found in positions.items()})
@@ -1067,6 +1089,8 @@ class HasOneLog(Broken):
 
 @caught_by("test_reading_decides_nothing", "test_the_first_claim_counts_for_everybody")
 class LosesWhatIsDecided(Broken):
+    breaks_with = (OutcomeUnknown,)
+
     class Logging(Around):
         def append(self, record: bytes, deadline: Deadline) -> Any:
             if b'"claim"' in record and b"order" in record:
@@ -1095,6 +1119,8 @@ class CreatesATopicOnce(Broken):
 
 @caught_by("test_topics_declared_in_a_program_are_made_if_missing_and_else_left_alone")
 class ListsNoTopics(Broken):
+    breaks_with = (NotFound,)
+
     class Administering(Around):
         def topics(self, *args: Any) -> Any:
             return []
