@@ -27,7 +27,10 @@ def check_times(timeout: object, hold: object) -> None:
 
 
 class Deadline:
-    """A point on the monotonic clock, made from a number of seconds."""
+    """A point on the monotonic clock, made from a number of seconds.
+
+    It may get nearer while somebody waits, so each step of waiting asks for what is left.
+    """
 
     __slots__ = ("at", "seconds")
 
@@ -43,6 +46,10 @@ class Deadline:
     @property
     def expired(self) -> bool:
         return time.monotonic() >= self.at
+
+    def shorten(self, at: float) -> None:
+        """Not later than that, on the monotonic clock."""
+        self.at = min(self.at, at)
 
     def check(self, what: str) -> None:
         """Raise `DeadlineExceeded` if the time is over; `what` says what was being waited for."""

@@ -10,14 +10,12 @@ import functools
 import inspect
 import logging
 import os
-import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
+from contextlib import suppress
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge._connection import Connection
@@ -25,6 +23,7 @@ from txnbridge._consumer import Intake, topic_list
 from txnbridge._deadletters import dead_letter_headers, reason_of
 from txnbridge._deadline import check_seconds
 from txnbridge._messages import Batch, Message
+from txnbridge._stop import Stop, StopNow
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import State, Transaction
 from txnbridge.capabilities import Capability
@@ -57,9 +56,6 @@ _log = logging.getLogger("txnbridge")
 _POLL_SECONDS = 0.25
 # How often the lag is looked up: it costs a request on some brokers, and nobody reads it more often.
 _LAG_SECONDS = 1.0
-# Of the time to stop, this much is kept for aborting a transaction that does not end, and for leaving the group: both
-# take milliseconds on a broker that answers.
-_LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 # A pass may take longer than its transaction by what a poll and the end of the transaction add.
 _SLACK_SECONDS = 5.0
 # A member that gets no partition, on a broker that cannot say what the others have left to do, has nothing to wait for
@@ -139,10 +135,6 @@ class _PoisonFound(Exception):
 
 class _PoisonHidden(Exception):
     """One of these messages is poison, and only smaller batches can tell which."""
-
-
-class _StopNow(BaseException):
-    """Ends the loop at once, also in the middle of a handler, which may not catch it as an `Exception`."""
 
 
 class Processor:
@@ -235,15 +227,7 @@ class Processor:
 
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the thread
-        # A stop may be asked for by a signal handler, which interrupts anything, so it takes no lock: it sets
-        # attributes and puts into queues of the one kind that allows it.
-        self._stop_at: float | None = None
-        self._wake_loop: SimpleQueue[None] = SimpleQueue()
-        self._wake_watcher: SimpleQueue[None] = SimpleQueue()
-        self._forced = False
-        self._catches_signals = False
-        self._signalled: int | None = None  # the last signal that came
-        self._ended = threading.Event()
+        self._stop = Stop(stop_timeout, group, self._hurry, self._give_up)
 
     def _check_settings(self) -> None:
         first, most = self._backoff
@@ -305,15 +289,12 @@ class Processor:
         `fatal`, a wrong setting.
         """
         self._begin()
-        with self._signals():
+        with self._stop.by_signals():
             self._loop_until_stopped(until_idle)
 
     def stop(self) -> None:
         """Ask it to stop after the transaction that is running. Returns at once; safe anywhere, also in a handler."""
-        if self._stop_at is None:
-            self._stop_at = time.monotonic() + self._stop_timeout
-        self._wake_loop.put(None)
-        self._wake_watcher.put(None)
+        self._stop.ask()
 
     def __enter__(self) -> Processor:
         """Process in a thread of its own until the end of the block, which raises what ended the loop early."""
@@ -327,8 +308,7 @@ class Processor:
     ) -> None:
         assert self._thread is not None
         self.stop()
-        assert self._stop_at is not None
-        self._thread.join(max(0.0, self._stop_at - time.monotonic()))
+        self._thread.join(self._stop.left())
         failure = self._late() if self._thread.is_alive() else self._failure
         if failure is None:
             return
@@ -359,104 +339,47 @@ class Processor:
     def _loop_until_stopped(self, until_idle: bool) -> None:
         try:
             self._loop(until_idle)
-        except _StopNow:
-            if self._forced:
+        except StopNow:
+            if self._stop.forced:
                 raise self._late() from None
-            assert self._signalled is not None
-            raise SystemExit(128 + self._signalled) from None
+            assert self._stop.signalled is not None
+            raise SystemExit(128 + self._stop.signalled) from None
         except Exception as error:
-            if self._forced:
+            if self._stop.forced:
                 raise self._late() from error
             raise
 
     def _loop(self, until_idle: bool) -> None:
-        watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._group} stop", daemon=True)
-        watcher.start()
-        try:
-            retrying = self._retrying()
-            while not self._stopping and not retrying(self._pass, until_idle):
-                pass
-        finally:
-            self._since = None
+        with self._stop.watched():
             try:
-                self._leave()
+                retrying = self._retrying()
+                while not self._stop.asked and not retrying(self._pass, until_idle):
+                    pass
             finally:
-                self._ended.set()
-                self._wake_watcher.put(None)
-                watcher.join()
+                self._since = None
+                self._leave()
 
     def _leave(self) -> None:
         assert self._consumer is not None
         try:
-            self._consumer.close(self._time_to_stop())
+            self._consumer.close(self._stop.left())
         except TxnBridgeError as error:
             # It leaves by itself when the broker misses it.
             _log.warning("%r could not leave its group: %s", self, error)
 
-    @property
-    def _stopping(self) -> bool:
-        return self._stop_at is not None
-
-    def _time_to_stop(self) -> float | None:
-        return None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic())
-
     # --- by force -------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Sees to it that a stop keeps its deadline."""
-        self._wake_watcher.get()
-        if self._ended.is_set() or self._stop_at is None:
-            return
-        self._hurry()
-        leaving = min(_LEAVING_SECONDS, self._stop_timeout * _LEAVING_SHARE)
-        if not self._ended.wait(max(0.0, self._stop_at - leaving - time.monotonic())):
-            self._force()
-
-    def _hurry(self) -> None:
+    def _hurry(self, at: float) -> None:
         """What the open transaction still asks of the broker ends in time, too."""
-        transaction = self._transaction
-        if transaction is not None and self._stop_at is not None:
-            deadline = transaction._begin.deadline
-            deadline.at = min(deadline.at, self._stop_at)
+        if (transaction := self._transaction) is not None:
+            transaction._end_by(at)
 
-    def _force(self) -> None:
-        self._hurry()
-        self._forced = True
-        if self._catches_signals:
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGTERM)  # `_on_signal` raises there, in the middle of the handler
-            return
-        # No thread can be interrupted by another one. Its transaction can be ended, and its partitions given back.
-        transaction = self._transaction
-        if transaction is not None:
+    def _give_up(self) -> None:
+        """No thread can be interrupted by another one. Its transaction can be ended, and its partitions given back."""
+        if (transaction := self._transaction) is not None:
             with suppress(TxnBridgeError):
                 transaction.abort()
         self._leave()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the loop while the block lasts, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._catches_signals = True
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._ended.is_set():
-            return
-        if not self._forced:
-            first, self._signalled = self._signalled is None, number
-            if first:
-                self.stop()
-                return
-        raise _StopNow
 
     # --- again and again ------------------------------------------------------------------------------------------
 
@@ -469,7 +392,7 @@ class Processor:
             retry=tenacity.retry_if_exception(self._passes_by_itself),
             wait=lambda state: 0.0 if _is_plain_abort(state) else growing(state),
             stop=tenacity.stop_never if self._retry_for is None else tenacity.stop_after_delay(self._retry_for),
-            sleep=self._sleep,
+            sleep=self._stop.sleep,
             before_sleep=self._note_failure,
             reraise=True,
         )
@@ -478,10 +401,6 @@ class Processor:
         if isinstance(error, _FINAL) or error is self._final:
             return False
         return error is self._blamed or isinstance(error, _PASSING)
-
-    def _sleep(self, seconds: float) -> None:
-        with suppress(Empty):
-            self._wake_loop.get(timeout=seconds)
 
     def _note_failure(self, state: RetryCallState) -> None:
         assert state.outcome is not None
@@ -506,7 +425,7 @@ class Processor:
 
     def _pass(self, until_idle: bool) -> bool:
         """Poll once and process what came. True when everything is read and the caller wants no more."""
-        if self._stopping:
+        if self._stop.asked:
             return True
         assert self._consumer is not None
         self._since = time.monotonic()
@@ -514,9 +433,9 @@ class Processor:
             items = self._poll(self._consumer)
             self._process(items)
         except BaseException as error:
-            if not self._forced:
+            if not self._stop.forced:
                 self._consumer.take_back()
-            if self._stopping and not self._forced and self._passes_by_itself(error):
+            if self._stop.asked and not self._stop.forced and self._passes_by_itself(error):
                 self._count_failure(error)
                 _log.warning("%r: %s; stopped: what was not committed comes again", self, self._told(error))
                 return True
@@ -546,7 +465,7 @@ class Processor:
         """A batch by size and time, in the order of each partition."""
         messages = consumer.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
-        while messages and len(messages) < self._max_messages and not self._stopping:
+        while messages and len(messages) < self._max_messages and not self._stop.asked:
             left = until - time.monotonic()
             if left <= 0:
                 break
@@ -578,7 +497,7 @@ class Processor:
 
     def _process(self, items: _Items) -> None:
         """All of it, in order: in one transaction, in smaller ones to find hidden poison or to keep within time."""
-        while items and not self._stopping:
+        while items and not self._stop.asked:
             try:
                 items = items.behind(self._transact(items))
                 continue
@@ -639,7 +558,7 @@ class Processor:
             if found and txn.state is not State.OPEN:  # it takes nothing more, so nothing more can be tried
                 break
             # Slow handlers get smaller transactions rather than one that cannot be in time.
-            if self._stop_at is not None or time.monotonic() > half_time:
+            if self._stop.asked or time.monotonic() > half_time:
                 break
         if found:
             raise _PoisonFound
@@ -691,8 +610,8 @@ class Processor:
         return isinstance(error, (Poison, *self._poison))
 
     def _check_after_handler(self, txn: Transaction) -> None:
-        if self._forced:
-            raise _StopNow  # the handler swallowed it, or did not notice
+        if self._stop.forced:
+            raise StopNow  # the handler swallowed it, or did not notice
         _require_unended(txn)
         if txn.outcome is not None:
             raise InvalidState(

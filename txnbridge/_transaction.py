@@ -534,11 +534,15 @@ class Transaction:
                 if self._state not in _UNFINISHED:
                     return False
                 self._shut = True
-                self._begin.deadline.at = min(self._begin.deadline.at, deadline.at)
+                self._end_by(deadline.at)
                 self._abort()
                 return True
         except InvalidState:
             return False
+
+    def _end_by(self, at: float) -> None:
+        """Its deadline is this point in time, if that is earlier; a call that waits takes notice."""
+        self._begin.deadline.shorten(at)
 
     def _refuse_calls(self) -> None:
         """In the child of a fork every call on it is refused, at no cost to `send`."""

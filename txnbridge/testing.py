@@ -131,7 +131,7 @@ class _NextCommit:
         else:
             writer.abort(deadline)
             writer.reopen(deadline)  # so that it is certain at once, and not only when the broker's own time is over
-        deadline.at = time.monotonic()
+        deadline.shorten(time.monotonic())
         raise OutcomeUnknown("the testing kit was asked to lose the answer")
 
     def __enter__(self) -> None:

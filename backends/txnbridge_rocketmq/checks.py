@@ -54,7 +54,7 @@ class Checks:
         with self._lock:
             self._closed = True
             for deadline in self._deadlines:
-                deadline.at = 0.0
+                deadline.shorten(0.0)
 
     @contextmanager
     def _in_time(self) -> Iterator[Deadline]:
@@ -62,7 +62,7 @@ class Checks:
         with self._lock:
             self._deadlines.add(deadline)
             if self._closed:
-                deadline.at = 0.0
+                deadline.shorten(0.0)
         try:
             yield deadline
         finally:

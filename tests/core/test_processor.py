@@ -48,6 +48,7 @@ from txnbridge import (
     connect,
     plugins,
 )
+from txnbridge._stop import Stop
 from txnbridge.spi import (
     Begin,
     Broker,
@@ -174,7 +175,7 @@ class Room:
         assert isinstance(broker, MemoryBroker)
         self.broker = broker
         self.waits: list[float] = []
-        monkeypatch.setattr(Processor, "_sleep", lambda processor, seconds: self.note_wait(seconds))
+        monkeypatch.setattr(Stop, "sleep", lambda stop, seconds: self.note_wait(seconds))
 
     def note_wait(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -1014,7 +1015,7 @@ def test_it_is_unhealthy_while_it_fails_and_healthy_when_that_is_over(room, monk
     room.feed(b"0", b"1")
     processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")))
     health = []
-    monkeypatch.setattr(Processor, "_sleep", lambda processor, seconds: health.append(processor.healthy))
+    monkeypatch.setattr(Stop, "sleep", lambda stop, seconds: health.append(processor.healthy))
     with processor:
         wait_until(lambda: processor.healthy and processor.stats.messages == 2)
     assert health == [False, False]

@@ -1,0 +1,119 @@
+"""Stopping a loop: asked for at any time by anybody, waited for until a deadline, and then done by force."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+
+# Of the time to stop, this much is kept for aborting a transaction that does not end, and for leaving the group: both
+# take milliseconds on a broker that answers.
+_LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
+
+
+class StopNow(BaseException):
+    """Ends the loop at once, also in the middle of a handler, which may not catch it as an `Exception`."""
+
+
+class Stop:
+    """A loop's, which looks at `asked` between its steps.
+
+    `hurry(at)` is called with the end of the time as soon as a stop is asked for, and once more before force is used;
+    `give_up()` if the loop runs on a thread that cannot be interrupted. Both are called on a thread of their own.
+    """
+
+    def __init__(self, seconds: float, name: str, hurry: Callable[[float], None], give_up: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._name = name
+        self._hurry = hurry
+        self._give_up = give_up
+        # A stop may be asked for by a signal handler, which interrupts anything, so it takes no lock: it sets
+        # attributes and puts into queues of the one kind that allows it.
+        self._at: float | None = None
+        self._wake_loop: SimpleQueue[None] = SimpleQueue()
+        self._wake_watcher: SimpleQueue[None] = SimpleQueue()
+        self._ended = threading.Event()
+        self._catches_signals = False
+        self.signalled: int | None = None  # the last signal that came
+        self.forced = False
+
+    @property
+    def asked(self) -> bool:
+        return self._at is not None
+
+    def ask(self) -> None:
+        """Returns at once; safe anywhere."""
+        if self._at is None:
+            self._at = time.monotonic() + self._seconds
+        self._wake_loop.put(None)
+        self._wake_watcher.put(None)
+
+    def left(self) -> float | None:
+        """Seconds until force is used; None if nobody has asked."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def sleep(self, seconds: float) -> None:
+        """For so long, or until a stop is asked for."""
+        with suppress(Empty):
+            self._wake_loop.get(timeout=seconds)
+
+    # --- by force -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the block lasts, which is the loop, a stop keeps its deadline."""
+        watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._name} stop", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._wake_watcher.put(None)
+            watcher.join()
+
+    def _watch(self) -> None:
+        self._wake_watcher.get()
+        if self._ended.is_set() or self._at is None:
+            return
+        self._hurry(self._at)
+        leaving = min(_LEAVING_SECONDS, self._seconds * _LEAVING_SHARE)
+        if not self._ended.wait(max(0.0, self._at - leaving - time.monotonic())):
+            self._force(self._at)
+
+    def _force(self, at: float) -> None:
+        self._hurry(at)
+        self.forced = True
+        if not self._catches_signals:
+            self._give_up()
+            return
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)  # `_on_signal` raises there, in the middle of the handler
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """On the main thread, SIGTERM and SIGINT ask for a stop while the block lasts; a second one ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._catches_signals = True
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._ended.is_set():
+            return
+        if not self.forced:
+            first, self.signalled = self.signalled is None, number
+            if first:
+                self.ask()
+                return
+        raise StopNow
