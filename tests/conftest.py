@@ -1,7 +1,8 @@
 """Which tests run when.
 
     pytest          the gate: whatever starts no broker and no Spark, and of each of those its `test_smoke.py`
-    pytest --live   also the rest of the folders that do (`LIVE`), and what is marked `live`
+    pytest --live   also the rest of the folders that do (`LIVE`, but for what is marked `offline`), and what is
+                    marked `live`
     pytest --full   also what is marked `full`, because it takes minutes
 
 What starts a broker has the machine for itself: other tests of the same checkout wait meanwhile.
@@ -58,7 +59,9 @@ def _is_live(item: pytest.Item) -> bool:
 
 
 def _starts_brokers(item: pytest.Item) -> bool:
-    return item.nodeid.startswith(LIVE) or item.get_closest_marker("live") is not None
+    if item.get_closest_marker("live"):
+        return True
+    return item.nodeid.startswith(LIVE) and not item.get_closest_marker("offline")
 
 
 # Open as long as this process lives. Tests that need no broker share it, whoever starts one has it alone.

@@ -29,7 +29,7 @@ from txnbridge._transaction import Transaction
 from txnbridge._url import check_opening, find_backend, indirect, parse_url, resolve_options, unknown_option
 from txnbridge._writers import Writers
 from txnbridge.capabilities import Capabilities, Capability, Limits
-from txnbridge.errors import InvalidOption
+from txnbridge.errors import BackendMissing, InvalidOption
 from txnbridge.spi import Backend, Begin, Context, DecisionLog, Identity
 
 if TYPE_CHECKING:
@@ -108,8 +108,15 @@ def _keeper_of_logs(where: str | Engine, application: str, timeout: float) -> Ke
         where = str(indirect("decision_log", where))
         if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
             return _OtherBroker(connect(where, application=application, timeout=timeout))
-    from txnbridge.sql import SqlLogs
-
+    try:
+        from txnbridge.sql import SqlLogs
+    except ModuleNotFoundError as error:
+        if error.name != "sqlalchemy":
+            raise
+        raise BackendMissing(
+            "decision_log= is the URL of another broker, or a database's, which needs SQLAlchemy: in a clone of"
+            " txnbridge, pip install -e '.[sql]'"
+        ) from error
     return SqlLogs(where)
 
 

@@ -17,6 +17,10 @@ import pytest
 def test_quick():
     pass
 
+@pytest.mark.offline
+def test_here():
+    pass
+
 @pytest.mark.live
 def test_on_a_broker():
     pass
@@ -27,17 +31,19 @@ def test_long():
 """
 
 
-@pytest.mark.parametrize(("arguments", "passed"), [([], 1), (["--live"], 2), (["--full"], 3)])
+@pytest.mark.parametrize(("arguments", "passed"), [([], 2), (["--live"], 3), (["--full"], 4)])
 def test_marked_tests_run_when_asked_for(pytester, arguments, passed):
-    pytester.makeini("[pytest]\nmarkers =\n    live\n    full\n    xdist_group")
+    pytester.makeini("[pytest]\nmarkers =\n    live\n    full\n    offline\n    xdist_group")
     pytester.makeconftest((ROOT / "tests" / "conftest.py").read_text())
     pytester.makepyfile(TESTS)
-    pytester.runpytest(*arguments).assert_outcomes(passed=passed, deselected=3 - passed)
+    pytester.runpytest(*arguments).assert_outcomes(passed=passed, deselected=4 - passed)
 
 
-def test_of_the_folders_with_brokers_the_gate_takes_the_smoke_tests_and_those_last():
+def test_of_the_folders_with_brokers_the_gate_takes_what_is_offline_and_the_smoke_tests_last():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/house", "tests/kafka"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     files = list(dict.fromkeys(line.split("::")[0] for line in ran.stdout.splitlines() if "::" in line))
-    assert "tests/house/test_tiers.py" in files
-    assert [file for file in files if "house" not in file] == files[-1:] == ["tests/kafka/test_smoke.py"]
+    offline = [file for file in files if "house" not in file and "pytest.mark.offline" in (ROOT / file).read_text()]
+    assert "tests/house/test_tiers.py" in files and "tests/kafka/test_settings.py" in offline
+    assert [file for file in files if "house" not in file] == [*offline, "tests/kafka/test_smoke.py"]
+    assert files[-1] == "tests/kafka/test_smoke.py"

@@ -18,7 +18,7 @@ from tests.house.rooms import ROOT, packages
 pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("wheel")]
 
 PACKAGES = [package.name for package in packages()]
-CLIENTS = ["confluent_kafka", "kafka", "pulsar", "rocketmq", "pyspark", "pyarrow"]
+CLIENTS = ["confluent_kafka", "kafka", "pulsar", "rocketmq", "pyspark", "pyarrow", "sqlalchemy"]
 
 # Imports every module of the packages named (but not their programs: `__main__` runs when it is imported), and prints
 # those that lack something, each with what it lacks.
@@ -101,10 +101,12 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
     assert bare.python(FIND, *CLIENTS, "pytest").split() == []
     lacking = dict(line.split() for line in bare.python(IMPORT_ALL, *PACKAGES).splitlines())
     assert {(name.partition(".")[0], lacks) for name, lacks in lacking.items()} == {
+        ("txnbridge", "sqlalchemy"),
         ("txnbridge_conformance", "pytest"),
         ("txnbridge_kafka", "confluent_kafka"),
         ("pyspark_txnbridge", "pyspark"),
     }
+    assert [name for name, lacks in lacking.items() if lacks == "sqlalchemy"] == ["txnbridge.sql"]
     # Spark imports it to see whether it is a data source, and that may never fail.
     assert "pyspark_txnbridge" not in lacking
     # What is loaded before anybody asks for Kafka.
@@ -114,7 +116,7 @@ def test_without_a_client_library_everything_else_imports_and_only_the_suite_nee
 def test_with_the_extra_for_the_suite_every_module_of_it_imports(with_the_suite):
     assert with_the_suite.python(FIND, *CLIENTS).split() == []
     lacking = with_the_suite.python(IMPORT_ALL, *PACKAGES).split()
-    assert set(lacking[1::2]) == {"confluent_kafka", "pyspark"}
+    assert set(lacking[1::2]) == {"confluent_kafka", "pyspark", "sqlalchemy"}
 
 
 def test_a_module_that_lacks_something_would_be_seen(bare):

@@ -32,6 +32,8 @@ from txnbridge._url import parse_url
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
 
+pytestmark = pytest.mark.offline
+
 HERE = Url("kafka", (("127.0.0.1", None),), "", "kafka://127.0.0.1")
 SECRET = "hunter2-of-us-all"
 LISTED = "2.16.0"  # the librdkafka whose settings we list; a newer one may have more
@@ -105,6 +107,7 @@ def test_what_the_user_says_wins_over_our_defaults():
     assert (found.client["socket.timeout.ms"], found.raw["request_timeout_ms"]) == ("2500", 2500)
 
 
+@pytest.mark.live
 @pytest.mark.timeout(600)  # the first start of a version fetches it
 @pytest.mark.parametrize("times", [{"timeout": 901}, {"timeout": 60, "hold": 841}], ids=str)
 def test_a_time_that_the_cluster_does_not_allow_is_refused_at_connect(kafka_broker, times):

@@ -9,6 +9,8 @@ from txnbridge_pulsar.wire import TxnId
 
 from txnbridge import EvidenceLost
 
+pytestmark = pytest.mark.offline
+
 MARKED = Marked("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
 ANNOUNCED = Announced(
     transaction="billing/1/2",

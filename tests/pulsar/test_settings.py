@@ -13,6 +13,8 @@ from txnbridge_pulsar.settings import OPTIONS, read
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
 
+pytestmark = pytest.mark.offline
+
 HOSTS = (("h", None), ("h2", 6651))
 
 

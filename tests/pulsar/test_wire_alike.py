@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.wire.codec import encode
 from txnbridge_pulsar.wire.errors import CorruptEntry
 from txnbridge_pulsar.wire.incoming import Entry
 from txnbridge_pulsar.wire.outgoing import Batch
+
+pytestmark = pytest.mark.offline
 
 
 class Slow(Entry):

@@ -19,6 +19,8 @@ from txnbridge_pulsar.wire.frames import command, parse, send_command
 from txnbridge_pulsar.wire.ids import MessageId, TxnId, individual_ack_fields
 from txnbridge_pulsar.wire.schema import TYPES, Field
 
+pytestmark = pytest.mark.offline
+
 TOPIC = "persistent://a/b/c"
 TXN = TxnId(0, 0).fields
 

@@ -44,6 +44,8 @@ from tests.in_time import within
 from tests.kafka.certificates import Authority
 from tests.pulsar.fake import FakeBroker, Peer, connected, fake_broker, owns_everything
 
+pytestmark = pytest.mark.offline
+
 # Far more than anything here takes.
 SOON = 60.0
 

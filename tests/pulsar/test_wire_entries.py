@@ -17,6 +17,8 @@ from txnbridge_pulsar.wire.frames import FrameReader, command, parse, send_comma
 from txnbridge_pulsar.wire.ids import ack_set, cumulative_ack_fields, delivered_indexes, individual_ack_fields
 from txnbridge_pulsar.wire.sending import Content
 
+pytestmark = pytest.mark.offline
+
 MINIMUM = {"producer_name": "p", "sequence_id": 5, "publish_time": 1}
 
 

@@ -26,6 +26,8 @@ from txnbridge_rocketmq.remoting import (
 from tests.rocketmq.kit import batched, pairs, stored
 from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
 
+pytestmark = pytest.mark.offline
+
 
 def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> Record:
     (found,) = decode_records(

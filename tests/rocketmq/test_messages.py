@@ -14,6 +14,8 @@ from txnbridge_rocketmq.remoting.records import unpack_properties
 from tests.rocketmq.kit import pairs, stored
 from txnbridge.errors import InvalidOption
 
+pytestmark = pytest.mark.offline
+
 
 def sent(value=b"hello", key=None, headers=(), timestamp=None, **more):
     """The properties and the body that a broker gets, as text and bytes."""

@@ -15,6 +15,8 @@ from txnbridge_rocketmq.remoting.frames import LARGEST_FRAME, Command, Frames, d
 
 from tests.rocketmq.kit import around, binary_frame, frame
 
+pytestmark = pytest.mark.offline
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 fields = st.dictionaries(texts, texts, max_size=5)
 codes = st.integers(0, 32_767)

@@ -21,6 +21,8 @@ from txnbridge_rocketmq.remoting.records import (
 
 from tests.rocketmq.kit import LONG_TOPIC, SHORT_TOPIC, batched, pairs, stored
 
+pytestmark = pytest.mark.offline
+
 ZLIB, LZ4, ZSTD = 0x300, 0x100, 0x200
 names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x01\x02"), min_size=1, max_size=20)
 

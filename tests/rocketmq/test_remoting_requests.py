@@ -34,6 +34,8 @@ from txnbridge_rocketmq.remoting.sending import check_of
 
 from tests.rocketmq.kit import pairs, stored
 
+pytestmark = pytest.mark.offline
+
 STORED = {"msgId": "7F00000100002A9F000000000002B67C", "queueId": "2", "queueOffset": "5", "transactionId": "AB"}
 HALF = Half("orders", "shop", 5, 177788, "AB")
 

@@ -12,6 +12,8 @@ from txnbridge_rocketmq.marks import Mark, Origin, mark_of, properties, unique_k
 from txnbridge_rocketmq.remoting import OffsetId, Property, Record
 from txnbridge_rocketmq.repeats import Repeats
 
+pytestmark = pytest.mark.offline
+
 ORIGIN = Origin({"at": [0], "id": "x"}, 0)
 
 

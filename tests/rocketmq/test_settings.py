@@ -15,6 +15,8 @@ from txnbridge_rocketmq.settings import OPTIONS, read
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Capability, Context, Emitter, Url
 
+pytestmark = pytest.mark.offline
+
 HOSTS = (("h", None), ("h2", 19876))
 
 
