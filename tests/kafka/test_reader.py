@@ -174,6 +174,7 @@ class Member:
     def closed_or_late(self):
         with suppress(DeadlineExceeded):
             self.reader.close(Deadline(1))
+        self.cluster.requests.close()
 
 
 class Cluster:
