@@ -183,6 +183,28 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
         assert wait_until(lambda: visible(unverified, name) == [b"its own", b"beside"], LONG)
 
 
+def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
+    unverified: brokers.Broker,  # noqa: F811
+    bridge: Bridge,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
+    one, asked = Still(unverified, bridge, True), []
+
+    def denied(*_: object) -> None:
+        asked.append(1)
+        raise AccessDenied("it may not be marked")
+
+    with monkeypatch.context() as patch, txnbridge.connect(unverified.url) as other:
+        patch.setattr(Requests, "write_markers", denied)
+        other.consumer(one.target)
+        eventually(lambda: "it may not be marked" in caplog.text, "it is told")
+        assert f"txnbridge transactions repair {one.id} --yes --reason TEXT" in caplog.text
+        time.sleep(2)
+        assert len(asked) == 1
+
+
 PROGRAM = """
 import sys, txnbridge
 url, source, target, group = sys.argv[1:]
