@@ -437,7 +437,9 @@ class Bridge:
             frame = frame.f_back
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if caller is self or getattr(caller, "_connection", None) is self._connection:
+            if caller is self:
+                return True
+            if isinstance(caller, Transaction | Consumer | Publisher) and caller._connection is self._connection:
                 return True
             frame = frame.f_back
         return False
