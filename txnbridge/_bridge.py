@@ -142,7 +142,7 @@ class Bridge:
         self._count = itertools.count(1)
         self._closing = threading.Lock()
         self._let_go = False
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may come here, too
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
         self._logs = logs = Logs(connection, elsewhere)

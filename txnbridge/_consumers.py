@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.01
 class Consumers:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may come here, too
         self._alive: weakref.WeakKeyDictionary[Consumer, Reader] = weakref.WeakKeyDictionary()
         self._readers: set[Reader] = set()  # theirs, and those of consumers that were dropped
         self._dropped: SimpleQueue[Reader | None] = SimpleQueue()  # for the thread that closes the latter

@@ -31,7 +31,7 @@ class Writers:
         self._ledger = ledger  # what the bridge's id keeps in the decision log
         self._turns = Turns(size, _KEEP_SECONDS)  # a place for each transaction
         self._opening = threading.Lock()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a signal handler may come here, too
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
         self._abandoned: deque[tuple[Writer, Begin]] = deque()  # of transactions that were left unfinished
