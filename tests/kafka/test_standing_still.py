@@ -149,6 +149,7 @@ def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_ther
     role: str,
 ) -> None:
     monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
     one = Still(unverified, bridge, True)
     with txnbridge.connect(unverified.url) as other:
         if role == "writes":
@@ -165,6 +166,7 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
 
     def look(*args: Any) -> list[str]:
@@ -190,6 +192,7 @@ def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
     one, asked = Still(unverified, bridge, True), []
 
     def denied(*_: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 
 from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
@@ -21,6 +22,8 @@ _log = logging.getLogger("txnbridge")
 # which is hardly anything: most transactions end within milliseconds.
 _EVERY_SECONDS = 10.0
 _LONGEST_LOOK = 10.0
+# Leaders tell of every producer that they remember, which may be very many: then it looks less often, up to that.
+_SHARE, _SELDOM_SECONDS = 0.01, 30.0
 
 
 class Watch:
@@ -76,9 +79,11 @@ class Watch:
 
 
 def _run(watch_of: weakref.ref[Watch], ended: threading.Event) -> None:
-    going_on = True
-    while going_on and not ended.wait(_EVERY_SECONDS):
+    going_on, took = True, 0.0
+    while going_on and not ended.wait(max(_EVERY_SECONDS, min(took / _SHARE, _SELDOM_SECONDS))):
         if (watch := watch_of()) is None:
             return
+        begun = time.monotonic()
         going_on = watch.look()
+        took = time.monotonic() - begun
         del watch  # not kept while this waits
