@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from random import Random
@@ -15,7 +15,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
-from txnbridge_conformance.plugin import Connect, NewTopic
+from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.acks import Member
 from txnbridge_kafka.ends import forgotten, watch
 from txnbridge_kafka.wire.bodies import acknowledgement
@@ -218,11 +218,13 @@ with txnbridge.connect(url, transactional_id=group, writers=1) as bridge:
 
 @pytest.mark.full
 def test_a_group_goes_on_whenever_its_broker_and_its_processor_die_together(
-    kafka_broker: brokers.Broker, txnbridge_url: str, connect: Connect, new_topic: NewTopic, group: str
+    kafka_broker: brokers.Broker, txnbridge_url: str, connect: Connect, unique: Callable[[str], str], group: str
 ) -> None:
     """In twenty rounds: in three of so many it stood still for good before."""
-    source, target = new_topic(), new_topic()
+    source, target = unique("source"), unique("target")
     writer = connect(writers=1)
+    for topic in (source, target):
+        writer.admin.create_topic(topic)
     random = Random(1)
 
     @contextmanager
