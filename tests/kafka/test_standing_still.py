@@ -217,6 +217,7 @@ with txnbridge.connect(url, transactional_id=group, writers=1) as bridge:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # a broker that was killed comes back when its last session has ended, after six seconds
 def test_a_group_goes_on_whenever_its_broker_and_its_processor_die_together(
     kafka_broker: brokers.Broker, txnbridge_url: str, connect: Connect, unique: Callable[[str], str], group: str
 ) -> None:
