@@ -13,10 +13,12 @@ from txnbridge._admin import Admin
 from txnbridge._bridge import Bridge, connect
 from txnbridge._consumer import Consumer
 from txnbridge._events import Event, EventLogger, JsonLinesRecorder
+from txnbridge._halves import HalfMessages, HalfTransaction
 from txnbridge._messages import Batch, Headers, Message, Position
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._processor import Processor
 from txnbridge._publisher import Publisher
+from txnbridge._resolver import Resolver
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
 from txnbridge._topics import Topic
 from txnbridge._transaction import State, Transaction
@@ -67,6 +69,8 @@ __all__ = [
     "EventLogger",
     "EvidenceLost",
     "Fenced",
+    "HalfMessages",
+    "HalfTransaction",
     "Headers",
     "InvalidOption",
     "InvalidState",
@@ -84,6 +88,7 @@ __all__ = [
     "PositionLost",
     "Processor",
     "Publisher",
+    "Resolver",
     "State",
     "Status",
     "StorageFailed",

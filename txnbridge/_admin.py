@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
+from txnbridge._halfstore import check_decision, half_store
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._topics import Topic, check_topic_name
 from txnbridge.capabilities import Capability
 from txnbridge.errors import InvalidOption, NotFound
-from txnbridge.spi import Advice, Broker, GroupInfo, OpenTransaction, Partition, TopicInfo
+from txnbridge.spi import Advice, Broker, GroupInfo, Half, HalfStore, OpenTransaction, Partition, TopicInfo
 
 
 class Admin:
@@ -137,6 +138,33 @@ class Admin:
     def abort(self, transaction: str, *, reason: str = "") -> Outcome:
         """Abort an open or prepared transaction by its id; the rules of `commit`."""
         return self._end(transaction, Decision.ABORT, reason)
+
+    def parked(self, group: str) -> list[Half]:
+        """The half messages of a group about which the application was asked too often; nobody asks any more."""
+        return self._halves().parked(group, self._deadline())
+
+    def resume(self, group: str, transaction: str) -> None:
+        """Ask about a parked half message again, from the start. Raises `NotFound`."""
+        self._halves().resume(self._parked(group, transaction), self._deadline())
+
+    def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
+        """Publish or drop a parked half message; the true outcome. What the application knows is overridden."""
+        check_decision("the administrator", decision)
+        told = {"decision": decision.value, "by": "administrator", "reason": reason}
+        with self._events.step("half.end", transaction, **told) as found:
+            half = self._parked(group, transaction)
+            outcome = self._halves().end(half, decision, self._deadline())
+            found["outcome"] = outcome.value
+        return outcome
+
+    def _halves(self) -> HalfStore:
+        return half_store(self._broker)
+
+    def _parked(self, group: str, transaction: str) -> Half:
+        for half in self.parked(group):
+            if half.transaction == transaction:
+                return half
+        raise NotFound(f"no half message of transaction {transaction!r} is parked in group {group!r}")
 
     def repair(self, transaction: str) -> str:
         """Mend what the broker left half done about a transaction; says what was done."""

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from txnbridge._decisions import Decisions
+    from txnbridge._halves import Execute, HalfMessages
     from txnbridge._processor import Each, OnBatch, Processor
+    from txnbridge._resolver import Check, Resolver
 
 _log = logging.getLogger("txnbridge")
 
@@ -373,6 +375,46 @@ class Bridge:
                 found += batch
         return found
 
+    def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
+        """Messages that wait for local work, such as a database's commit, and are published or dropped as it went.
+
+            with bridge.half_messages("shop", execute=book, check=was_booked) as sales:
+                with sales.transaction(order) as txn:          # stored at the end of the block; then book(txn, order)
+                    txn.send("orders", ...)
+
+        `execute(txn, arg)` does the work and returns a `Decision`; `raise Abort` is ABORT. If it raises something else,
+        or its process dies, any process of the group is asked: `check(transaction_id, messages)` tells from what they
+        share. It answers ABORT only if the work cannot be done any more, UNDECIDED if it cannot tell yet.
+
+        Raises `NotSupported` where the broker has no half messages.
+        """
+        self._connection.check_open()
+        from txnbridge._halves import HalfMessages
+
+        return HalfMessages(self._connection, group, execute, check)
+
+    def resolver(
+        self,
+        group: str,
+        *,
+        check: Check,
+        parallel: int = 4,
+        check_timeout: float = 30.0,
+        stop_timeout: float = 30.0,
+    ) -> Resolver:
+        """Ask about the half messages of a group whose sender did not say how its work went; see `Resolver`."""
+        self._connection.check_open()
+        from txnbridge._resolver import Resolver
+
+        return Resolver(
+            self._connection,
+            group,
+            check,
+            parallel=parallel,
+            check_timeout=check_timeout,
+            stop_timeout=stop_timeout,
+        )
+
     def publisher(self, name: str | None = None) -> Publisher:
         """Sends without a transaction: idempotent and in order. With a name it can resume after a crash by sequence."""
         self._connection.check_open()
@@ -422,6 +464,8 @@ class Bridge:
     def _close(self, deadline: Deadline) -> None:
         connection = self._connection
         with connection.events.step("bridge.close"):
+            for resolver in list(connection.resolvers):
+                close_quietly(resolver.stop_by, deadline)
             self._end_calls(deadline)
             connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             connection.writers.close()
@@ -439,7 +483,7 @@ class Bridge:
             caller = frame.f_locals.get("self")
             if caller is self:
                 return True
-            if isinstance(caller, Transaction | Consumer | Publisher) and caller._connection is self._connection:
+            if getattr(caller, "_connection", None) is self._connection:  # a transaction's, a consumer's, a check's
                 return True
             frame = frame.f_back
         return False

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
     from txnbridge._consumers import Consumers
     from txnbridge._outcomes import Outcomes
+    from txnbridge._resolver import Resolver
     from txnbridge._writers import Writers
 
 _log = logging.getLogger("txnbridge")
@@ -47,6 +48,7 @@ class Connection:
         self.timeout = timeout
         self.events = Emitter(self.name, plugins.listeners())
         self.header_makers = plugins.header_makers()
+        self.resolvers: set[Resolver] = set()  # those that run
         self.closed = False  # to new calls
         self.forked = False
         self._broker: Broker | None = None

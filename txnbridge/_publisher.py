@@ -8,8 +8,8 @@ from typing import Any
 
 from txnbridge import spi
 from txnbridge._connection import Connection
-from txnbridge._messages import Headers, check_place, encode_headers
-from txnbridge._topics import Topic, as_topic
+from txnbridge._messages import check_place
+from txnbridge._topics import Topic, as_topic, encode_message
 from txnbridge.errors import InvalidOption, InvalidState
 
 
@@ -44,22 +44,18 @@ class Publisher:
 
         Raises `InvalidOption` for a sequence that is not above the last one taken here: it would vanish silently.
         """
-        target = as_topic(topic)
-        pairs = encode_headers(headers) if headers is not None else ()
-        data, key_data = target.encode_value(value, Headers(pairs)), target.encode_key(key)
         check_place(partition, timestamp)
         if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool) or sequence < 0):
             raise InvalidOption(f"a sequence is a whole number from 0, not {sequence!r}")
-        for maker in self._connection.header_makers:
-            pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+        name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
         with self._lock:
             self._check()
             if sequence is not None:
-                self._check_sequence(target.name, sequence)
-            with self._connection.events.step("message.send", None, topic=target.name, bytes=size, sequence=sequence):
+                self._check_sequence(name, sequence)
+            with self._connection.events.step("message.send", None, topic=name, bytes=size, sequence=sequence):
                 self._publisher.send(
-                    target.name,
+                    name,
                     data,
                     key_data,
                     pairs or None,
@@ -68,8 +64,8 @@ class Publisher:
                     sequence,
                     self._connection.deadline(),
                 )
-            if sequence is not None and sequence > self._marks[target.name]:
-                self._last[target.name] = sequence
+            if sequence is not None and sequence > self._marks[name]:
+                self._last[name] = sequence
 
     def _check_sequence(self, topic: str, sequence: int) -> None:
         last = self._last.get(topic)

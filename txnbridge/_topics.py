@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from txnbridge import codecs
 from txnbridge._deadline import check_seconds
-from txnbridge._messages import NO_HEADERS, Headers, Message, encode_key
+from txnbridge._messages import NO_HEADERS, Headers, Message, encode_headers, encode_key
 from txnbridge.codecs import Codec, CodecContext
 from txnbridge.errors import InvalidOption, Poison
 
@@ -80,6 +81,26 @@ def check_topic_name(name: object) -> None:
 @lru_cache(1024)  # each message that is sent asks
 def _can_be_named(name: str) -> bool:
     return 0 < len(name) <= 249 and not any(c.isspace() for c in name)
+
+
+class Encoded(NamedTuple):
+    """A message as a broker takes it."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+
+
+def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:
+    """What a user sends, with the headers of whoever adds some. Raises `InvalidOption`."""
+    target = as_topic(topic)
+    pairs = encode_headers(headers) if headers is not None else ()
+    data = target.encode_value(value, Headers(pairs))
+    key_data = target.encode_key(key)
+    for maker in makers:
+        pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+    return Encoded(target.name, data, key_data, pairs)
 
 
 def as_topic(topic: str | Topic) -> Topic:

@@ -23,7 +23,7 @@ from txnbridge._messages import (
     split_item,
 )
 from txnbridge._token import Outcome, Token
-from txnbridge._topics import Topic, as_topic, check_topic_name
+from txnbridge._topics import Topic, as_topic, check_topic_name, encode_message
 from txnbridge.errors import (
     Abort,
     Conflict,
@@ -223,16 +223,11 @@ class Transaction:
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        target = as_topic(topic)
-        pairs = encode_headers(headers) if headers is not None else ()
-        data = target.encode_value(value, Headers(pairs))
-        key_data = target.encode_key(key)
         check_place(partition, timestamp)
-        for maker in self._connection.header_makers:
-            pairs += encode_headers(maker(topic=target.name, key=key_data) or ())
+        name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
-        with self._events.step("message.send", self.id, topic=target.name, partition=partition, bytes=size):
-            self._write(target.name, data, key_data, pairs or None, partition, timestamp)
+        with self._events.step("message.send", self.id, topic=name, partition=partition, bytes=size):
+            self._write(name, data, key_data, pairs or None, partition, timestamp)
         if self._fingerprint is not None:
             self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -50,6 +50,7 @@ __all__ = [
     "GroupInfo",
     "GroupMember",
     "Half",
+    "HalfMessage",
     "HalfStore",
     "Headers",
     "Identity",
@@ -226,7 +227,7 @@ class Broker(ABC):
         """The log of this name, created at first need. Two processes may create it at once: it is one log."""
 
     def half_store(self) -> HalfStore | None:
-        """Half messages of the broker's own, or None: then the core builds them from topics."""
+        """Half messages of the broker's own; None where it has none."""
         return None
 
     @abstractmethod
@@ -747,37 +748,59 @@ class Ledger(ABC):
 # --- half messages ---------------------------------------------------------------------------------------------------
 
 
+class HalfMessage(NamedTuple):
+    """One message that waits, in the order of `Writer.send`."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None
+    headers: RawHeaders
+    partition: int | None = None
+    timestamp: int | None = None
+
+
 @dataclass(frozen=True)
 class Half:
     """Messages that wait for the outcome of something outside the broker. Times are milliseconds since 1970."""
 
     group: str
-    transaction: str
-    messages: Sequence[tuple[str, bytes | None, bytes | None, RawHeaders]]  # topic, value, key, headers
+    transaction: str  # unique for ever
+    messages: Sequence[HalfMessage]
     check_at: int  # from then on, and again after each unanswered check, it is asked about
     deadline_at: int  # before that nobody may answer ABORT because nothing was recorded
-    checks: int = 0
+    checks: int = 0  # how often it was asked about
+    how: Mapping[str, Any] = field(default_factory=dict)  # what the store needs to end it: its own
 
 
 class HalfStore(ABC):
-    """Half messages that a broker keeps by itself."""
+    """Half messages that a broker keeps by itself. Any thread may call."""
 
     @abstractmethod
-    def put(self, half: Half, deadline: Deadline) -> None:
-        """Store all messages of a half, or none. Repeating it with the same transaction changes nothing."""
+    def put(self, half: Half, deadline: Deadline) -> Half:
+        """Store all messages of a half, or none that could be published; the half as `end` takes it.
+
+        Repeating it with the same transaction changes nothing. Raises `DeliveryFailed` if it certainly is not stored.
+        """
 
     @abstractmethod
-    def end(self, group: str, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """Publish or drop a half; the true outcome if it was ended before. UNDECIDED asks again later."""
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        """Publish a half or drop it, for good: the first decision counts, and its outcome is what comes back.
+
+        UNDECIDED changes nothing but that it is asked about later; UNKNOWN comes back unless it was ended before.
+        Raises `OutcomeUnknown` and `BrokerUnavailable` if the decision may or may not stand: repeat it.
+        """
 
     @abstractmethod
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Halves that are due to be asked about, each lent to one asker at a time."""
+        """Halves that are due to be asked about, as soon as there is one; empty when the deadline passes first.
+
+        Each is lent to one asker for a while. One that was asked about too often is parked instead.
+        """
 
     @abstractmethod
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
         """Halves that were asked about too often; they stay until somebody ends or resumes them."""
 
     @abstractmethod
-    def resume(self, group: str, transaction: str, deadline: Deadline) -> None:
+    def resume(self, half: Half, deadline: Deadline) -> None:
         """Ask about a parked half again from the start. Raises `NotFound`."""

@@ -256,8 +256,9 @@ class EmbeddedAdmin(Admin):
             held = connection.execute(
                 "SELECT id, state, deadline_at FROM transactions WHERE ended_at IS NULL ORDER BY deadline_at"
             ).fetchall()
-            parked = connection.execute(
-                "SELECT group_name, count(*) FROM halves WHERE state = 'parked' GROUP BY group_name"
+            halves = connection.execute(
+                "SELECT group_name, state, count(*), min(check_at) FROM halves WHERE ended_at IS NULL"
+                " GROUP BY group_name, state"
             ).fetchall()
         for transaction, state, deadline_at in held:
             left = max(0, deadline_at - now_ms()) // 1000
@@ -269,8 +270,20 @@ class EmbeddedAdmin(Admin):
                 if state == "prepared"
                 else "",
             )
-        for group, count in parked:
-            yield Advice("warning", f"half messages of {group}", f"{count} are parked: nobody answered for them")
+        for group, state, count, check_at in halves:
+            late = (now_ms() - check_at) // 1000
+            if state == "parked":
+                text = f"{count} are parked: nobody answered for them"
+                yield Advice(
+                    "warning",
+                    f"half messages of {group}",
+                    text,
+                    f"txnbridge resolver parked --group {shlex.quote(group)}",
+                )
+            elif late > self._session.settings.half_check_seconds:
+                text = f"{count} wait, and one should have been asked about {late} s ago: nobody asks"
+                remedy = f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
+                yield Advice("warning", f"half messages of {group}", text, remedy)
 
     def _damage(self, connection: Connection, deadline: Deadline) -> Iterator[Advice]:
         # Looking through a large file lasts, and only this stops it in time.

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from txnbridge.errors import NotFound
-from txnbridge.spi import Deadline, Decision, Half, HalfStore, Outcome
+from txnbridge.errors import DeadlineExceeded, NotFound
+from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
 from txnbridge_embedded.storage.headers import pack, unpack_raw
 from txnbridge_embedded.storage.session import Session
 from txnbridge_embedded.storage.store import Connection, Topic, now_ms
 from txnbridge_embedded.write.outgoing import Outgoing, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
+# How often an asker looks whether a half is due. They are due after seconds.
+_LOOK_SECONDS = 0.2
+# The pause between two checks doubles up to so many times `half_check_seconds`.
+_LONGEST_PAUSE = 8
 _OUTCOMES = {"committed": Outcome.COMMITTED, "aborted": Outcome.ABORTED}
 
 
@@ -26,7 +31,7 @@ class EmbeddedHalves(HalfStore):
         self._store = session.store
         self._interval = int(session.settings.half_check_seconds * 1000)
 
-    def put(self, half: Half, deadline: Deadline) -> None:
+    def put(self, half: Half, deadline: Deadline) -> Half:
         with self._session(deadline) as connection:
             # Taken apart as if they were sent now: a message that cannot be published is refused before it is stored.
             self._take(half.messages, lambda name: self._store.ensure_topic(connection, name, deadline))
@@ -38,23 +43,26 @@ class EmbeddedHalves(HalfStore):
                 ).fetchall()
                 for (half_id,) in added:
                     connection.executemany(
-                        "INSERT INTO half_messages VALUES (?, ?, ?, ?, ?, ?)",
+                        "INSERT INTO half_messages(half, number, topic, key, headers, value, partition, timestamp)"
+                        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                         (
-                            (half_id, number, topic, key, pack(headers), value)
-                            for number, (topic, value, key, headers) in enumerate(half.messages)
+                            (half_id, number, m.topic, m.key, pack(m.headers), m.value, m.partition, m.timestamp)
+                            for number, m in enumerate(half.messages)
                         ),
                     )
+        return half
 
-    def end(self, group: str, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         with (
             self._session(deadline) as connection,
-            self._writing(connection, deadline, transaction, "ending a half message"),
+            self._writing(connection, deadline, half.transaction, "ending a half message"),
         ):
-            half_id, state = self._find(connection, group, transaction)
+            half_id, state, checks = self._find(connection, half)
             if state in _OUTCOMES:
                 return _OUTCOMES[state]
             if decision is Decision.UNDECIDED:
-                connection.execute("UPDATE halves SET check_at = ? WHERE id = ?", (now_ms() + self._interval, half_id))
+                check_at = now_ms() + self._pause(checks)
+                connection.execute("UPDATE halves SET check_at = ? WHERE id = ?", (check_at, half_id))
                 return Outcome.UNKNOWN
             if decision is Decision.COMMIT:
                 self._publish(connection, half_id)
@@ -65,7 +73,22 @@ class EmbeddedHalves(HalfStore):
             )
             return outcome
 
+    def _pause(self, checks: int) -> int:
+        """Milliseconds to the next check, after so many: what nobody knew several times need not be asked so often."""
+        return self._interval * min(1 << max(0, checks - 1), _LONGEST_PAUSE)
+
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        while True:
+            try:
+                if lent := self._due(group, limit, deadline):
+                    return lent
+            except DeadlineExceeded:  # another process writes just now
+                return []
+            if deadline.left() <= _LOOK_SECONDS:
+                return []
+            time.sleep(_LOOK_SECONDS)
+
+    def _due(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         due = (group, now_ms(), limit)
         query = (
             f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'waiting' AND check_at <= ?"
@@ -82,13 +105,13 @@ class EmbeddedHalves(HalfStore):
 
     def _lend(self, connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half | None:
         """One more check: the next is due only when there was time to answer. None if there were enough of them."""
-        half_id, *_, checks = row
+        half_id, group, transaction, *_, checks = row
         if checks >= self._session.settings.half_checks:
-            connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
+            with self._session.events.step("half.park", transaction, group=group, checks=checks):
+                connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
             return None
-        connection.execute(
-            "UPDATE halves SET checks = checks + 1, check_at = ? WHERE id = ?", (now_ms() + self._interval, half_id)
-        )
+        check_at = now_ms() + self._pause(checks + 1)
+        connection.execute("UPDATE halves SET checks = checks + 1, check_at = ? WHERE id = ?", (check_at, half_id))
         return _half(connection, (*row[:-1], checks + 1))
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
@@ -98,7 +121,7 @@ class EmbeddedHalves(HalfStore):
             ).fetchall()
             return [_half(connection, row) for row in rows]
 
-    def resume(self, group: str, transaction: str, deadline: Deadline) -> None:
+    def resume(self, half: Half, deadline: Deadline) -> None:
         with (
             self._session(deadline) as connection,
             self._store.writing(connection, deadline, "resuming a half message"),
@@ -106,10 +129,10 @@ class EmbeddedHalves(HalfStore):
             resumed = connection.execute(
                 "UPDATE halves SET state = 'waiting', checks = 0, check_at = ?"
                 " WHERE group_name = ? AND transaction_id = ? AND state = 'parked'",
-                (now_ms(), group, transaction),
+                (now_ms(), half.group, half.transaction),
             )
             if not resumed.rowcount:
-                raise NotFound(f"no half message of transaction {transaction!r} is parked in group {group!r}")
+                raise NotFound(f"no half message of transaction {half.transaction!r} is parked in group {half.group!r}")
 
     # --- inside a write transaction --------------------------------------------------------------------------------
 
@@ -118,13 +141,14 @@ class EmbeddedHalves(HalfStore):
         with self._session.events.step("step:half", transaction), self._store.writing(connection, deadline, what):
             yield
 
-    def _find(self, connection: sqlite3.Connection, group: str, transaction: str) -> tuple[int, str]:
+    def _find(self, connection: sqlite3.Connection, half: Half) -> tuple[int, str, int]:
         row = connection.execute(
-            "SELECT id, state FROM halves WHERE group_name = ? AND transaction_id = ?", (group, transaction)
+            "SELECT id, state, checks FROM halves WHERE group_name = ? AND transaction_id = ?",
+            (half.group, half.transaction),
         ).fetchone()
         if row is None:
-            raise NotFound(f"group {group!r} has no half message of transaction {transaction!r} (any more)")
-        return row[0], row[1]
+            raise NotFound(f"group {half.group!r} has no half message of transaction {half.transaction!r} (any more)")
+        return row[0], row[1], row[2]
 
     def _publish(self, connection: Connection, half_id: int) -> None:
         outgoing = self._take(_messages(connection, half_id), lambda name: self._store.topic(connection, name))
@@ -132,10 +156,10 @@ class EmbeddedHalves(HalfStore):
         for rows in outgoing.pending():
             store(connection, rows, now)
 
-    def _take(self, messages: Any, find_topic: Callable[[str], Topic]) -> Outgoing:
+    def _take(self, messages: Iterable[HalfMessage], find_topic: Callable[[str], Topic]) -> Outgoing:
         outgoing = Outgoing(find_topic, lambda: None, self._session.settings)
-        for topic, value, key, headers in messages:
-            outgoing.add(topic, value, key, headers, None, None)
+        for message in messages:
+            outgoing.add(*message)
         return outgoing
 
 
@@ -144,8 +168,9 @@ def _half(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half:
     return Half(group, transaction, _messages(connection, half_id), check_at, deadline_at, checks)
 
 
-def _messages(connection: sqlite3.Connection, half_id: int) -> list[tuple[str, bytes | None, bytes | None, Any]]:
+def _messages(connection: sqlite3.Connection, half_id: int) -> list[HalfMessage]:
     rows = connection.execute(
-        "SELECT topic, value, key, headers FROM half_messages WHERE half = ? ORDER BY number", (half_id,)
+        "SELECT topic, value, key, headers, partition, timestamp FROM half_messages WHERE half = ? ORDER BY number",
+        (half_id,),
     )
-    return [(topic, value, key, unpack_raw(headers)) for topic, value, key, headers in rows]
+    return [HalfMessage(topic, value, key, unpack_raw(headers), *place) for topic, value, key, headers, *place in rows]

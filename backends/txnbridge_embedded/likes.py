@@ -48,6 +48,7 @@ def _lacks(*pairs: tuple[Capability, str]) -> dict[Capability, Support]:
 
 
 _ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
+_NO_HALVES = "the broker asks nobody back"
 _ONE_MEMBER = "a partition is read by one member of a group"
 
 LIKES: Mapping[str, Like] = {
@@ -58,6 +59,7 @@ LIKES: Mapping[str, Like] = {
             (Capability.INDIVIDUAL_ACK, _ONE_POSITION),
             (Capability.SHARE_MESSAGE, _ONE_MEMBER),
             (Capability.RESUME_SEQUENCE, "a producer's sequence ends with its session"),
+            (Capability.HALF_MESSAGES, _NO_HALVES),
         ),
         r"(?!\.\.?$)[a-zA-Z0-9._-]{1,249}",
         "it has up to 249 letters (without accents), digits, '.', '_' and '-', and is not '.' or '..'",
@@ -65,7 +67,10 @@ LIKES: Mapping[str, Like] = {
     "pulsar": Like(
         "Pulsar",
         Limits(message_bytes=5 << 20),
-        _lacks((Capability.REPEATED_HEADERS, "a message's properties are a map")),
+        _lacks(
+            (Capability.REPEATED_HEADERS, "a message's properties are a map"),
+            (Capability.HALF_MESSAGES, _NO_HALVES),
+        ),
     ),
     "rocketmq": Like(
         "RocketMQ",

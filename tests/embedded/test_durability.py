@@ -28,7 +28,7 @@ from tests.embedded.kit import (
     values,
 )
 from txnbridge.errors import DeliveryFailed, EvidenceLost, OutcomeUnknown, TransactionAborted
-from txnbridge.spi import Deadline, Decision, Half, Outcome, TokenState
+from txnbridge.spi import Deadline, Decision, Half, HalfMessage, Outcome, TokenState
 from txnbridge.testing import Child, tell
 
 LARGE = [bytes(3000) + b"%d" % number for number in range(12)]  # more than `spill_bytes` below
@@ -183,9 +183,10 @@ def do_everything(path, last):
         tell(("decided", number))
     halves = broker.half_store()
     assert halves is not None
-    halves.put(Half("g", "t", [("half", b"1", None, ()), ("half", b"2", None, ())], 0, 0), Deadline(10))
+    messages = [HalfMessage("half", b"1", None, ()), HalfMessage("half", b"2", None, ())]
+    half = halves.put(Half("g", "t", messages, 0, 0), Deadline(10))
     tell(("half stored", None))
-    halves.end("g", "t", Decision.COMMIT, Deadline(10))
+    halves.end(half, Decision.COMMIT, Deadline(10))
     tell(("half", None))
     broker.admin.delete_topic("large-copy", Deadline(10))
     tell(("deleted", None))
@@ -257,7 +258,7 @@ def check_log(broker, told):
 def check_half(broker, told):
     if "half stored" in told:
         halves = broker.half_store()
-        assert halves.end("g", "t", Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
+        assert halves.end(Half("g", "t", (), 0, 0), Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
         assert all_of(broker, "half") == [b"1", b"2"]
 
 

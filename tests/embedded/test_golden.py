@@ -1,4 +1,4 @@
-"""A file that version 1 wrote stays readable, with all that is in it."""
+"""A file that this version or the one before wrote stays readable, with all that is in it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,21 @@ from txnbridge import Outcome
 from txnbridge.spi import Deadline, Decision, TokenState
 
 GOLDEN = Path(__file__).parent / "golden"
-TOKENS = json.loads((GOLDEN / "v1.json").read_text())
+
+
+@pytest.fixture(params=["v1", "v2"])
+def version(request):
+    return request.param
 
 
 @pytest.fixture
-def bridge(path):
-    path.write_bytes(lzma.decompress((GOLDEN / "v1.db.xz").read_bytes()))
+def tokens(version):
+    return json.loads((GOLDEN / f"{version}.json").read_text())
+
+
+@pytest.fixture
+def bridge(version, path):
+    path.write_bytes(lzma.decompress((GOLDEN / f"{version}.db.xz").read_bytes()))
     with txnbridge.connect(f"embedded:{path}", transactional_id="billing", application="golden") as opened:
         yield opened
 
@@ -36,8 +45,8 @@ def test_messages(bridge):
     assert (orders.partitions, orders.retention_seconds, orders.retention_bytes) == (3, 10**9, 10**12)
 
 
-def test_tokens(bridge):
-    states = {name: bridge.status(token).state for name, token in TOKENS.items()}
+def test_tokens(bridge, tokens):
+    states = {name: bridge.status(token).state for name, token in tokens.items()}
     assert states == {
         "prepared": TokenState.PREPARED,
         "committed": TokenState.COMMITTED,
@@ -45,19 +54,19 @@ def test_tokens(bridge):
     }
     [prepared] = bridge.admin.transactions()
     assert (prepared.state, prepared.messages, prepared.groups) == ("prepared", 1, ("group",))
-    assert bridge.commit(TOKENS["prepared"]) is Outcome.COMMITTED
+    assert bridge.commit(tokens["prepared"]) is Outcome.COMMITTED
     assert b"prepared" in [message.value for message in bridge.read("orders", 100)]
 
 
-def test_what_a_group_has_acknowledged(bridge):
-    bridge.commit(TOKENS["prepared"])
+def test_what_a_group_has_acknowledged(bridge, tokens):
+    bridge.commit(tokens["prepared"])
     with bridge.consumer("inputs", "group") as consumer:
         found = [message.value for message in consumer.poll(100, timeout=10)]
     assert found == [b"%d" % number for number in range(3, 10)]
 
 
-def test_an_aborted_acknowledgement_is_delivered_again(bridge):
-    bridge.abort(TOKENS["prepared"])
+def test_an_aborted_acknowledgement_is_delivered_again(bridge, tokens):
+    bridge.abort(tokens["prepared"])
     with bridge.consumer("inputs", "group") as consumer:
         found = [message.value for message in consumer.poll(100, timeout=10)]
     assert sorted(found) == sorted(b"%d" % number for number in (1, *range(3, 10)))
@@ -75,7 +84,8 @@ def test_a_decision_log(bridge):
 
 def test_a_half_message(bridge):
     halves = bridge._connection.broker.half_store()
-    assert halves.end("g", "half", Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
+    [half] = halves.checks("g", 10, Deadline(10))
+    assert halves.end(half, Decision.COMMIT, Deadline(10)) is Outcome.COMMITTED
     [message] = bridge.read("halves", 10)
     assert (message.value, message.key, message.headers.raw) == (b"h", b"k", (("a", b"b"),))
 

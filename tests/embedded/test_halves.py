@@ -9,12 +9,12 @@ from txnbridge_embedded.write.murmur import partition_of
 from tests.embedded.kit import read, rows, values
 from tests.embedded.test_writer import failing
 from txnbridge.errors import InvalidOption, NotFound, StorageFailed
-from txnbridge.spi import Deadline, Decision, Half, Outcome
+from txnbridge.spi import Deadline, Decision, Half, HalfMessage, Outcome
 
 MESSAGES = (
-    ("orders", b"1", b"key", (("h", b"\xff"), ("h", b""))),
-    ("audit", None, None, ()),
-    ("orders", b"", None, ()),
+    HalfMessage("orders", b"1", b"key", (("h", b"\xff"), ("h", b""))),
+    HalfMessage("audit", None, None, (), timestamp=7),
+    HalfMessage("orders", b"", None, (), 0),
 )
 
 
@@ -33,45 +33,45 @@ def test_a_half_is_invisible_until_it_is_committed_and_then_comes_whole(broker):
     broker.admin.create_topic("orders", 3, Deadline(5))
     halves = put(broker)
     assert values(broker, "orders") == []
-    assert halves.end("g", "t", Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
+    assert halves.end(half_of(), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
     keyed, other = sorted(read(broker, "orders"), key=lambda m: m.key is None)
     assert (keyed.value, keyed.key, keyed.headers.raw) == (b"1", b"key", (("h", b"\xff"), ("h", b"")))
     assert keyed.partition == partition_of(b"key", 3)
-    assert other.value == b""
-    assert values(broker, "audit") == [None]
+    assert (other.value, other.partition) == (b"", 0)
+    assert [(m.value, m.timestamp) for m in read(broker, "audit")] == [(None, 7)]
     assert rows(broker, "SELECT * FROM half_messages") == []
 
 
 def test_a_half_that_is_aborted_is_never_seen(broker):
     halves = put(broker)
-    assert halves.end("g", "t", Decision.ABORT, Deadline(5)) is Outcome.ABORTED
+    assert halves.end(half_of(), Decision.ABORT, Deadline(5)) is Outcome.ABORTED
     assert rows(broker, "SELECT * FROM half_messages") == rows(broker, "SELECT * FROM messages") == []
 
 
 @pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
 def test_the_first_end_of_a_half_stands(opened, decision):
     halves = put(opened())
-    outcome = halves.end("g", "t", decision, Deadline(5))
+    outcome = halves.end(half_of(), decision, Deadline(5))
     other = opened()
     for late in (Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED):
-        assert other.half_store().end("g", "t", late, Deadline(5)) is outcome
+        assert other.half_store().end(half_of(), late, Deadline(5)) is outcome
     assert len(values(other, "orders")) == (2 if decision is Decision.COMMIT else 0)
 
 
 def test_storing_a_half_again_changes_nothing(broker):
     halves = put(broker)
-    halves.put(half_of(messages=(("orders", b"other", None, ()),)), Deadline(5))
-    halves.end("g", "t", Decision.COMMIT, Deadline(5))
+    halves.put(half_of(messages=(HalfMessage("orders", b"other", None, ()),)), Deadline(5))
+    halves.end(half_of(), Decision.COMMIT, Deadline(5))
     halves.put(half_of(), Deadline(5))
     assert len(values(broker, "orders")) == 2
-    assert halves.checks("g", 10, Deadline(5)) == []
+    assert halves.checks("g", 10, Deadline(0.1)) == []
 
 
 def test_the_same_transaction_may_have_a_half_in_each_group(broker):
     halves = put(broker, group="one")
     put(broker, group="other")
-    halves.end("one", "t", Decision.ABORT, Deadline(5))
-    assert halves.end("other", "t", Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
+    halves.end(half_of(group="one"), Decision.ABORT, Deadline(5))
+    assert halves.end(half_of(group="other"), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
 
 
 def test_a_half_that_could_not_be_published_is_refused_before_it_is_stored(opened):
@@ -80,7 +80,7 @@ def test_a_half_that_could_not_be_published_is_refused_before_it_is_stored(opene
         put(broker)
     broker.admin.create_topic("orders", 1, Deadline(5))
     with pytest.raises(InvalidOption):
-        put(broker, messages=(("orders", b"1", None, ()), ("orders", bytes(11), None, ())))
+        put(broker, messages=(HalfMessage("orders", b"1", None, ()), HalfMessage("orders", bytes(11), None, ())))
     assert rows(broker, "SELECT * FROM halves") == []
 
 
@@ -91,8 +91,8 @@ def test_a_half_is_asked_about_when_it_is_due_and_by_one_asker_at_a_time(opened)
     put(broker, transaction="elsewhere", group="another")
     [lent] = halves.checks("g", 10, Deadline(5))
     assert (lent.transaction, lent.checks, lent.group) == ("due", 1, "g")
-    assert [(t, v, k, tuple(h)) for t, v, k, h in lent.messages] == list(MESSAGES)
-    assert other.half_store().checks("g", 10, Deadline(5)) == []
+    assert [m._replace(headers=tuple(m.headers)) for m in lent.messages] == list(MESSAGES)
+    assert other.half_store().checks("g", 10, Deadline(0.1)) == []
 
 
 def test_no_more_halves_are_lent_than_asked_for(broker):
@@ -109,10 +109,10 @@ def test_a_half_that_nobody_answers_for_is_asked_about_again_and_parked_in_the_e
     deadline = Deadline(10)
     while not (parked := halves.parked("g", Deadline(5))):
         deadline.check("waiting until it is parked")
-        seen += [half.checks for half in halves.checks("g", 10, Deadline(5))]
+        seen += [half.checks for half in halves.checks("g", 10, Deadline(0.1))]
     assert seen == [1, 2, 3]
     assert [(half.transaction, half.checks) for half in parked] == [("t", 3)]
-    halves.resume("g", "t", Deadline(5))
+    halves.resume(half_of(), Deadline(5))
     assert halves.parked("g", Deadline(5)) == []
     assert [half.checks for half in halves.checks("g", 10, Deadline(5))] == [1]
 
@@ -121,7 +121,7 @@ def test_undecided_asks_again_later(opened):
     broker = opened(half_check_seconds=0.001)
     halves = put(broker)
     halves.checks("g", 10, Deadline(5))
-    assert halves.end("g", "t", Decision.UNDECIDED, Deadline(5)) is Outcome.UNKNOWN
+    assert halves.end(half_of(), Decision.UNDECIDED, Deadline(5)) is Outcome.UNKNOWN
     deadline = Deadline(10)
     while not halves.checks("g", 10, Deadline(5)):
         deadline.check("waiting for the next check")
@@ -133,18 +133,18 @@ def test_a_parked_half_can_still_be_ended(opened):
     deadline = Deadline(10)
     while not halves.parked("g", Deadline(5)):
         deadline.check("waiting until it is parked")
-        halves.checks("g", 10, Deadline(5))
+        halves.checks("g", 10, Deadline(0.1))
     assert [a.level for a in broker.admin.check(Deadline(5)) if "are parked" in a.text] == ["warning"]
-    assert halves.end("g", "t", Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
+    assert halves.end(half_of(), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
     assert len(values(broker, "orders")) == 2
 
 
 def test_what_is_not_there_is_not_found(broker):
     halves = put(broker)
     with pytest.raises(NotFound):
-        halves.end("g", "other", Decision.COMMIT, Deadline(5))
+        halves.end(half_of("other"), Decision.COMMIT, Deadline(5))
     with pytest.raises(NotFound):
-        halves.resume("g", "t", Deadline(5))  # it waits, it is not parked
+        halves.resume(half_of(), Deadline(5))  # it waits, it is not parked
 
 
 @pytest.mark.parametrize("happens", [True, False])
@@ -157,6 +157,6 @@ def test_a_step_that_failed_in_the_middle_may_be_repeated(broker, happens):
     halves = put(broker)
     failing(broker.store, happens=happens)
     with pytest.raises(StorageFailed):
-        halves.end("g", "t", Decision.COMMIT, Deadline(5))
-    assert halves.end("g", "t", Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
+        halves.end(half_of(), Decision.COMMIT, Deadline(5))
+    assert halves.end(half_of(), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
     assert len(values(broker, "orders")) == 2

@@ -22,6 +22,7 @@ COMMANDS = {
     "redrive": "Send dead letters back to where they came from.",
     "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
+    "resolver": "Ask about half messages, and deal with those that nobody answered for.",
     "status": "Say what became of a token.",
     "doctor": "Look for what weakens a promise or holds readers back.",
     "capabilities": "Say what brokers promise.",

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -15,6 +10,7 @@ import click
 from txnbridge import Poison, Processor, TxnBridgeError
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli
+from txnbridge.cli._modules import load, telling
 
 
 @_common.command("run")
@@ -27,9 +23,9 @@ def command(cli: Cli, target: str, until_idle: bool) -> None:
     after the transaction that is running, a second one at once. What its group does, and what it waits for, is told on
     standard error.
     """
-    found = _load(target)
+    found = load(target, _makes_processors, "neither a Processor nor a function that makes one")
     with ExitStack() as stack:
-        stack.enter_context(_telling())
+        stack.enter_context(telling())
         if not isinstance(found, Processor):
             found = found(stack.enter_context(cli.connect()))
         if not isinstance(found, Processor):
@@ -42,43 +38,8 @@ def command(cli: Cli, target: str, until_idle: bool) -> None:
             _say_what_it_did(cli, found)
 
 
-@contextmanager
-def _telling() -> Iterator[None]:
-    """What the group does and waits for goes to stderr, unless the program has its own idea of logs."""
-    logger = logging.getLogger("txnbridge")
-    if logger.hasHandlers():
-        yield
-        return
-    handler, level = logging.StreamHandler(), logger.level
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
-def _load(target: str) -> Any:
-    """A `Processor`, or something to call. Raises `click.UsageError`; what the module itself raises passes."""
-    name, colon, attribute = target.partition(":")
-    if not (name and colon and attribute):
-        raise click.UsageError(f"{target!r} is not MODULE:NAME")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise click.UsageError(f"there is no module {error.name!r} here or among what is installed") from None
-        raise
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise click.UsageError(f"module {name} has no {attribute!r}")
-        found = getattr(found, part)
-    if not (isinstance(found, Processor) or callable(found)):
-        raise click.UsageError(f"{target} is {type(found).__name__}, neither a Processor nor a function that makes one")
-    return found
+def _makes_processors(found: Any) -> bool:
+    return isinstance(found, Processor) or callable(found)
 
 
 def _say_what_it_did(cli: Cli, processor: Processor) -> None:

@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 from txnbridge.errors import AccessDenied, BackendMissing, InvalidOption, NotFound, StorageFailed, TxnBridgeError
-from txnbridge_embedded.storage.schema import APPLICATION_ID, VERSION
+from txnbridge_embedded.storage.schema import APPLICATION_ID, OLDEST, VERSION
 
 OLDEST_SQLITE = (3, 35)  # the first with RETURNING
 
@@ -80,24 +80,24 @@ def _unescape(point: str) -> str:
     return point
 
 
-def check_header(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file is ours; False for an empty one. Raises for another program's, a newer or a damaged one."""
+def check_header(connection: sqlite3.Connection, path: Path) -> int:
+    """Which version of ours the file is; 0 for an empty one. Raises for another program's, a newer or a damaged one."""
     # In one statement, because another process may be making the file right now.
     application, version, tables = connection.execute(
         "SELECT application_id, user_version, (SELECT count(*) FROM sqlite_master)"
         " FROM pragma_application_id, pragma_user_version"
     ).fetchone()
     if application == 0 and version == 0 and tables == 0:
-        return False
+        return 0
     if application != APPLICATION_ID:
         raise InvalidOption(f"{path} is a database of another program; name another file")
     if version > VERSION:
         raise InvalidOption(
             f"{path} was written by a newer txnbridge (its version is {version}, this one reads {VERSION}); upgrade"
         )
-    if version < VERSION:
+    if version < OLDEST:
         raise InvalidOption(f"{path} has version {version}, which no released txnbridge wrote; restore a copy")
-    return True
+    return int(version)
 
 
 def in_place(path: Path, inode: tuple[int, int]) -> bool:

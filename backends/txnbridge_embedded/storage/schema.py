@@ -1,4 +1,4 @@
-"""What is in the file, version 1, and how its parts are numbered."""
+"""What is in the file, version 2, and how its parts are numbered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 import uuid
 
 APPLICATION_ID = 0x74786E62  # "txnb", in the file's header: tells our file from another program's
-VERSION = 1  # of the schema, in the file's header
+VERSION = 2  # of the schema, in the file's header
+OLDEST = 1  # that is read: it is upgraded when it is opened
 
 OFFSET_BITS = 40  # a message's row id is partition << 40 | offset, so that a partition's messages lie together
 MAX_OFFSET = (1 << OFFSET_BITS) - 1
@@ -121,8 +122,14 @@ CREATE INDEX halves_due ON halves(group_name, check_at) WHERE state = 'waiting';
 
 CREATE TABLE half_messages(
   half INTEGER NOT NULL, number INTEGER NOT NULL, topic TEXT NOT NULL, key BLOB, headers TEXT, value BLOB,
-  PRIMARY KEY(half, number)) WITHOUT ROWID;
+  partition INTEGER, timestamp INTEGER, PRIMARY KEY(half, number)) WITHOUT ROWID;
 """
+
+# From version 1. Processes that have the file open already go on as they did.
+_UPGRADE = (
+    "ALTER TABLE half_messages ADD COLUMN partition INTEGER",
+    "ALTER TABLE half_messages ADD COLUMN timestamp INTEGER",
+)
 
 
 def create(connection: sqlite3.Connection) -> None:
@@ -134,3 +141,10 @@ def create(connection: sqlite3.Connection) -> None:
     connection.execute(
         "INSERT INTO meta VALUES ('cluster', ?), ('created_at', ?)", (str(uuid.uuid4()), time.time_ns() // 1_000_000)
     )
+
+
+def upgrade(connection: sqlite3.Connection) -> None:
+    """Make version 1 this one, inside a write transaction."""
+    for statement in _UPGRADE:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA user_version = {VERSION}")

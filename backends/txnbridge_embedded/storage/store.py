@@ -159,22 +159,25 @@ class Store:
             raise
 
     def _make_ready(self, connection: Connection, deadline: Deadline) -> None:
-        def look(_: Connection) -> bool:
+        def look(_: Connection) -> int:
             return files.check_header(connection, self.path)
 
         def set_journal(_: Connection) -> str:
             return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
 
-        ours = self._retry(connection, deadline, "opening", _READ_POLL, look)
-        if not ours:
+        version = self._retry(connection, deadline, "opening", _READ_POLL, look)
+        if not version:
             connection.execute(f"PRAGMA page_size = {schema.PAGE_BYTES}")
         if self._retry(connection, deadline, "opening", _READ_POLL, set_journal) != "wal":
             raise StorageFailed(f"{self.path} is on a file system where SQLite cannot keep a write-ahead log")
-        if not ours:
+        if version != schema.VERSION:
             self._open_turn(connection)
             with self.writing(connection, deadline, "creating the file"):
-                if not look(connection):  # another process may have been quicker
+                version = look(connection)  # another process may have been quicker
+                if not version:
                     schema.create(connection)
+                elif version != schema.VERSION:
+                    schema.upgrade(connection)
         found = os.stat(self.path)
         self._inode = (found.st_dev, found.st_ino)
 

@@ -1,7 +1,7 @@
-"""Makes `v1.db.xz`, a file of version 1 with something in every table, and `v1.json`, the tokens that go with it.
+"""Makes `v2.db.xz`, a file of version 2 with something in every table, and `v2.json`, the tokens that go with it.
 
 They were made once, by `python -m tests.embedded.golden.make` in the top folder, and are never made again: what a
-released version wrote has to stay readable. A new version gets a file of its own beside them.
+version wrote has to stay readable by the next one. A new version gets a file of its own beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import txnbridge
-from txnbridge.spi import Deadline, Half
+from txnbridge.spi import Deadline, Half, HalfMessage
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ def fill(path: Path) -> dict[str, str]:
             with bridge.transaction() as txn:
                 txn.ack(batch[0])
                 txn.ack(batch[2])
-            with bridge.transaction(prepare=True, hold=10**10) as txn:
+            with bridge.transaction(prepare=True, hold=10**9) as txn:
                 txn.ack(batch[1])
                 txn.send("orders", b"prepared", partition=0, timestamp=1237)
             tokens["prepared"] = str(txn.token)
@@ -49,15 +49,16 @@ def fill(path: Path) -> dict[str, str]:
         log.trim((1,), Deadline(10))
         halves = bridge._connection.broker.half_store()
         assert halves is not None
-        halves.put(Half("g", "half", [("halves", b"h", b"k", [("a", b"b")])], 1, 2), Deadline(10))
+        message = HalfMessage("halves", b"h", b"k", [("a", b"b")])
+        halves.put(Half("g", "half", [message], 1, 2), Deadline(10))
     return tokens
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "v1.db")
-        (HERE / "v1.json").write_text(json.dumps(fill(path), indent=1) + "\n")
-        (HERE / "v1.db.xz").write_bytes(lzma.compress(path.read_bytes(), preset=9))
+        path = Path(folder, "v2.db")
+        (HERE / "v2.json").write_text(json.dumps(fill(path), indent=1) + "\n")
+        (HERE / "v2.db.xz").write_bytes(lzma.compress(path.read_bytes(), preset=9))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""`txnbridge resolver`: asking by a process of its own, and what was parked."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance.looking import eventually
+
+from tests.cli.conftest import Invoke
+from txnbridge import Bridge, Decision
+
+SHOP = """
+from txnbridge import Decision
+
+def was_booked(id, messages):
+    return Decision.COMMIT if messages[0].value == b"booked" else Decision.ABORT
+"""
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    url = f"embedded:{tmp_path}/broker.db?half_check_seconds=0.1&half_checks=1"
+    monkeypatch.setenv("TXNBRIDGE_URL", url)
+    return url
+
+
+def leave_undecided(bridge: Bridge, *values: bytes) -> list[str]:
+    ids = []
+    undecided = lambda *_: Decision.UNDECIDED  # noqa: E731
+    with bridge.half_messages("shop", execute=undecided, check=undecided) as sales:
+        sales.close()
+        for value in values:
+            with sales.transaction(timeout=0.1) as txn:
+                txn.send("orders", value)
+            ids.append(txn.id)
+    return ids
+
+
+def test_a_process_of_its_own_asks_until_it_is_stopped(url: str, bridge: Bridge, tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    leave_undecided(bridge, b"booked", b"not booked")
+    command = [sys.executable, "-m", "txnbridge.cli", "resolver", "run", "--group", "shop", "--check"]
+    asking = subprocess.Popen(
+        [*command, "shop:was_booked", "--json"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        eventually(lambda: [m.value for m in bridge.read("orders", 10)] == [b"booked"], "it is published")
+        asking.send_signal(signal.SIGTERM)
+        told, _ = asking.communicate(timeout=60)
+    finally:
+        asking.kill()
+    assert (asking.returncode, json.loads(told)["committed"]) == (0, 1)
+    missing = subprocess.run([*command, "shop:nothing"], cwd=tmp_path, capture_output=True, text=True)
+    assert missing.returncode == 2 and "has no 'nothing'" in missing.stderr
+
+
+def test_what_nobody_answered_for_is_listed_resumed_and_ended(url: str, bridge: Bridge, invoke: Invoke) -> None:
+    one, other = leave_undecided(bridge, b"one", b"other")
+    with bridge.resolver("shop", check=lambda *_: Decision.UNDECIDED):
+        eventually(lambda: len(bridge.admin.parked("shop")) == 2, "both are parked")
+    listed = invoke("resolver", "parked", "--group", "shop")
+    assert one in listed.stdout and other in listed.stdout and "orders" in listed.stdout
+    found = json.loads(invoke("resolver", "parked", "--group", "shop", "--json").stdout)
+    assert [(half["transaction"], half["messages"], half["checks"]) for half in found] == [(one, 1, 1), (other, 1, 1)]
+
+    unsure = invoke("resolver", "commit", "--group", "shop", one)
+    assert (unsure.exit_code, "--yes and --reason" in unsure.stdout) == (2, True)
+    done = invoke("resolver", "commit", "--group", "shop", one, "--yes", "--reason", "paid")
+    assert (done.exit_code, done.stdout.strip()) == (0, "committed")
+    assert [m.value for m in bridge.read("orders", 10)] == [b"one"]
+    assert invoke("resolver", "resume", "--group", "shop", other).exit_code == 0
+    gone = invoke("resolver", "abort", "--group", "shop", other, "--yes", "--reason", "unpaid")
+    assert (gone.exit_code, "is parked" in gone.stderr) == (2, True)

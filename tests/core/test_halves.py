@@ -1,0 +1,384 @@
+"""Half messages on the embedded broker: messages and local work agree, whatever fails or dies in between."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from txnbridge_conformance.looking import eventually
+from txnbridge_embedded.halves import EmbeddedHalves
+
+import txnbridge
+from tests.embedded.kit import rows
+from txnbridge import (
+    Abort,
+    Bridge,
+    BrokerUnavailable,
+    Decision,
+    HalfMessages,
+    HalfTransaction,
+    InvalidOption,
+    InvalidState,
+    Message,
+    NotFound,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    TransactionAborted,
+)
+from txnbridge.spi import Deadline, Half
+from txnbridge.testing import crash_everywhere
+
+COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
+# Asked about soon, and soon again.
+SOON = "half_check_seconds=0.2"
+# The time that local work has; then an ABORT of `check` counts.
+TIMEOUT = 0.5
+
+
+Values = tuple[list[bytes], list[bytes]]
+BOTH: Values = [b"order"], [b"audit"]
+NOTHING: Values = [], []
+
+
+@pytest.fixture
+def bridge(tmp_path: Path) -> Iterator[Bridge]:
+    with txnbridge.connect(f"embedded:{tmp_path}/broker.db?{SOON}") as bridge:
+        yield bridge
+
+
+def stored(bridge: Bridge, query: str) -> Any:
+    broker: Any = bridge._connection.broker
+    return rows(broker, query)
+
+
+def says(decision: Decision) -> Callable[..., Decision]:
+    return lambda *_: decision
+
+
+def sell(sales: HalfMessages, arg: Any = None, timeout: float = 60) -> HalfTransaction:
+    with sales.transaction(arg, timeout=timeout) as txn:
+        txn.send("orders", b"order", key="k", headers={"h": "1"})
+        txn.send("audit", b"audit")
+    return txn
+
+
+def published(bridge: Bridge) -> Values:
+    orders, audit = ([m.value for m in bridge.read(topic, 10)] for topic in ("orders", "audit"))
+    return orders, audit
+
+
+@pytest.fixture(autouse=True)
+def topics(bridge: Bridge) -> None:
+    bridge.ensure_topics("orders", "audit")
+
+
+# --- what execute says ----------------------------------------------------------------------------------------------
+
+
+def test_messages_are_stored_before_the_work_and_published_behind_it(bridge: Bridge) -> None:
+    seen: list[Any] = []
+
+    def execute(txn: HalfTransaction, arg: Any) -> Decision:
+        seen.append((txn.id, arg, published(bridge), stored(bridge, "SELECT state FROM halves")))
+        return COMMIT
+
+    with bridge.half_messages("shop", execute=execute, check=says(ABORT)) as sales:
+        txn = sell(sales, 42)
+    assert seen == [(txn.id, 42, NOTHING, [("waiting",)])]
+    assert (txn.outcome, published(bridge)) == (Outcome.COMMITTED, BOTH)
+    [message] = bridge.read("orders", 10)
+    assert (message.key, message.headers["h"]) == (b"k", "1")
+
+
+def raise_abort(*_: Any) -> Decision:
+    raise Abort
+
+
+@pytest.mark.parametrize("execute", [says(ABORT), raise_abort])
+def test_what_the_work_refuses_is_never_seen(bridge: Bridge, execute: Callable[..., Decision]) -> None:
+    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
+        assert sell(sales).outcome is Outcome.ABORTED
+    assert published(bridge) == NOTHING
+
+
+@pytest.mark.parametrize("error", [Abort, ZeroDivisionError])
+def test_an_exception_in_the_block_stores_nothing_and_does_no_work(bridge: Bridge, error: type[Exception]) -> None:
+    def execute(*_: Any) -> Decision:
+        raise AssertionError("no work")
+
+    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
+        with suppress(ZeroDivisionError), sales.transaction() as txn:
+            txn.send("orders", b"never")
+            raise error
+    assert (txn.outcome, stored(bridge, "SELECT * FROM halves")) == (Outcome.ABORTED, [])
+
+
+def boom(*_: Any) -> Decision:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("execute", "error"),
+    [(boom, ZeroDivisionError), (says(UNDECIDED), None), (lambda *_: None, InvalidOption)],
+    ids=["raises", "undecided", "nonsense"],
+)
+@pytest.mark.parametrize("decision", [COMMIT, ABORT])
+def test_where_the_work_does_not_say_check_does(
+    bridge: Bridge, execute: Any, error: type[Exception] | None, decision: Decision
+) -> None:
+    asked: list[tuple[str, list[tuple[str, bytes, bytes | None]]]] = []
+
+    def check(id: str, messages: Sequence[Message]) -> Decision:
+        asked.append((id, [(m.topic, m.value, m.key) for m in messages]))
+        return decision
+
+    with bridge.half_messages("shop", execute=execute, check=check) as sales:
+        txn = sales.transaction(timeout=TIMEOUT)
+        with pytest.raises(error) if error else nullcontext(), txn:
+            txn.send("orders", b"order", key="k")
+        assert txn.outcome is Outcome.UNKNOWN
+        ended = f"SELECT state FROM halves WHERE transaction_id = '{txn.id}' AND ended_at > 0"
+        eventually(lambda: stored(bridge, ended) != [], "it is ended")
+    assert asked[-1] == (txn.id, [("orders", b"order", b"k")])
+    assert [m.value for m in bridge.read("orders", 10)] == ([b"order"] if decision is COMMIT else [])
+
+
+# --- what the broker does -------------------------------------------------------------------------------------------
+
+
+def test_no_work_is_done_for_messages_that_could_not_be_stored(
+    bridge: Bridge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+
+    def execute(*given: Any) -> Decision:
+        done.append(given)
+        return COMMIT
+
+    with bridge.half_messages("shop", execute=execute, check=says(COMMIT)) as sales:
+        with pytest.raises(NotFound), sales.transaction() as txn:
+            txn.send("orders", b"never", partition=7)
+        assert txn.outcome is Outcome.ABORTED
+        put = EmbeddedHalves.put
+
+        def lost(store: EmbeddedHalves, half: Half, deadline: Deadline) -> Half:
+            put(store, half, deadline)
+            raise OutcomeUnknown("the answer is lost")
+
+        monkeypatch.setattr(EmbeddedHalves, "put", lost)
+        with pytest.raises(BrokerUnavailable, match="nothing was done"):
+            sell(sales)
+        monkeypatch.undo()
+        assert (done, published(bridge)) == ([], NOTHING)
+        assert stored(bridge, "SELECT state FROM halves") == [("aborted",)]
+
+
+@pytest.mark.parametrize("happened", [True, False])
+def test_a_lost_answer_to_its_end_is_asked_for_again(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch, happened: bool
+) -> None:
+    end, lost = EmbeddedHalves.end, [1]
+
+    def lose(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        if happened or not lost:
+            outcome = end(store, half, decision, deadline)
+        if lost:
+            lost.pop()
+            raise OutcomeUnknown("the answer is lost")
+        return outcome
+
+    with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
+        monkeypatch.setattr(EmbeddedHalves, "end", lose)
+        assert sell(sales).outcome is Outcome.COMMITTED
+    assert published(bridge) == BOTH
+
+
+def test_what_the_broker_was_not_told_in_time_check_tells_it(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, away = EmbeddedHalves.end, threading.Event()
+    away.set()
+
+    def fail(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        if away.is_set():
+            raise BrokerUnavailable("it is away")
+        return end(store, half, decision, deadline)
+
+    monkeypatch.setattr(EmbeddedHalves, "end", fail)
+    with bridge.half_messages("shop", execute=says(COMMIT), check=says(COMMIT)) as sales:
+        with pytest.raises(OutcomeUnknown, match="check is asked"):
+            sell(sales, timeout=TIMEOUT)
+        away.clear()
+        eventually(lambda: published(bridge) == BOTH, "it is published")
+
+
+# --- what check says ------------------------------------------------------------------------------------------------
+
+
+def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge: Bridge) -> None:
+    asked = threading.Event()
+
+    def check(*_: Any) -> Decision:
+        asked.set()
+        return ABORT
+
+    def slow(*_: Any) -> Decision:
+        assert asked.wait(60)
+        eventually(lambda: sales._resolver.stats.checks > 0, "its answer is taken")
+        return COMMIT
+
+    with bridge.half_messages("shop", execute=slow, check=check) as sales:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("txnbridge._halves._FIRST_CHECK_SECONDS", 0.0)
+            assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
+        asked.clear()
+        with pytest.raises(TransactionAborted, match="check answered ABORT"):
+            sell(sales, timeout=TIMEOUT)
+
+
+def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_is_parked(
+    bridge: Bridge, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = threading.Event()
+
+    def check(id: str, messages: Sequence[Message]) -> Decision:
+        held.wait(60)
+        raise ValueError(messages[0].value)
+
+    url = f"{bridge.url.partition('?')[0]}?half_check_seconds=0.05&half_checks=2"
+    with txnbridge.connect(url) as other:
+        resolver = other.resolver("shop", check=check, parallel=1, check_timeout=0.1)
+        with resolver:
+            with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(UNDECIDED)) as sales:
+                sales.close()
+                txn = sell(sales, timeout=TIMEOUT)
+            eventually(lambda: not resolver.healthy, "it hangs")
+            assert "keeps one of 1 places" in caplog.text
+            held.set()
+            eventually(lambda: other.admin.parked("shop") != [], "it is parked")
+            assert resolver.healthy
+        assert resolver.stats.failed == 2
+        assert "ValueError at " in caplog.text and "order" not in caplog.text.replace(txn.id, "")
+        [half] = other.admin.parked("shop")
+        assert (half.transaction, half.checks, len(half.messages)) == (txn.id, 2, 2)
+        [advice] = [advice for advice in other.admin.check() if "parked" in advice.text]
+        assert advice.remedy == "txnbridge resolver parked --group shop"
+        other.admin.resume("shop", txn.id)
+        assert other.admin.parked("shop") == []
+        with other.resolver("shop", check=says(COMMIT)):
+            eventually(lambda: published(bridge) == BOTH, "it is asked again")
+        with pytest.raises(NotFound):
+            other.admin.end_parked("shop", txn.id, ABORT)
+
+
+def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bridge: Bridge, tmp_path: Path) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def check(*_: Any) -> Decision:
+        asked.set()
+        go_on.wait(60)
+        return COMMIT
+
+    with txnbridge.connect(bridge.url, timeout=1) as closing_one:
+        sales = closing_one.half_messages("shop", execute=says(UNDECIDED), check=check)
+        sell(sales, timeout=TIMEOUT)
+        assert asked.wait(60)
+    go_on.set()
+    eventually(lambda: not closing_one._connection.resolvers, "it ends with its last check")
+    with pytest.raises(InvalidState, match="closed"):
+        sales.transaction()
+    with bridge.resolver("shop", check=says(COMMIT)):
+        eventually(lambda: published(bridge) == BOTH, "another process ends it")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_bad_calls_are_refused_by_name(bridge: Bridge, tmp_path: Path) -> None:
+    for group in ("", "two words", None):
+        with pytest.raises(InvalidOption, match="group"):
+            bridge.half_messages(group, execute=says(COMMIT), check=says(COMMIT))  # type: ignore[arg-type]
+    for wrong in ({"execute": None, "check": says(COMMIT)}, {"execute": says(COMMIT), "check": None}):
+        with pytest.raises(InvalidOption, match="is called as f"):
+            bridge.half_messages("g", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidOption, match="parallel"):
+        bridge.resolver("g", check=says(COMMIT), parallel=0)
+    with bridge.half_messages("g", execute=says(COMMIT), check=says(COMMIT)) as sales:
+        with sales.transaction() as txn:
+            with pytest.raises(InvalidOption):
+                txn.send("orders", 7)
+        with pytest.raises(InvalidState, match="has ended"):
+            txn.send("orders", b"late")
+        with pytest.raises(InvalidState, match="has ended"), txn:
+            pass
+        assert txn.outcome is Outcome.COMMITTED  # of nothing but its work
+    with txnbridge.connect(f"embedded:{tmp_path}/other.db?like=kafka") as other:
+        with pytest.raises(NotSupported, match="half-messages"):
+            other.half_messages("g", execute=says(COMMIT), check=says(COMMIT))
+
+
+# --- a shop whose processes die -------------------------------------------------------------------------------------
+
+
+class Shop:
+    """Sales in a database of their own. A row without what was sold: it may not be sold any more."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._path = url.removeprefix("embedded:").partition("?")[0] + ".sales"
+        with self._database() as database:
+            database.execute("CREATE TABLE IF NOT EXISTS sales(id TEXT PRIMARY KEY, sold TEXT)")
+
+    def _database(self) -> Any:
+        return closing(sqlite3.connect(self._path, timeout=60, isolation_level=None))
+
+    def book(self, txn: HalfTransaction, sold: str) -> Decision:
+        events = txn._connection.events
+        with self._database() as database:
+            with events.step("step:work", txn.id):
+                added = database.execute("INSERT INTO sales VALUES (?, ?) ON CONFLICT DO NOTHING", (txn.id, sold))
+            return COMMIT if added.rowcount else ABORT
+
+    def was_booked(self, id: str, messages: Sequence[Message]) -> Decision:
+        with self._database() as database:
+            database.execute("INSERT INTO sales VALUES (?, NULL) ON CONFLICT DO NOTHING", (id,))
+            ((sold,),) = database.execute("SELECT sold FROM sales WHERE id = ?", (id,)).fetchall()
+            return ABORT if sold is None else COMMIT
+
+    def sold(self) -> list[bytes]:
+        with self._database() as database:
+            return [row[0].encode() for row in database.execute("SELECT sold FROM sales WHERE sold IS NOT NULL")]
+
+
+def keep_shop(url: str) -> None:
+    """Sell one thing, unless it is sold, and wait until nothing is undecided."""
+    shop = Shop(url)
+    with txnbridge.connect(url) as bridge:
+        with bridge.half_messages("shop", execute=shop.book, check=shop.was_booked) as sales:
+            eventually(lambda: stored(bridge, "SELECT 1 FROM halves WHERE ended_at IS NULL") == [], "all is decided")
+            if not shop.sold():
+                with sales.transaction("car", timeout=TIMEOUT) as txn:
+                    txn.send("orders", b"car")
+                    txn.send("audit", b"car")
+
+
+def check_shop(url: str) -> None:
+    """What was sold is published, once, and nothing else."""
+    with txnbridge.connect(url) as bridge:
+        assert published(bridge) == ([b"car"], [b"car"])
+        assert Shop(url).sold() == [b"car"]
+
+
+@pytest.mark.timeout(240)
+def test_work_and_messages_agree_wherever_a_process_dies(tmp_path: Path) -> None:
+    numbers = iter(range(1000))
+
+    def fresh() -> str:
+        return f"embedded:{tmp_path}/{next(numbers)}.db?{SOON}"
+
+    killed_at = {point.event for point in crash_everywhere(keep_shop, check_shop, fresh=fresh, at_once=4)}
+    assert {"half.store/after", "step:work/before", "step:work/after", "half.end/before", "half.end/after"} <= killed_at

@@ -1,0 +1,52 @@
+"""What those who send half messages and those who ask about them share."""
+
+from __future__ import annotations
+
+import time
+
+from txnbridge._connection import Connection
+from txnbridge._deadline import Deadline
+from txnbridge._token import Decision, Outcome
+from txnbridge.capabilities import Capability
+from txnbridge.errors import BrokerUnavailable, InvalidOption, NotSupported, OutcomeUnknown
+from txnbridge.spi import Broker, Half, HalfStore
+
+# Between two tries to tell a broker that does not answer.
+_RETRY_SECONDS = 0.1
+
+
+def half_store(broker: Broker) -> HalfStore:
+    """Raises `NotSupported` with the reason."""
+    broker.capabilities.require(Capability.HALF_MESSAGES)
+    store = broker.half_store()
+    if store is None:
+        raise NotSupported("this broker keeps no half messages")
+    return store
+
+
+def check_group(group: object) -> str:
+    if not isinstance(group, str) or not group or any(c.isspace() for c in group):
+        raise InvalidOption("a group of half messages is text without white space")
+    return group
+
+
+def check_decision(what: str, decision: object) -> None:
+    if not isinstance(decision, Decision):
+        raise InvalidOption(
+            f"{what} returned {type(decision).__name__}; it must return Decision.COMMIT, ABORT or UNDECIDED"
+        )
+
+
+def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+    """End a half for certain: repeating the same decision is safe. Raises what stands when the time is over."""
+    with connection.events.step("half.end", half.transaction, decision=decision.value) as found:
+        while True:
+            try:
+                outcome = store.end(half, decision, deadline)
+            except (OutcomeUnknown, BrokerUnavailable):
+                if deadline.left() <= _RETRY_SECONDS:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            else:
+                found["outcome"] = outcome.value
+                return outcome

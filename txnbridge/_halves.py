@@ -1,0 +1,257 @@
+"""Half messages: they wait for the outcome of work outside the broker, and are published or dropped as it went.
+
+They are stored first, where nobody sees them; only then the local work is done. So whoever dies in between leaves them
+at the broker, and a resolver of the group asks the application what became of the work: `_resolver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+from txnbridge._connection import Connection, random_name
+from txnbridge._deadline import Deadline, check_seconds
+from txnbridge._halfstore import check_decision, check_group, end_half, half_store
+from txnbridge._messages import check_place, split_item
+from txnbridge._resolver import Check, Resolver
+from txnbridge._token import Decision, Outcome
+from txnbridge._topics import Topic, encode_message
+from txnbridge.errors import (
+    Abort,
+    BrokerUnavailable,
+    InvalidOption,
+    InvalidState,
+    OutcomeUnknown,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge.spi import Half, HalfMessage, HalfStore
+
+_log = logging.getLogger("txnbridge")
+
+Execute = Callable[["HalfTransaction", Any], Decision]
+
+# The application is asked for the first time so long after a transaction began: most local work has ended by then, and
+# the messages of a process that died need not wait for the whole deadline.
+_FIRST_CHECK_SECONDS = 6.0
+# Local work may have taken all of the time; to tell the broker how it went there is always so much.
+_END_SECONDS = 2.0
+
+_WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED, Decision.UNDECIDED: Outcome.UNKNOWN}
+
+
+class HalfTransaction:
+    """Messages that wait for local work. At the end of its block they are stored, then the work is done.
+
+    An exception in the block drops them before they are stored; `raise Abort` does so quietly. One thread uses it at a
+    time.
+    """
+
+    def __init__(
+        self, connection: Connection, store: HalfStore, group: str, id: str, execute: Execute, arg: Any, timeout: float
+    ) -> None:
+        self._connection = connection
+        self._store = store
+        self._group = group
+        self._id = id
+        self._execute = execute
+        self._arg = arg
+        self._deadline = Deadline(timeout)
+        self._began = time.time()
+        self._messages: list[HalfMessage] = []
+        self._turn = threading.Lock()
+        self._open = True
+        self._outcome: Outcome | None = None
+
+    @property
+    def id(self) -> str:
+        """Unique for ever. The local work keeps it where `check` finds it."""
+        return self._id
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What happened, None until it has ended. UNKNOWN: the application is asked later."""
+        return self._outcome
+
+    @property
+    def deadline(self) -> float:
+        """Seconds left. After that an ABORT of `check` counts, so the local work should have ended before."""
+        return self._deadline.left()
+
+    def __repr__(self) -> str:
+        state = "open" if self._open else self._outcome.value if self._outcome else "ending"
+        return f"<HalfTransaction {self._id} {state}>"
+
+    def send(
+        self,
+        topic: str | Topic,
+        value: Any,
+        *,
+        key: Any = None,
+        headers: Mapping[str, Any] | Iterable[tuple[str, Any]] | None = None,
+        partition: int | None = None,
+        timestamp: int | None = None,
+    ) -> None:
+        """Add one message; it is kept here until the end of the block. Raises `InvalidOption`."""
+        with self._in_turn("send"):
+            self._connection.check_open()
+            check_place(partition, timestamp)
+            self._check_room()
+            name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
+            size = len(data) if data is not None else None
+            with self._connection.events.step("message.send", self._id, topic=name, partition=partition, bytes=size):
+                self._messages.append(HalfMessage(name, data, key_data, pairs, partition, timestamp))
+
+    def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
+        """Add many messages to one topic: values, (value, key) or (value, key, headers)."""
+        for item in items:
+            value, key, headers = split_item(item)
+            self.send(topic, value, key=key, headers=headers)
+
+    def _check_room(self) -> None:
+        most = self._connection.broker.limits.transaction_messages
+        if most is not None and len(self._messages) >= most:
+            raise InvalidOption(f"a transaction has at most {most} messages on this broker")
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> HalfTransaction:
+        if not self._open:
+            raise self._refusal("a block")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with self._in_turn("the end of the block"):
+            self._open = False
+        try:
+            if error is None:
+                with self._connection.call():
+                    self._finish()
+        finally:
+            if self._outcome is None:
+                self._outcome = Outcome.ABORTED
+        return isinstance(error, Abort)
+
+    def _finish(self) -> None:
+        half = self._stored()
+        try:
+            decision = self._do_the_work()
+            self._outcome = self._end(half, decision)
+        except BaseException:
+            self._outcome = Outcome.UNKNOWN  # its check tells
+            raise
+        if decision is Decision.UNDECIDED or self._outcome is _WANTED[decision]:
+            return
+        answered = f"check answered {'ABORT' if decision is Decision.COMMIT else 'COMMIT'} before execute had ended"
+        if decision is Decision.COMMIT:
+            raise TransactionAborted(
+                f"transaction {self._id} was aborted although its work is done: {answered}. What answers ABORT has to"
+                " make sure that the work cannot be done any more"
+            )
+        raise InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
+
+    def _stored(self) -> Half | None:
+        """The half, at the broker; None if there is nothing in it. Unless it is there no work is done."""
+        self._deadline.check("the transaction")
+        if not self._messages:
+            return None
+        deadline_at = self._began + self._deadline.seconds
+        check_at = min(self._began + _FIRST_CHECK_SECONDS, deadline_at)
+        half = Half(self._group, self._id, self._messages, int(check_at * 1000), int(deadline_at * 1000))
+        try:
+            with self._connection.events.step("half.store", self._id, messages=len(self._messages)):
+                return self._store.put(half, self._deadline)
+        except BaseException as error:
+            # No work is done, so `check` finds none of it, should this be stored all the same and not be dropped here.
+            with suppress(TxnBridgeError):
+                self._store.end(half, Decision.ABORT, Deadline(_END_SECONDS))
+            if isinstance(error, OutcomeUnknown):
+                raise BrokerUnavailable(f"the messages could not be stored, and nothing was done: {error}") from error
+            raise
+
+    def _do_the_work(self) -> Decision:
+        try:
+            decision = self._execute(self, self._arg)
+        except Abort:
+            return Decision.ABORT
+        except BaseException as error:
+            _log.warning(
+                "execute raised %s in half-message transaction %s: check is asked what became of it",
+                type(error).__name__,
+                self._id,
+            )
+            raise
+        check_decision("execute", decision)
+        return decision
+
+    def _end(self, half: Half | None, decision: Decision) -> Outcome:
+        if half is None or decision is Decision.UNDECIDED:  # the first check is on its way
+            return _WANTED[decision]
+        deadline = self._deadline if self._deadline.left() > _END_SECONDS else Deadline(_END_SECONDS)
+        try:
+            return end_half(self._connection, self._store, half, decision, deadline)
+        except (OutcomeUnknown, BrokerUnavailable) as error:
+            raise OutcomeUnknown(
+                f"transaction {self._id} was decided ({decision.value}), and the broker may not know it yet: {error}."
+                " check is asked, and ends it"
+            ) from error
+
+    # --- guards -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_turn(self, call: str) -> Iterator[None]:
+        if not self._turn.acquire(blocking=False):
+            raise InvalidState(f"{call} on transaction {self._id} while another call on it runs: one thread at a time")
+        try:
+            if not self._open:
+                raise self._refusal(call)
+            yield
+        finally:
+            self._turn.release()
+
+    def _refusal(self, call: str) -> InvalidState:
+        return InvalidState(f"{call} needs an open transaction; the block of {self._id} has ended")
+
+
+class HalfMessages:
+    """The half messages of one group: made by `transaction`, and asked about while this is open.
+
+    Use it as a block, or close it; its bridge closes it otherwise.
+    """
+
+    def __init__(self, connection: Connection, group: str, execute: Execute, check: Check) -> None:
+        if not callable(execute):
+            raise InvalidOption(f"execute= is called as f(txn, arg), not {type(execute).__name__}")
+        self._connection = connection
+        self._group = group
+        self._execute = execute
+        self._store = half_store(connection.broker)
+        self._name = f"half-{check_group(group)}/{random_name(8)}"
+        self._numbers = iter(range(1, 1 << 62))
+        self._resolver = Resolver(connection, group, check)
+        self._resolver.start()
+
+    def transaction(self, arg: Any = None, *, timeout: float | None = None) -> HalfTransaction:
+        """Begin one; use it as a block. At its end `execute(txn, arg)` does the work, once the messages are stored."""
+        self._connection.check_open()
+        timeout = self._connection.timeout if timeout is None else timeout
+        check_seconds("timeout", timeout, above_0=True)
+        id = f"{self._name}/{next(self._numbers)}"
+        return HalfTransaction(self._connection, self._store, self._group, id, self._execute, arg, timeout)
+
+    def close(self) -> None:
+        """Ask about nothing more. What is undecided waits for another process of the group."""
+        self._resolver.close()
+
+    def __enter__(self) -> HalfMessages:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,265 @@
+"""What asks the application back about half messages whose sender did not say how its work went."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from txnbridge._connection import Connection
+from txnbridge._deadline import Deadline, check_seconds
+from txnbridge._halfstore import check_decision, check_group, end_half, half_store
+from txnbridge._messages import Headers, Message
+from txnbridge._processor import where
+from txnbridge._stop import Stop, StopNow
+from txnbridge._token import Decision, Outcome
+from txnbridge.errors import Abort, EvidenceLost, InvalidOption, InvalidState, TxnBridgeError
+from txnbridge.spi import Half
+
+_log = logging.getLogger("txnbridge")
+
+Check = Callable[[str, Sequence[Message]], Decision]
+
+# How long one look at the broker waits for something to ask about; a stop is noticed after that at the latest.
+_WAIT_SECONDS = 1.0
+# A broker that is away is asked again after the first, then after twice as long, up to the last.
+_FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
+# How often it looks whether a check has ended while all places are taken.
+_LOOK_SECONDS = 0.1
+
+
+class ResolverStats(NamedTuple):
+    """What a resolver has done since it was made."""
+
+    checks: int = 0  # questions that were answered
+    committed: int = 0
+    aborted: int = 0
+    failed: int = 0  # the check raised, or gave no decision; they are asked again
+
+
+class Resolver:
+    """Asks `check(transaction_id, messages)` about the half messages of a group, and ends them as it answers.
+
+    Several may run, in any processes: the first answer counts. A check runs on a thread of its own, `parallel` of them
+    at once. UNDECIDED, an exception, and an ABORT before the transaction's own deadline mean: ask again later. One that
+    takes longer than `check_timeout` is told of in the log, and keeps its place until it ends.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        group: str,
+        check: Check,
+        *,
+        parallel: int = 4,
+        check_timeout: float = 30.0,
+        stop_timeout: float = 30.0,
+    ) -> None:
+        if not callable(check):
+            raise InvalidOption(f"check= is called as f(transaction_id, messages), not {type(check).__name__}")
+        if type(parallel) is not int or parallel < 1:
+            raise InvalidOption(f"parallel= is how many checks may run at once, from 1, not {parallel!r}")
+        check_seconds("check_timeout", check_timeout, above_0=True)
+        check_seconds("stop_timeout", stop_timeout)
+        self._connection = connection
+        self._group = check_group(group)
+        self._check = check
+        self._parallel = parallel
+        self._check_timeout = check_timeout
+        self._store = half_store(connection.broker)
+        self._changed = threading.Condition()
+        self._asking: dict[threading.Thread, tuple[str, float]] = {}  # the transaction, and since when
+        self._late: set[threading.Thread] = set()  # of those, the ones that it was told of
+        self._stats = ResolverStats()
+        # Nothing that runs here waits for long, so a stop needs no force.
+        self._stop = Stop(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
+        self._running = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def stats(self) -> ResolverStats:
+        return self._stats
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it runs, and could ask about a half message now."""
+        with self._changed:
+            hang = len(self._late) >= self._parallel
+        return self._running.locked() and self._error is None and not hang and not self._connection.closed
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until it is stopped; on the main thread also by SIGTERM and Ctrl-C. Raises what nobody can go on from."""
+        if not self._running.acquire(blocking=False):
+            raise InvalidState(f"this resolver of {self._group} runs already")
+        self._connection.resolvers.add(self)
+        try:
+            with self._stop.by_signals(), suppress(StopNow):
+                self._loop()
+                self._wait_for_checks()
+        finally:
+            self._connection.resolvers.discard(self)
+            self._running.release()
+
+    def start(self) -> None:
+        """Run on a thread of its own."""
+        self._thread = threading.Thread(target=self._run_quietly, name=f"txnbridge resolver {self._group}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask for the end; checks that run are waited for. Returns at once; safe anywhere."""
+        self._stop.ask()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread that `start` made."""
+        self.stop()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def stop_by(self, deadline: Deadline) -> None:
+        """Its bridge closes: stop, and wait no longer than that."""
+        self.stop()
+        if self._running.acquire(timeout=deadline.left()):
+            self._running.release()
+
+    def __enter__(self) -> Resolver:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+        if self._error is not None and error[0] is None:
+            raise self._error
+
+    def _run_quietly(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:
+            self._error = error
+            _log.error("the resolver of %s has ended: %s", self._group, error)
+
+    def _loop(self) -> None:
+        pause = _FIRST_PAUSE
+        while not self._stop.asked and not self._connection.closed:
+            free = self._free_places()
+            if not free:
+                self._wait_for_a_place()
+                continue
+            try:
+                halves = self._due(free)
+            except TxnBridgeError as error:
+                if self._stop.asked or self._connection.closed:
+                    return
+                _log.warning("the resolver of %s looks again in %.1f s: %s", self._group, pause, error)
+                self._stop.sleep(pause)
+                pause = min(2 * pause, _LAST_PAUSE)
+                continue
+            pause = _FIRST_PAUSE
+            for half in halves:
+                self._begin(half)
+
+    def _due(self, limit: int) -> list[Half]:
+        with self._connection.call():
+            return self._store.checks(self._group, limit, Deadline(_WAIT_SECONDS))
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, half: Half) -> None:
+        thread = threading.Thread(
+            target=self._ask, args=(half,), name=f"txnbridge check {half.transaction}", daemon=True
+        )
+        with self._changed:
+            self._asking[thread] = half.transaction, time.monotonic()
+        thread.start()
+
+    def _ask(self, half: Half) -> None:
+        """On a thread of its own: ask, and end the half as it was answered."""
+        try:
+            decision = self._answer(half)
+            if decision is Decision.ABORT and time.time() * 1000 < half.deadline_at:
+                decision = Decision.UNDECIDED  # the work may be under way, and would be done for nothing
+            with self._connection.call():
+                outcome = end_half(self._connection, self._store, half, decision, self._connection.deadline())
+            self._count(outcome)
+        except EvidenceLost as error:
+            _log.warning("nobody can tell what became of half-message transaction %s: %s", half.transaction, error)
+        except TxnBridgeError as error:
+            _log.info("half-message transaction %s is asked about again: %s", half.transaction, error)
+        finally:
+            with self._changed:
+                self._asking.pop(threading.current_thread(), None)
+                self._late.discard(threading.current_thread())
+                self._changed.notify_all()
+
+    def _answer(self, half: Half) -> Decision:
+        """What the application says; UNDECIDED where it fails to."""
+        age = int(time.time() * 1000) - half.deadline_at
+        asked = {"checks": half.checks, "past_deadline_ms": age, "messages": len(half.messages)}
+        try:
+            with self._connection.events.step("half.check", half.transaction, **asked) as found:
+                decision = self._check(half.transaction, [_shown(half, number) for number in range(len(half.messages))])
+                check_decision("check", decision)
+                found["decision"] = decision.value
+                return decision
+        except Abort:
+            return Decision.ABORT
+        except Exception as error:
+            _log.warning(
+                "check failed for half-message transaction %s (%s); it is asked again", half.transaction, where(error)
+            )
+            with self._changed:
+                self._stats = self._stats._replace(failed=self._stats.failed + 1)
+            return Decision.UNDECIDED
+
+    def _count(self, outcome: Outcome) -> None:
+        with self._changed:
+            before = self._stats
+            self._stats = before._replace(
+                checks=before.checks + 1,
+                committed=before.committed + (outcome is Outcome.COMMITTED),
+                aborted=before.aborted + (outcome is Outcome.ABORTED),
+            )
+
+    # --- places -----------------------------------------------------------------------------------------------------
+
+    def _free_places(self) -> int:
+        with self._changed:
+            for thread, (transaction, since) in self._asking.items():
+                if thread not in self._late and time.monotonic() - since > self._check_timeout:
+                    self._late.add(thread)
+                    _log.warning(
+                        "check has been at half-message transaction %s for more than %g s, and keeps one of %d places",
+                        transaction,
+                        self._check_timeout,
+                        self._parallel,
+                    )
+            return self._parallel - len(self._asking)
+
+    def _wait_for_a_place(self) -> None:
+        with self._changed:
+            self._changed.wait(_LOOK_SECONDS)
+
+    def _wait_for_checks(self) -> None:
+        """After a stop was asked for: for those that run, as long as there is time."""
+        while left := self._stop.left() or 0.0:
+            with self._changed:
+                if not self._asking:
+                    return
+                self._changed.wait(min(left, _LOOK_SECONDS))
+        with self._changed:
+            hang = sorted(transaction for transaction, _ in self._asking.values())
+        if hang:
+            _log.warning("the resolver of %s ends while check is still at %s", self._group, ", ".join(hang))
+
+
+def _shown(half: Half, number: int) -> Message:
+    """A message as `check` gets it: it has no position yet."""
+    topic, value, key, headers, partition, timestamp = half.messages[number]
+    place = -1 if partition is None else partition
+    return Message(topic, place, (), key, value, Headers(headers), timestamp or 0, half.checks, None)

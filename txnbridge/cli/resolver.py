@@ -1,0 +1,118 @@
+"""`txnbridge resolver`: asking an application about its half messages, and what became of those nobody answered for."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import click
+
+from txnbridge import Decision, Outcome
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode, outcome_code, when
+from txnbridge.cli._modules import load, telling
+from txnbridge.spi import Half
+
+_log = logging.getLogger("txnbridge")
+_WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED}
+
+command = _common.Group("resolver", help="Ask about half messages, and deal with those that nobody answered for.")
+
+group_option = click.option("--group", metavar="NAME", required=True, help="The group of the half messages.")
+
+
+@_common.command("run")
+@group_option
+@click.option("--check", metavar="MODULE:NAME", required=True, help="check(transaction_id, messages) -> Decision")
+@click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
+def run(cli: Cli, group: str, check: str, parallel: int) -> None:
+    """Ask the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
+
+    Several may run. It is asked about half messages whose sender did not say how its work went.
+    """
+    found = load(check, callable, "not a function")
+    with ExitStack() as stack:
+        stack.enter_context(telling())
+        bridge = stack.enter_context(cli.connect())
+        resolver = bridge.resolver(group, check=found, parallel=parallel)
+        resolver.run()
+    stats = resolver.stats
+    if cli.json:
+        cli.document(stats._asdict())
+    cli.say(f"{stats.checks} checks: {stats.committed} committed, {stats.aborted} aborted, {stats.failed} failed")
+
+
+@_common.command("parked", help="List half messages that nobody answered for: they are asked about no more.")
+@group_option
+def parked(cli: Cli, group: str) -> None:
+    with cli.look() as bridge:
+        found = bridge.admin.parked(group)
+    if cli.json:
+        cli.document([_as_json(half) for half in found])
+    elif not found:
+        cli.say(f"nothing is parked in group {group}")
+    else:
+        rows = [(h.transaction, len(h.messages), ", ".join(_topics(h)), h.checks, when(h.deadline_at)) for h in found]
+        cli.table(["transaction", "messages", "topics", "asked", "since"], rows)
+
+
+def _topics(half: Half) -> list[str]:
+    return sorted({message.topic for message in half.messages})
+
+
+def _as_json(half: Half) -> dict[str, object]:
+    return {
+        "transaction": half.transaction,
+        "group": half.group,
+        "messages": len(half.messages),
+        "topics": _topics(half),
+        "checks": half.checks,
+        "deadline_at": half.deadline_at,
+    }
+
+
+@_common.command("resume", help="Ask about a parked half message again, from the start.")
+@group_option
+@click.argument("transaction")
+def resume(cli: Cli, group: str, transaction: str) -> None:
+    with cli.look() as bridge:
+        bridge.admin.resume(group, transaction)
+    cli.say(f"{transaction} is asked about again")
+
+
+def _ending(decision: Decision, help: str) -> click.Command:
+    @_common.command(decision.value, help=help)
+    @group_option
+    @click.argument("transaction")
+    @click.option("--yes", is_flag=True, help="Really do it.")
+    @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
+    def end(cli: Cli, group: str, transaction: str, yes: bool, reason: str | None) -> ExitCode:
+        if not (yes and reason):
+            cli.say(f"would {decision.value} half-message transaction {transaction} of group {group}")
+            cli.say("do it with --yes and --reason TEXT")
+            return ExitCode.USAGE
+        with cli.look() as bridge:
+            outcome = bridge.admin.end_parked(group, transaction, decision, reason=reason)
+        _log.warning(
+            "half-message transaction %s: %s by hand, it is %s; reason: %s",
+            transaction,
+            decision.value,
+            outcome.value,
+            reason,
+        )
+        if cli.json:
+            cli.document({"transaction": transaction, "outcome": outcome.value, "reason": reason})
+        cli.say(outcome.value)
+        return outcome_code(outcome, _WANTED[decision])
+
+    return end
+
+
+for each in (
+    run,
+    parked,
+    resume,
+    _ending(Decision.COMMIT, "Publish a parked half message. What the application knows is overridden."),
+    _ending(Decision.ABORT, "Drop a parked half message. What the application knows is overridden."),
+):
+    command.add_command(each)
