@@ -233,7 +233,8 @@ class HalfMessages:
         self._group = group
         self._execute = execute
         self._store = half_store(connection.broker)
-        self._name = f"half-{check_group(group)}/{random_name(8)}"
+        # As of every transaction: who it is of, then the bridge and a number.
+        self._name = f"half-{check_group(group)}-{random_name(8)}/{connection.name[-8:]}"
         self._numbers = iter(range(1, 1 << 62))
         self._resolver = Resolver(connection, group, check)
         self._resolver.start()

@@ -76,7 +76,7 @@ CAPABILITIES = Capabilities(
             "it is not built: where a group stands is in the decision log, not in what `mqadmin consumerProgress` shows"
         ),
         Capability.DECISION_LOG: emulated("a topic with one queue in which the first record for an id counts"),
-        Capability.HALF_MESSAGES: absent("the broker's own carry the transactions here, and are not offered besides"),
+        Capability.HALF_MESSAGES: NATIVE,
         Capability.SURVIVES_BROKER_KILL: NATIVE,
     },
 )
@@ -96,6 +96,7 @@ WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(
         Capability.LIST_OPEN,
         Capability.END_OPEN,
         Capability.CONFLICT,
+        Capability.HALF_MESSAGES,
     ),
     _REJECTED,
 )

@@ -17,6 +17,7 @@ from txnbridge.spi import (
     Deadline,
     Decision,
     DecisionLog,
+    HalfStore,
     Identity,
     Ledger,
     Outcome,
@@ -42,6 +43,7 @@ from txnbridge_rocketmq.topics import Topics
 
 if TYPE_CHECKING:
     from txnbridge_rocketmq.backend import RocketMQBackend
+    from txnbridge_rocketmq.half_store import RocketMQHalves
     from txnbridge_rocketmq.owner import Owner
     from txnbridge_rocketmq.publisher import RocketMQPublisher
 
@@ -61,6 +63,7 @@ class RocketMQBroker(Broker):
         self._ender = Ender(self._cluster)
         self._checks = Checks(self._ender)
         self._owner: Owner | None = None
+        self._halves: RocketMQHalves | None = None
         self._lock = threading.Lock()
         try:
             home = self._cluster.brokers.known(self._cluster.topics.home, deadline)
@@ -138,6 +141,14 @@ class RocketMQBroker(Broker):
         with self._cluster.context.events.step("step:log", log=name):
             queue = self._cluster.topics.internal(topic, deadline)
         return RocketMQLog(self._cluster.client, queue)
+
+    def half_store(self) -> HalfStore | None:
+        from txnbridge_rocketmq.half_store import RocketMQHalves
+
+        with self._lock:
+            if self._halves is None:
+                self._halves = RocketMQHalves(self._ender)
+            return self._halves
 
     def close(self, deadline: Deadline) -> None:
         self._checks.close()

@@ -250,13 +250,21 @@ class Ender:
         found = self._copies(_wanted(transaction, parts), deadline)
         self.drop([(each.broker, half_at(record)) for each, record in found], deadline)
 
+    def copies(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> list[Record]:
+        """The newest copy of each of its halves that is there, with what is in it, in their order."""
+        wanted = _wanted(transaction, parts)
+        found = dict(self._copies(wanted, deadline, bodies=True))
+        return [found[each] for each in wanted if each in found]
+
     def _not_there(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
         """Those that are not in their topic."""
         asked = [(each.broker, reading.by_unique_key(each.topic, each.key)) for each in wanted]
         found = ask_all(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, records in zip(wanted, found, strict=True) if not records]
 
-    def _copies(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[tuple[_Wanted, Record]]:
+    def _copies(
+        self, wanted: Sequence[_Wanted], deadline: Deadline, bodies: bool = False
+    ) -> list[tuple[_Wanted, Record]]:
         """The newest copies of halves, of those of which there is one."""
         found: list[tuple[_Wanted, Record]] = []
         left = list(wanted)
@@ -268,7 +276,7 @@ class Ender:
                 answers = ask_all(self.cluster.client, asked, "looking for halves", deadline)
                 for each, records in zip(chunk, answers, strict=True):
                     if records:
-                        found.append((each, replace(records[-1], body=b"")))
+                        found.append((each, records[-1] if bodies else replace(records[-1], body=b"")))
                     else:
                         left.append(each)
         return found

@@ -33,15 +33,15 @@ class Owner:
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
         """Fence every older owner, and be ready to write."""
         if self._identity.owned:
-            self._open(deadline)
+            self.open(deadline)
         return [RocketMQWriter(self, number) for number in range(count)]
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
         """A writer for one transaction. Raises `Fenced` if a newer owner exists, as far as is known here."""
-        self._open(deadline)
+        self.open(deadline)
         return PreparedWriter(self, 0)
 
-    def _open(self, deadline: Deadline) -> None:
+    def open(self, deadline: Deadline) -> None:
         """Once: a second opening would fence the first."""
         with self._lock:
             if self.opening is not None:

@@ -53,6 +53,10 @@ class Settings:
         """Whose members brokers ask what became of a half."""
         return group_name(encoded(self.application))
 
+    def half_group(self, group: str) -> str:
+        """The same for half messages of this group. Raises `InvalidOption` for a name that is too long."""
+        return group_name(f"{self.prefix}half-{encoded(group)}")
+
     @property
     def url(self) -> str:
         """Without secrets; for commands that a message tells to type."""

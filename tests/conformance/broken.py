@@ -99,6 +99,7 @@ class Broken(Around):
     Reading: type[Around] = Around
     Administering: type[Around] = Around
     Logging: type[Around] = Around
+    Halving: type[Around] = Around
 
     def open_writers(self, identity: Any, *rest: Any) -> list[Any]:
         return [self.Writer(writer, self) for writer in self.inner.open_writers(identity, *rest)]
@@ -118,6 +119,9 @@ class Broken(Around):
 
     def decision_log(self, *args: Any) -> Any:
         return self.Logging(self.inner.decision_log(*args), self)
+
+    def half_store(self) -> Any:
+        return self.Halving(self.inner.half_store(), self)
 
     @staticmethod
     def opening(options: Mapping[str, Any], context: Any) -> tuple[Mapping[str, Any], Any]:
@@ -1203,6 +1207,57 @@ class EndsNothing(Broken):
     class Administering(Around):
         def end(self, transaction: Any, decision: Decision, deadline: Any) -> Outcome:
             return Outcome.COMMITTED if decision is Decision.COMMIT else Outcome.ABORTED
+
+
+# --- half messages --------------------------------------------------------------------------------------------------
+
+
+@caught_by("test_half_messages_are_published_as_the_work_went_and_not_before[commit]")
+class PublishesHalvesAtOnce(Broken):
+    class Halving(Around):
+        def put(self, half: Any, deadline: Any) -> Any:
+            stored = self.inner.put(half, deadline)
+            self.inner.end(stored, Decision.COMMIT, deadline)
+            return stored
+
+
+@caught_by(
+    "test_half_messages_of_a_killed_process_end_as_their_application_says[commit]",
+    "test_an_undecided_half_message_is_asked_about_again",
+)
+class AsksAboutNoHalf(Broken):
+    class Halving(Around):
+        def checks(self, group: str, limit: int, deadline: Deadline) -> list[Any]:
+            time.sleep(deadline.left())
+            return []
+
+
+@caught_by("test_an_undecided_half_message_is_asked_about_again")
+class AsksOnce(Broken):
+    asked: ClassVar[set[str]] = set()
+
+    class Halving(Around):
+        def checks(self, *args: Any) -> list[Any]:
+            found = [half for half in self.inner.checks(*args) if half.transaction not in AsksOnce.asked]
+            AsksOnce.asked.update(half.transaction for half in found)
+            return found
+
+
+@caught_by("test_of_two_answers_to_a_half_message_the_first_counts")
+class TakesTheLastAnswer(Broken):
+    class Halving(Around):
+        def end(self, half: Any, decision: Decision, deadline: Any) -> Outcome:
+            outcome: Outcome = self.inner.end(half, decision, deadline)
+            return Outcome.COMMITTED if decision is Decision.COMMIT else outcome
+
+
+@caught_by("test_no_work_is_done_for_half_messages_that_cannot_be_stored")
+class SaysThatHalvesAreStored(Broken):
+    class Halving(Around):
+        def put(self, half: Any, deadline: Any) -> Any:
+            with suppress(NotFound):
+                return self.inner.put(half, deadline)
+            return half
 
 
 @caught_by("test_what_was_committed_survives_a_kill_of_the_broker")

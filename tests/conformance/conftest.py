@@ -7,8 +7,8 @@ import pytest
 
 from tests.conformance.broken import BROKEN, Broken
 
-# Short leases, because tests wait for them to lapse; long enough for a process that is held up by a busy machine.
-URL = "embedded:{folder}/broker.db?lease_seconds=2"
+# Short leases and pauses, because tests wait for their end; long enough for a process that a busy machine holds up.
+URL = "embedded:{folder}/broker.db?lease_seconds=2&half_check_seconds=0.5"
 
 LONGEST = "test_opening_an_id_clears_what_is_left_and_spares_what_is_prepared_wherever_it_dies"
 

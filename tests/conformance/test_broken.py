@@ -31,7 +31,8 @@ def txnbridge_url(request: pytest.FixtureRequest, _plugin: None, tmp_path_factor
     broker: type[Broken] = request.param
     # Where every test must fail, a member that is taken for dead too early does no harm.
     lease = 2 if request.config.getoption("--full") else 1
-    return f"{scheme_of(broker)}:{tmp_path_factory.mktemp('broken')}/broker.db?lease_seconds={lease}"
+    options = f"lease_seconds={lease}&half_check_seconds=0.5"
+    return f"{scheme_of(broker)}:{tmp_path_factory.mktemp('broken')}/broker.db?{options}"
 
 
 @pytest.fixture(scope="module")

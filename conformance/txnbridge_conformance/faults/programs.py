@@ -16,6 +16,7 @@ from txnbridge import (
     Bridge,
     Capability,
     Decision,
+    HalfTransaction,
     Outcome,
     Transaction,
     TransactionAborted,
@@ -26,6 +27,8 @@ from txnbridge_conformance.looking import patience, seen, send, take, values
 
 # What a program needs at most before its own transaction times out; dead ones block nobody longer than the hold after.
 TIMEOUT = 20.0
+# The time of a transaction that is to be over soon.
+SHORT = 1.0
 # How long it mostly takes until a broker lists what it was sent.
 _MOMENT = 0.05
 # One writer is all that they use, and one application's log all that they need.
@@ -50,6 +53,23 @@ class Case:
     def remembered(self) -> str | None:
         path = Path(self.memory)
         return path.read_text() if path.exists() else None
+
+
+# --- half messages ----------------------------------------------------------------------------------------------------
+
+
+def leave_half(url: str, group: str, topics: list[str]) -> None:
+    """Store a message for each topic and do the work; tells the transaction's id, and is killed before it ends it."""
+
+    def execute(txn: HalfTransaction, _: Any) -> Decision:
+        tell(txn.id)
+        return Decision.COMMIT
+
+    with connect(url, **SMALL) as bridge:
+        with bridge.half_messages(group, execute=execute, check=lambda *_: Decision.UNDECIDED) as halves:
+            with halves.transaction(timeout=SHORT) as txn:
+                for number, topic in enumerate(topics, 1):
+                    txn.send(topic, b"%d" % number)
 
 
 # --- small programs ---------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from txnbridge_conformance.suite.administering import *
 from txnbridge_conformance.suite.consuming import *
 from txnbridge_conformance.suite.deciding import *
 from txnbridge_conformance.suite.dying import *
+from txnbridge_conformance.suite.halving import *
 from txnbridge_conformance.suite.messages import *
 from txnbridge_conformance.suite.owning import *
 from txnbridge_conformance.suite.preparing import *

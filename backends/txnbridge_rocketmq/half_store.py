@@ -1,0 +1,232 @@
+"""Half messages for applications: halves of a producer group of their own, about which the broker asks that group.
+
+What becomes of them is decided as of any prepared transaction: a record names the halves once all are stored, and the
+first decision in the log counts. So whoever is asked needs no memory of it, and of two answers one counts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge.spi import (
+    Begin,
+    Deadline,
+    Decision,
+    Half,
+    HalfMessage,
+    HalfStore,
+    Identity,
+    Ledger,
+    Outcome,
+    Token,
+)
+from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared
+from txnbridge_rocketmq.ends import Ender
+from txnbridge_rocketmq.halves import Halves, parts_as_json
+from txnbridge_rocketmq.listing import Found, ask_again, list_open
+from txnbridge_rocketmq.marks import mark_of, origin_of
+from txnbridge_rocketmq.messages import from_wire
+from txnbridge_rocketmq.owner import Owner
+from txnbridge_rocketmq.remoting import Check, Property, Record
+from txnbridge_rocketmq.writer import PreparedWriter
+
+# The broker asks about each half of a transaction, and again at each of its looks. While somebody here is at it, or for
+# so long if he says nothing, all that is one question.
+_LENT_SECONDS = 30.0
+# Transactions that brokers have asked about and nobody has taken yet; about what is dropped here they ask again.
+_REMEMBERED = 10_000
+
+
+class RocketMQHalves(HalfStore):
+    """Of one bridge, for all groups. Any thread may call."""
+
+    def __init__(self, ender: Ender) -> None:
+        self._ender = ender
+        self._cluster = ender.cluster
+        self._changed = threading.Condition()
+        self._asked: dict[str, OrderedDict[str, Record]] = {}  # by producer group: a half of each transaction
+        self._lent: dict[str, float] = {}  # transactions, until when
+        self._owners: dict[str, Owner] = {}
+
+    def put(self, half: Half, deadline: Deadline) -> Half:
+        owner = self._owner(half)
+        owner.open(deadline)
+        writer = _HalfWriter(owner, half, self._cluster.settings.half_group(half.group))
+        writer.begin(Begin(half.transaction, deadline, True, None))
+        try:
+            for message in half.messages:
+                writer.send(*message)
+        except BaseException:
+            writer.give_up(deadline)
+            raise
+        writer.prepare(deadline)
+        return replace(half, how={"log": dict(writer.evidence().log or {})})
+
+    def _owner(self, half: Half) -> Owner:
+        """Each process that stores half messages does so under a name of its own, which nobody else ever opens."""
+        name = half.transaction.rsplit("/", 2)[0]
+        with self._changed:
+            if name not in self._owners:
+                identity = Identity(name, False, self._cluster.settings.application, "")
+                ledger = self._ledger(half.transaction, self._cluster.settings.application)
+                self._owners[name] = Owner(self._cluster, identity, ledger, self._ender)
+            return self._owners[name]
+
+    def _ledger(self, transaction: str, application: str) -> Ledger:
+        return self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        log = half.how.get("log")
+        if log is None:
+            raise NotFound(f"the broker has no half message of transaction {half.transaction!r}")
+        ledger = self._ledger(half.transaction, str(log.get("log") or self._cluster.settings.application))
+        if decision is Decision.UNDECIDED:
+            claim = ledger.decided(half.transaction, deadline, log=log)
+            if claim is None:
+                self._give_back(half.transaction)
+                return Outcome.UNKNOWN
+            decision = claim.decision  # and whoever decided may not have come to end it
+        token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
+        outcome = end_prepared(self._ender, token, decision, ledger, deadline)
+        self._give_back(half.transaction)
+        return outcome
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
+        name = self._cluster.settings.half_group(group)
+        self._be_asked(name, deadline)
+        found: list[Half] = []
+        while not found and not deadline.expired:
+            for transaction, record in self._take(name, limit, deadline):
+                half = self._half(group, transaction, record, Deadline(_LENT_SECONDS))
+                if half is not None:
+                    found.append(half)
+        return found
+
+    def _be_asked(self, name: str, deadline: Deadline) -> None:
+        with self._changed:
+            if name in self._asked:
+                return
+            self._asked[name] = OrderedDict()
+        try:
+            self._cluster.members.answer_for(name, lambda checks: self._hear(name, checks), deadline)
+        except BaseException:
+            with self._changed:
+                del self._asked[name]
+            raise
+
+    def _hear(self, name: str, checks: Sequence[Check]) -> None:
+        """What brokers have asked meanwhile. Silence means that they ask again."""
+        with self._changed:
+            asked = self._asked[name]
+            for check in checks:
+                if (mark := mark_of(check.record)) is not None:
+                    asked[mark.transaction] = check.record
+                    if len(asked) > _REMEMBERED:
+                        asked.popitem(last=False)
+            self._changed.notify_all()
+
+    def _take(self, name: str, limit: int, deadline: Deadline) -> list[tuple[str, Record]]:
+        """Some that were asked about and that nobody here is at; it waits for one."""
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                self._lent = {transaction: until for transaction, until in self._lent.items() if until > now}
+                free = [item for item in self._asked[name].items() if item[0] not in self._lent][:limit]
+                if free or not self._changed.wait(deadline.left()):
+                    break
+            for transaction, _ in free:
+                del self._asked[name][transaction]
+                self._lent[transaction] = now + _LENT_SECONDS
+            return free
+
+    def _give_back(self, transaction: str) -> None:
+        with self._changed:
+            self._lent.pop(transaction, None)
+
+    def _half(self, group: str, transaction: str, record: Record, deadline: Deadline) -> Half | None:
+        """What the application is asked about; None for what was never wholly stored: no work was done for that."""
+        origin = origin_of(record)
+        if origin is None:
+            return None
+        log = origin.log
+        ledger = self._ledger(transaction, str(log.get("log") or self._cluster.settings.application))
+        noted = [entry for entry in ledger.find(transaction, deadline) if entry.kind == PREPARE]
+        if not noted:
+            if time.time() * 1000 >= origin.deadline:
+                ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=log)
+            return None
+        prepared = Prepared.from_json(noted[0].data)
+        copies = self._ender.copies(transaction, prepared.parts, deadline)
+        return Half(
+            group,
+            transaction,
+            [_message(copy) for copy in copies],
+            int(time.time() * 1000),
+            origin.deadline,
+            checks=int(record.properties.get(Property.CHECKS, 0) or 0),
+            how={"log": dict(log)},
+        )
+
+    # --- what nobody answered for -----------------------------------------------------------------------------------
+
+    def parked(self, group: str, deadline: Deadline) -> list[Half]:
+        halves = (self._half(group, f.name, f.halves[0].record, deadline) for f in self._discarded(group, deadline))
+        return [half for half in halves if half is not None]
+
+    def _discarded(self, group: str, deadline: Deadline) -> Iterator[Found]:
+        name = self._cluster.settings.half_group(group)
+        for found in list_open(self._cluster, deadline):
+            record = found.halves[0].record
+            if found.state == "discarded" and record.properties.get(Property.GROUP) == name:
+                yield found
+
+    def resume(self, half: Half, deadline: Deadline) -> None:
+        for found in self._discarded(half.group, deadline):
+            if found.name == half.transaction:
+                ask_again(self._cluster, found, deadline)
+                return
+        raise NotFound(f"no half message of transaction {half.transaction!r} is parked in group {half.group!r}")
+
+
+class _HalfWriter(PreparedWriter):
+    """Prepares the messages of one half. They may wait as long as the broker keeps what it has stored."""
+
+    def __init__(self, owner: Owner, half: Half, group: str) -> None:
+        self._half = half
+        self._group = group
+        super().__init__(owner, 0)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._halves = Halves(self._cluster.client, self._group)
+
+    def _lifetime(self, begin: Begin) -> float:
+        return begin.deadline.left()
+
+    def begin(self, begin: Begin) -> None:
+        super().begin(begin)
+        home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
+        self._expires_at = int((time.time() + home.kept) * 1000)
+        self._origin = replace(self._origin, deadline=self._half.deadline_at)
+
+    def give_up(self, deadline: Deadline) -> None:
+        """Nothing of it is to be published, ever."""
+        with suppress(TxnBridgeError):  # no record names these halves, so they are dropped when the broker asks
+            self.abort(deadline)
+
+
+def _message(record: Record) -> HalfMessage:
+    topic = record.properties.get(Property.REAL_TOPIC, record.topic)
+    number = record.properties.get("REAL_QID", "0")
+    message = from_wire(record, topic, int(number) if number.isdigit() else 0)
+    return HalfMessage(topic, message.value, message.key, message.headers.raw, message.partition, message.timestamp)

@@ -1,0 +1,129 @@
+"""Half messages: they wait for local work, and the application is asked about those of a dead process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from txnbridge import (
+    Bridge,
+    Capability,
+    Decision,
+    HalfTransaction,
+    Message,
+    Outcome,
+    TransactionAborted,
+    TxnBridgeError,
+)
+from txnbridge_conformance.faults import programs
+from txnbridge_conformance.looking import eventually, patience, seen, values
+from txnbridge_conformance.plugin import NewTopic, RunChild
+from txnbridge_conformance.promises import proves
+
+COMMIT, ABORT, UNDECIDED = Decision.COMMIT, Decision.ABORT, Decision.UNDECIDED
+ENDS = pytest.mark.parametrize("decision", [COMMIT, ABORT], ids=["commit", "abort"])
+
+
+def undecided(*_: Any) -> Decision:
+    return UNDECIDED
+
+
+@proves(Capability.HALF_MESSAGES)
+@ENDS
+def test_half_messages_are_published_as_the_work_went_and_not_before(
+    bridge: Bridge, new_topic: NewTopic, group: str, decision: Decision
+) -> None:
+    one, other = new_topic(), new_topic()
+    before: list[object] = []
+
+    def execute(txn: HalfTransaction, arg: Any) -> Decision:
+        before.extend(values(seen(bridge, one)) + values(seen(bridge, other)) + [arg])
+        return decision
+
+    with bridge.half_messages(group, execute=execute, check=undecided) as halves:
+        with halves.transaction("given") as txn:
+            txn.send(one, b"1", key="key", headers={"name": "value"})
+            txn.send(one, b"2", key="key")
+            txn.send(other, None)
+    assert before == ["given"]
+    assert txn.outcome is (Outcome.COMMITTED if decision is COMMIT else Outcome.ABORTED)
+    assert values(seen(bridge, one)) == ([b"1", b"2"] if decision is COMMIT else [])
+    assert values(seen(bridge, other)) == ([None] if decision is COMMIT else [])
+    if decision is COMMIT:
+        first = seen(bridge, one)[0]
+        assert (first.key, first.headers["name"]) == (b"key", "value")
+
+
+@proves(Capability.HALF_MESSAGES)
+@ENDS
+def test_half_messages_of_a_killed_process_end_as_their_application_says(
+    run: RunChild, txnbridge_url: str, bridge: Bridge, new_topic: NewTopic, group: str, decision: Decision
+) -> None:
+    one, other = new_topic(), new_topic()
+    dying = run(programs.leave_half, txnbridge_url, group, [one, other], kill="half.end/before")
+    transaction = dying.told()
+    dying.stopped()
+    asked: list[tuple[str, list[tuple[str, object]]]] = []
+
+    def check(id: str, messages: Sequence[Message]) -> Decision:
+        asked.append((id, [(m.topic, m.value) for m in messages]))
+        return decision
+
+    with bridge.resolver(group, check=check) as resolver:
+        eventually(lambda: resolver.stats.committed + resolver.stats.aborted, "somebody is asked")
+    assert asked[-1] == (transaction, [(one, b"1"), (other, b"2")])
+    assert values(seen(bridge, one)) == ([b"1"] if decision is COMMIT else [])
+    assert values(seen(bridge, other)) == ([b"2"] if decision is COMMIT else [])
+
+
+@proves(Capability.HALF_MESSAGES)
+def test_an_undecided_half_message_is_asked_about_again(bridge: Bridge, topic: str, group: str) -> None:
+    answers = [UNDECIDED, UNDECIDED, COMMIT]
+    with bridge.half_messages(group, execute=undecided, check=lambda *_: answers.pop(0)) as halves:
+        with halves.transaction(timeout=programs.SHORT) as txn:
+            txn.send(topic, b"1")
+        eventually(lambda: not answers, "it is asked about three times")
+    assert txn.outcome is Outcome.UNKNOWN
+    eventually(lambda: values(bridge.read(topic, 10)) == [b"1"], "it is published")
+
+
+@proves(Capability.HALF_MESSAGES)
+def test_of_two_answers_to_a_half_message_the_first_counts(bridge: Bridge, topic: str, group: str) -> None:
+    ended = threading.Event()
+
+    def execute(*_: Any) -> Decision:
+        ended.wait(patience())
+        return COMMIT
+
+    def watch() -> None:
+        eventually(lambda: resolver.stats.aborted, "the other answer counts")
+        ended.set()
+
+    with bridge.resolver(group, check=lambda *_: ABORT) as resolver:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with bridge.half_messages(group, execute=execute, check=undecided) as halves:
+            with pytest.raises(TransactionAborted), halves.transaction(timeout=programs.SHORT) as txn:
+                txn.send(topic, b"never")
+        watcher.join()
+    assert txn.outcome is Outcome.ABORTED
+    assert values(seen(bridge, topic)) == []
+
+
+@proves(Capability.HALF_MESSAGES)
+def test_no_work_is_done_for_half_messages_that_cannot_be_stored(bridge: Bridge, topic: str, group: str) -> None:
+    done: list[str] = []
+
+    def execute(txn: HalfTransaction, _: Any) -> Decision:
+        done.append(txn.id)
+        return COMMIT
+
+    with bridge.half_messages(group, execute=execute, check=undecided) as halves:
+        with pytest.raises(TxnBridgeError), halves.transaction() as txn:
+            txn.send(topic, b"never")
+            txn.send(topic, b"never", partition=99)
+    assert (done, txn.outcome) == ([], Outcome.ABORTED)
+    assert values(seen(bridge, topic)) == []

@@ -1,0 +1,119 @@
+"""Half messages of applications on a live broker: whoever dies, each is published once or never, and none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.looking import eventually
+from txnbridge_conformance.plugin import RunChild
+
+from tests.rocketmq import writing_kit
+from tests.rocketmq.kit import bodies
+from tests.rocketmq.reading_kit import new_topic, unique
+from txnbridge import Bridge, Decision
+from txnbridge.testing import tell
+
+OpenBridge = Callable[..., Bridge]
+SHORT = 2.0
+
+
+def says(decision: Decision) -> Callable[..., Decision]:
+    return lambda *_: decision
+
+
+def store(url: str, topic: str, group: str, timeout: float) -> None:
+    """Two half messages, about which nobody knows; to be killed before that is so."""
+    with writing_kit.open_bridge(url) as bridge:
+        with bridge.half_messages(group, execute=says(Decision.UNDECIDED), check=says(Decision.UNDECIDED)) as halves:
+            with halves.transaction(timeout=timeout) as txn:
+                txn.send_many(topic, [b"1", b"2"])
+            tell(txn.id)
+
+
+def resolve(url: str, group: str) -> None:
+    with writing_kit.open_bridge(url) as bridge, bridge.resolver(group, check=says(Decision.COMMIT)) as resolver:
+        eventually(lambda: resolver.stats.committed, "it is asked")
+
+
+@pytest.fixture
+def topic(client: Any) -> str:
+    return new_topic(client, 1)
+
+
+def test_a_resolver_killed_while_it_publishes_is_taken_over_and_nothing_is_there_twice(
+    run: RunChild, rocketmq_broker: brokers.RocketMQ, client: Any, topic: str
+) -> None:
+    group, url = unique("halves"), rocketmq_broker.url
+    for kill in ("half.check/after", "step:decide/after", "step:publish/before", "step:publish/after"):
+        run(store, url, topic, group, SHORT).result()
+        before = len(bodies(client, topic))
+        run(resolve, url, group, kill=kill).stopped()
+        run(resolve, url, group).result()
+        eventually(lambda: len(bodies(client, topic)) == before + 2, f"it is published, killed at {kill}")  # noqa: B023
+    assert sorted(bodies(client, topic)) == [b"1"] * 4 + [b"2"] * 4
+
+
+def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
+    run: RunChild, rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    group = unique("halves")
+    run(store, rocketmq_broker.url, topic, group, SHORT, kill="step:record/before").stopped()
+    run(store, rocketmq_broker.url, topic, group, SHORT).result()
+    asked: list[str] = []
+
+    def check(id: str, messages: Any) -> Decision:
+        asked.append(id)
+        return Decision.COMMIT
+
+    with open_bridge().resolver(group, check=check):
+        eventually(lambda: bodies(client, topic) == [b"1", b"2"], "the one that is whole is published")
+        admin = open_bridge(application="observers").admin
+        eventually(lambda: not [t for t in admin.transactions() if "half-" in t.transaction], "the other is dropped")
+    assert len(set(asked)) == 1
+    assert bodies(client, topic) == [b"1", b"2"]
+
+
+def test_what_waits_survives_a_kill_of_the_broker(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    group, bridge = unique("halves"), open_bridge()
+
+    def execute(*_: Any) -> Decision:
+        rocketmq_broker.kill()
+        rocketmq_broker.start()
+        return Decision.UNDECIDED
+
+    with bridge.half_messages(group, execute=execute, check=says(Decision.COMMIT)) as halves:
+        with halves.transaction(timeout=60) as txn:
+            txn.send_many(topic, [b"1", b"2"])
+        eventually(lambda: bodies(client, topic) == [b"1", b"2"], "it is published")
+
+
+def test_what_nobody_answered_for_is_parked_resumed_and_ended(
+    settings: Callable[..., None], rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    group, bridge = unique("halves"), open_bridge()
+    settings(transactionCheckMax=2)
+
+    def leave() -> str:
+        with bridge.half_messages(group, execute=says(Decision.UNDECIDED), check=says(Decision.UNDECIDED)) as halves:
+            with halves.transaction(timeout=SHORT) as txn:
+                txn.send(topic, txn.id.encode())
+            parked = lambda: txn.id in [half.transaction for half in bridge.admin.parked(group)]  # noqa: E731
+            eventually(parked, "it is parked")
+        return txn.id
+
+    resumed, ended, dropped = leave(), leave(), leave()
+    [half] = [half for half in bridge.admin.parked(group) if half.transaction == resumed]
+    assert [(message.topic, message.value) for message in half.messages] == [(topic, resumed.encode())]
+    settings(transactionCheckMax=1000)
+    bridge.admin.resume(group, resumed)
+    with bridge.resolver(group, check=says(Decision.COMMIT)):
+        eventually(lambda: bodies(client, topic) == [resumed.encode()], "it is asked about again")
+    bridge.admin.end_parked(group, ended, Decision.COMMIT, reason="a test")
+    bridge.admin.end_parked(group, dropped, Decision.ABORT, reason="a test")
+    assert bodies(client, topic) == [resumed.encode(), ended.encode()]
+    assert bridge.admin.parked(group) == []
