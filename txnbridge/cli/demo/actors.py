@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import txnbridge
-from txnbridge import Bridge, Message, Outcome
+from txnbridge import Bridge, Decision, HalfTransaction, Message, Outcome
 from txnbridge._children import tell
 
 
@@ -21,12 +23,14 @@ class Shop:
         self.payments = f"payments-{suffix}"
         self.ledger = f"ledger-{suffix}"
         self.sales = f"sales-{suffix}"
+        self.deliveries = f"deliveries-{suffix}"
         self.workers = f"workers-{suffix}"  # the group that works on the orders
         self.till = f"till-{suffix}"  # the transactional id of the one till
+        self.desk = f"desk-{suffix}"  # the group of half messages of those who book sales
 
     @property
     def topics(self) -> list[str]:
-        return [self.orders, self.shipments, self.audit, self.payments, self.ledger, self.sales]
+        return [self.orders, self.shipments, self.audit, self.payments, self.ledger, self.sales, self.deliveries]
 
 
 class CardDeclined(Exception):
@@ -76,12 +80,35 @@ def sell(url: str, shop: Shop, what: bytes) -> None:
             txn.send(shop.sales, what)
 
 
+def book(txn: HalfTransaction, books: str) -> Decision:
+    # The work. Its messages are stored already.
+    with closing(sqlite3.connect(books)) as database, database:
+        database.execute("INSERT INTO sales VALUES (?, 'a bicycle')", (txn.id,))
+    return Decision.COMMIT
+
+
+def was_booked(books: str, txn_id: str) -> Decision:
+    # Asked if nobody said how the work went.
+    with closing(sqlite3.connect(books)) as database, database:
+        database.execute("INSERT OR IGNORE INTO sales VALUES (?, NULL)", (txn_id,))
+        found = database.execute("SELECT what FROM sales WHERE id = ?", (txn_id,))
+        [what] = found.fetchone()
+    return Decision.COMMIT if what else Decision.ABORT
+
+
 # --- how the processes begin -----------------------------------------------------------------------------------------
 
 
 def on_bridge(function: Callable[..., Any], url: str, *args: object) -> Any:
     with txnbridge.connect(url) as bridge:
         return function(bridge, *args)
+
+
+def sell_by_the_books(bridge: Bridge, shop: Shop, books: str) -> None:
+    """A sale whose process is stopped and killed between the database and the broker."""
+    with bridge.half_messages(shop.desk, execute=book, check=lambda id, _: was_booked(books, id)) as sales:
+        with sales.transaction(books, timeout=1) as txn:
+            txn.send(shop.deliveries, b"deliver a bicycle")
 
 
 def pay_and_wait(bridge: Bridge, shop: Shop) -> None:

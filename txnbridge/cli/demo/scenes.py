@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
+import sqlite3
+import tempfile
+from contextlib import closing
+from typing import Any
 
-from txnbridge import Bridge, Fenced, Outcome, TokenState
-from txnbridge.cli.demo.actors import CardDeclined, finish, on_bridge, pay, pay_and_wait, sell, ship, ship_and_charge
+from txnbridge import Bridge, Capability, Fenced, Outcome, TokenState
+from txnbridge.cli.demo.actors import (
+    CardDeclined,
+    book,
+    finish,
+    on_bridge,
+    pay,
+    pay_and_wait,
+    sell,
+    sell_by_the_books,
+    ship,
+    ship_and_charge,
+    was_booked,
+)
 from txnbridge.cli.demo.stage import PATIENCE, Stage
 
 MARKER = b"marker"
@@ -200,4 +216,58 @@ def zombie_is_fenced(stage: Stage, bridge: Bridge) -> None:
     )
 
 
-STORY = (all_or_nothing, nobody_sees_an_abort, killed_after_prepare, zombie_is_fenced)
+def killed_between_database_and_broker(stage: Stage, bridge: Bridge) -> None:
+    if not bridge.capabilities[Capability.HALF_MESSAGES]:
+        return
+    stage.title(
+        "5. A shop dies between its database and its broker",
+        "A sale is booked in a database, and a delivery is ordered by a message.\n"
+        "The message is stored first, unseen; who dies in between is asked back later.",
+    )
+    stage.code(book, was_booked)
+    shop = stage.shop
+    with tempfile.TemporaryDirectory() as folder:
+        books = f"{folder}/books.db"
+        query(books, "CREATE TABLE sales(id TEXT PRIMARY KEY, what TEXT)")
+        seller = stage.actor(on_bridge, sell_by_the_books, stage.url, shop, books, pause="half.end/before")
+        seller.stopped(PATIENCE)
+        name = f"seller {seller.pid}"
+        stage.step(name, "has booked the sale, and is about to tell the broker")
+        seller.kill()
+        stage.step(name, "kill -9")
+        stage.check(
+            "the database has the sale, nobody sees the message",
+            "looked into the database, read the topic",
+            seen=[query(books, "SELECT what FROM sales"), *values(bridge, shop.deliveries)],
+            expected=[[("a bicycle",)], []],
+        )
+        with bridge.resolver(shop.desk, check=lambda id, _: was_booked(books, id)):
+            stage.step("shop", "another process is asked what became of the sale")
+            stage.check(
+                "the check-back finishes the sale",
+                "read the topic from the start",
+                seen=lambda: values(bridge, shop.deliveries),
+                expected=[[b"deliver a bicycle"]],
+                later=True,
+            )
+        send_marker(bridge, shop.deliveries)
+        stage.check(
+            "database and broker agree: one sale, one delivery",
+            "looked into the database, read up to a marker",
+            seen=lambda: [query(books, "SELECT what FROM sales"), *values(bridge, shop.deliveries)],
+            expected=[[("a bicycle",)], [b"deliver a bicycle", MARKER]],
+        )
+
+
+def query(books: str, statement: str) -> list[Any]:
+    with closing(sqlite3.connect(books)) as database, database:
+        return database.execute(statement).fetchall()
+
+
+STORY = (
+    all_or_nothing,
+    nobody_sees_an_abort,
+    killed_after_prepare,
+    zombie_is_fenced,
+    killed_between_database_and_broker,
+)

@@ -83,14 +83,15 @@ class Stage:
         line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
-    def check(self, claim: str, how: str, *, seen: object, expected: object) -> None:
+    def check(self, claim: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
         """The only way to a check mark: what a reader or a process really saw is what the claim says.
 
-        `seen` may be a call, made again until it is so: what is committed may become readable a moment later.
+        `seen` may be a call, made again until it is so: what is committed may become readable a moment later. On the
+        embedded broker that is only so for what others commit `later`.
         """
         if inspect.isfunction(seen):
-            # Of the embedded broker a commit is readable at once.
-            seen = _until(seen, expected, 0 if self.url.startswith("embedded:") else PATIENCE)
+            at_once = self.url.startswith("embedded:") and not later
+            seen = _until(seen, expected, 0 if at_once else PATIENCE)
         if seen != expected:
             raise ClaimBroken(f"{claim}: expected {expected!r}, but it is {seen!r}")
         self.claims.append(Claim(claim, how))
