@@ -104,7 +104,13 @@ class Resolver:
                 self._wait_for_checks()
         finally:
             self._connection.resolvers.discard(self)
+            self._leave()
             self._running.release()
+
+    def _leave(self) -> None:
+        if not any(other._group == self._group for other in list(self._connection.resolvers)):
+            with suppress(TxnBridgeError), self._connection.call():  # a bridge that closes leaves all groups
+                self._store.leave(self._group, Deadline(_WAIT_SECONDS))
 
     def start(self) -> None:
         """Run on a thread of its own."""

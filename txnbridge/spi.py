@@ -797,6 +797,9 @@ class HalfStore(ABC):
         Each is lent to one asker for a while. One that was asked about too often is parked instead.
         """
 
+    def leave(self, group: str, deadline: Deadline) -> None:
+        """Nobody here calls `checks` for this group any more: a broker that chooses whom it asks may ask others."""
+
     @abstractmethod
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
         """Halves that were asked about too often; they stay until somebody ends or resumes them."""

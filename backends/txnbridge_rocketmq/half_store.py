@@ -124,10 +124,17 @@ class RocketMQHalves(HalfStore):
                 del self._asked[name]
             raise
 
+    def leave(self, group: str, deadline: Deadline) -> None:
+        name = self._cluster.settings.half_group(group)
+        with self._changed:
+            left = self._asked.pop(name, None)
+        if left is not None:
+            self._cluster.members.answer_no_more(name, deadline)
+
     def _hear(self, name: str, checks: Sequence[Check]) -> None:
         """What brokers have asked meanwhile. Silence means that they ask again."""
         with self._changed:
-            asked = self._asked[name]
+            asked = self._asked.get(name, OrderedDict())
             for check in checks:
                 if (mark := mark_of(check.record)) is not None:
                     asked[mark.transaction] = check.record
@@ -141,11 +148,12 @@ class RocketMQHalves(HalfStore):
             while True:
                 now = time.monotonic()
                 self._lent = {transaction: until for transaction, until in self._lent.items() if until > now}
-                free = [item for item in self._asked[name].items() if item[0] not in self._lent][:limit]
+                asked = self._asked.get(name, OrderedDict())
+                free = [item for item in asked.items() if item[0] not in self._lent][:limit]
                 if free or not self._changed.wait(deadline.left()):
                     break
             for transaction, _ in free:
-                del self._asked[name][transaction]
+                del asked[transaction]
                 self._lent[transaction] = now + _LENT_SECONDS
             return free
 

@@ -36,5 +36,14 @@ class Members:
         """Be asked about the halves of a producer group, from now on; those that came meanwhile come together."""
         with self._lock:
             self._questions.answers[group] = answer
-            membership = Membership(frozenset(self._questions.answers))
-            again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)
+            self._tell(deadline)
+
+    def answer_no_more(self, group: str, deadline: Deadline) -> None:
+        """Brokers ask others of this group from now on."""
+        with self._lock:
+            self._questions.answers.pop(group, None)
+            self._tell(deadline)
+
+    def _tell(self, deadline: Deadline) -> None:
+        membership = Membership(frozenset(self._questions.answers))
+        again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)

@@ -13,6 +13,7 @@ from txnbridge_conformance.plugin import RunChild
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
+from tests.rocketmq.writing_kit import broker_of
 from txnbridge import Bridge, Decision
 from txnbridge.testing import tell
 
@@ -74,6 +75,18 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
         eventually(lambda: not [t for t in admin.transactions() if "half-" in t.transaction], "the other is dropped")
     assert len(set(asked)) == 1
     assert bodies(client, topic) == [b"1", b"2"]
+
+
+def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
+    group, bridge = unique("halves"), open_bridge()
+    answers = broker_of(bridge)._cluster.members._questions.answers
+    undecided = says(Decision.UNDECIDED)
+    with bridge.half_messages(group, execute=undecided, check=undecided) as halves:
+        with bridge.resolver(group, check=undecided):
+            eventually(lambda: any(name.endswith(group) for name in answers), "it is a member")
+        assert any(name.endswith(group) for name in answers)
+        halves.close()
+    assert not any(name.endswith(group) for name in answers)
 
 
 def test_what_waits_survives_a_kill_of_the_broker(
