@@ -62,7 +62,7 @@ _SLACK_SECONDS = 5.0
 # after this: longer than any broker waits by default for a member that died (Kafka's 45 s), whose partitions come here.
 _NOTHING_SECONDS = 60.0
 
-# Whoever raises them, going on would be wrong.
+# Going on would be wrong, also where the handler raised them.
 _FINAL = (Fenced, EvidenceLost, PositionLost)
 # Outside the handler these pass by themselves; anything else there is a bug or a wrong setting.
 _PASSING = (TransactionAborted, BrokerUnavailable, OutcomeUnknown)

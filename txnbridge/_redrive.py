@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Of one transaction of a redrive: enough to make its commit cheap, well below every broker's limit.
 _BATCH = 500
-# Between two looks whether all is read; whoever waits for a redrive does not notice it.
+# Between two looks whether all is read; nobody who waits for a redrive notices it.
 _POLL_SECONDS = 0.25
 
 

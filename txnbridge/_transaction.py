@@ -50,7 +50,7 @@ class State(Enum):
 
     OPEN = "open", "It takes messages and acknowledgements."
     FAILED = "failed", "Something of it could not be stored or acknowledged; only abort is left."
-    PREPARED = "prepared", "It is durable and invisible; whoever has its token ends it."
+    PREPARED = "prepared", "It is durable and invisible; any process ends it by its token."
     COMMITTING = "committing", "The broker has been asked to commit and has not answered yet."
     ABORTING = "aborting", "The broker has been asked to abort and has not answered yet."
     COMMITTED = "committed", "The broker has said that it is committed."
@@ -120,7 +120,7 @@ class Transaction:
         self._write = writer.send
         # With a listener, a header maker or a fingerprint each message takes the long way round.
         self._slow = bool(connection.events) or bool(connection.header_makers) or fingerprint is not None
-        # Whoever uses the transaction takes the only entry and puts it back. A lock does the same and costs twice as
+        # A call on the transaction takes the only entry and puts it back. A lock does the same and costs twice as
         # much, which is a sixth of sending a small message.
         self._turn = [None if self._slow else writer.quick]
 

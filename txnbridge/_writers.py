@@ -23,7 +23,7 @@ _TURN_SECONDS = 0.1
 
 
 class Writers:
-    """Who takes one gives it back, or leaves it behind; any thread may."""
+    """A transaction takes one and gives it back, or leaves it behind; on any thread."""
 
     def __init__(self, connection: Connection, size: int, ledger: Callable[[], Ledger]) -> None:
         self._connection = connection

@@ -215,7 +215,7 @@ class Broker(ABC):
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
         """What became of a token, prepared or not.
 
-        It decides nothing. Who says ABORTED because a deadline has passed records it first: the clock may be set back.
+        It decides nothing. Before ABORTED is said because a deadline has passed, that is recorded: clocks are set back.
         """
 
     @property

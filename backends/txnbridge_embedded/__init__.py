@@ -9,7 +9,7 @@ How the promises stand on one file:
   The decision about it is one small write: `endings`.
 - Opening a transactional id raises its epoch, which every write looks at: older owners are shut out. Each writer leaves
   evidence of what it committed last, which tells an outcome whose answer was lost: `write.instance`.
-- No process runs in the background. Whoever reads, or looks at the file for an administrator, ends what is overdue.
+- No process runs in the background. Readers, and administrators' looks at the file, end what is overdue.
 - Members of a group share partitions by leases, which threads of theirs renew: `group.members`, `group.assignment`. Who
   has a partition reads it in order (`read.ordered`); members that share messages lease each one (`read.shared`).
 

@@ -1,7 +1,7 @@
 """How transactions end that are in the file before their end: prepared ones, and plain ones larger than the memory.
 
 The decision is one small write transaction. A commit needs no more; after an abort the messages are removed in small
-pieces, so that no other writer waits long. Every step may be the last of its process: whoever comes next goes on.
+pieces, so that no other writer waits long. Every step may be the last of its process: the next one goes on.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("txnbridge")
-# A URL that is wrong, or a broker that does not run, mostly stays so: whoever has mistyped a port hears of it at once.
+# A URL that is wrong, or a broker that does not run, mostly stays so: a user who mistyped a port hears of it soon.
 _NOBODY_SECONDS = 1.0
 
 

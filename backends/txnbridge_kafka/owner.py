@@ -43,7 +43,7 @@ class Owner:
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
         """Become the newest owner; what was said by the one before.
 
-        The most writers that any owner had are handed on: whoever dies in the middle of opening an id leaves those of
+        The most writers that any owner had are handed on: an owner that dies in the middle of opening leaves those of
         its predecessors to the next. (And the most ids, which an owner of an earlier version looks for.)
         """
         with self._lock:

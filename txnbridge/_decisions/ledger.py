@@ -104,7 +104,7 @@ class LogLedger(Ledger):
         if acks and decision is not Decision.COMMIT:
             raise InvalidOption("only a transaction that is committed acknowledges anything")
         question = Question(transaction, path_of(transaction), begin_of(log))
-        # An abort is nobody's in particular: who may not commit any more may still give up.
+        # Anybody may abort: an owner that may not commit any more may still give up.
         by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
         if by is not None and self._engine.known(question, deadline) is None:
             with self._engine.follower.looking(deadline) as state:

@@ -158,7 +158,7 @@ class SqlLogs:
 
 
 class _Asked:
-    """Whether a commit was asked for; whoever waits for it may give up before, and then it never is."""
+    """Whether a commit was asked for; a caller that waits may give up before, and then it never is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -269,7 +269,7 @@ class SqlLog(DecisionLog):
             connection.execute(sa.delete(_records).where(mine, _records.c.position < up_to))
             return up_to < first
 
-        # First it begins later, then the records go: who dies in between leaves rows to the next who trims.
+        # First it begins later, then the records go: a process that dies in between leaves rows to the next trim.
         first: int = self._ask(f"trimming {self._what}", begin_later, deadline)
         while self._ask(f"trimming {self._what}", remove_some, deadline):
             pass
@@ -349,7 +349,7 @@ def _in_our_words(error: exc.SQLAlchemyError, what: str) -> TxnBridgeError:
     if isinstance(error, exc.DBAPIError):
         if _state_of(error) == _PERMISSION_DENIED:
             return AccessDenied(text)
-        # Two at once may make a table, or a row of it: who comes second finds it at the next try.
+        # Two processes may make a table, or a row of it, at once: the second one finds it at its next try.
         if isinstance(error, exc.OperationalError | exc.InterfaceError | exc.IntegrityError):
             return BrokerUnavailable(text)
     if isinstance(error, exc.TimeoutError):

@@ -1,6 +1,6 @@
 """Who is in a group, and which member has which partition.
 
-A member holds a lease that a thread of its own renews. Whoever looks and finds a change (a member came, went or let
+A member holds a lease that a thread of its own renews. The first to find a change (a member came, went or let
 its lease run out, a topic grew) shares the partitions out again. One that should move is only marked as wanted at
 first: its owner sees that when it polls, ends what it is doing and releases it. If it does not in the time of a lease,
 the other takes it by force. Each giving raises the partition's epoch, so that acknowledgements of older ones are

@@ -89,7 +89,7 @@ class OrderedReader(GroupReader):
             self._tell_of_others(connection)
 
     def _tell_of_others(self, connection: Connection) -> None:
-        """Who waits for what another member has, perhaps a dead one, can read in the log how long that may last."""
+        """A member that waits for what another one has, perhaps a dead one, tells in the log how long that may last."""
         if not _log.isEnabledFor(logging.INFO):
             return
         for holder, partitions in standing.held_by_others(connection, self._group_id, self._member).items():

@@ -66,7 +66,7 @@ class PollingReader(Reader):
             raise
 
     def _find(self, topic: str, deadline: Deadline) -> None:
-        """A group may wait for a topic that nobody has written yet; whoever only looks makes none."""
+        """A group may wait for a topic that nobody has written yet; a reader without a group makes none."""
         if self._settings.refuse_name is not None:
             self._settings.refuse_name(topic)
         if self._subscription.group is not None:

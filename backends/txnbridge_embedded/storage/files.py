@@ -46,7 +46,7 @@ def _check_kind(path: Path, create: bool) -> None:
         raise InvalidOption(f"there is no folder {path.parent} for the broker's file; create it first")
     exists = path.exists()
     if not exists and not create:
-        raise NotFound(f"there is no broker's file at {path}; whoever writes there makes it, unless with create=false")
+        raise NotFound(f"there is no broker's file at {path}; a bridge that writes makes it, unless with create=false")
     if exists and not path.is_file():
         raise InvalidOption(f"{path} is not a plain file")
 

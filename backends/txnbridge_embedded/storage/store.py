@@ -37,7 +37,7 @@ _log = logging.getLogger("txnbridge.embedded")
 _LOCK_POLL = 0.0002
 # How often the others ask for the turn. They have a whole commit's time to take it.
 _TURN_POLL = 0.0005
-# The turn is a courtesy: whoever holds it may have been stopped, so nobody waits longer for it than this.
+# The turn is a courtesy: its holder may have been stopped, so nobody waits longer for it than this.
 _TURN_PATIENCE = 0.1
 # How long a thread may write again and again while others of its process wait: some commits.
 _KEEP_SECONDS = 0.002
@@ -45,7 +45,7 @@ _KEEP_SECONDS = 0.002
 _READ_POLL = 0.001
 # How long a new connection puts up with such a lock; it has no caller's deadline.
 _CONNECT_SECONDS = 5.0
-# Whoever leaves a group or closes waits no longer than this for a file that others keep locked: some hundred commits.
+# Leaving a group or closing waits no longer than this for a file that others keep locked: some hundred commits.
 # What is left behind harms nobody: a member's lease runs out, a writer's record is forgotten in time.
 LEAVING_SECONDS = 1.0
 # How old the known partition count of a topic may be: topics grow rarely, and a look costs a query.

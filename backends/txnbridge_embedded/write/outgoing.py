@@ -51,7 +51,7 @@ class Rows:
                 column.extend(repeat(None, len(values)))
 
     def columns(self, now: int) -> Iterator[Iterable[Any]]:
-        """Timestamp, key, headers and value of each message; who set no timestamp gets `now`."""
+        """Timestamp, key, headers and value of each message; a message without a timestamp gets `now`."""
         yield repeat(now) if self.timestamps is None else [now if at is None else at for at in self.timestamps]
         yield repeat(None) if self.keys is None else self.keys
         yield repeat(None) if self.headers is None else self.headers

@@ -112,7 +112,7 @@ def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: De
 
 
 def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """Ask for an end, and say what is true, whoever was first. Safe to repeat."""
+    """Ask for an end, and say what is true, also where another process was first. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
     with closing(cluster.requests.witness(id, deadline)) as witness:
         with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:

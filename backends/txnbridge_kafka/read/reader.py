@@ -98,7 +98,7 @@ class KafkaReader(Reader):
         self._left = 0  # how many times partitions have left
         self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
-        # A group may wait for a topic that nobody has written yet; whoever only looks makes none.
+        # A group may wait for a topic that nobody has written yet; a reader without a group makes none.
         create = subscription.group is not None
         self._counts = {
             topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics
@@ -609,7 +609,7 @@ def _connect(settings: Settings, subscription: Subscription, on_commit: Callable
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "auto.offset.reset": "error",
-                # Whoever reads without a group reads up to an end, mostly, and behind it may be no message for long.
+                # A reader without a group mostly reads up to an end, and behind it may be no message for long.
                 "enable.partition.eof": subscription.group is None,
                 "on_commit": on_commit,
                 "allow.auto.create.topics": False,

@@ -143,7 +143,7 @@ class GroupStarts(Starts):
         if self._look_at is None or now < self._look_at:
             self._look_at = self._look_at or now + _PATIENCE
             return
-        self._look_at = math.inf  # whoever may not mend it looks no more: each try shuts a living producer out
+        self._look_at = math.inf  # without the rights to mend it we look no more: each try shuts a living producer out
         try:
             for written in self._mend(Deadline(min(deadline.left(), _LONGEST_LOOK))):
                 _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)

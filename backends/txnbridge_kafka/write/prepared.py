@@ -214,7 +214,7 @@ class Pool:
         try:
             writer = self._open_one(Deadline(_AHEAD_SECONDS))
         except TxnBridgeError as error:
-            # Whoever needs one next opens it in the foreground, and is told.
+            # The next transaction that needs one opens it in the foreground, and is told.
             _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
             return
         if writer is None:

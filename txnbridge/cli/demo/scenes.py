@@ -222,7 +222,7 @@ def killed_between_database_and_broker(stage: Stage, bridge: Bridge) -> None:
     stage.title(
         "5. A shop dies between its database and its broker",
         "A sale is booked in a database, and a delivery is ordered by a message.\n"
-        "The message is stored first, unseen; who dies in between is asked back later.",
+        "The message is stored first, unseen; if the seller dies, others are asked later.",
     )
     stage.code(book, was_booked)
     shop = stage.shop
