@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from txnbridge_rocketmq.asking import ask
 from txnbridge_rocketmq.endings import PREPARE
 from txnbridge_rocketmq.ends import Ender, Turn
 from txnbridge_rocketmq.halves import Part, parts_as_json, parts_from_json
-from txnbridge_rocketmq.marks import Origin, mark_of, origin_of
+from txnbridge_rocketmq.marks import Origin, is_over, mark_of, origin_of
 from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, Check, Property, Pulled, Record, reading
 
 _log = logging.getLogger("txnbridge")
@@ -125,8 +124,7 @@ class Checks:
         application = str(origin.log.get("log") or self._cluster.settings.application)
         ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        late = time.time() * 1000 >= origin.deadline
-        if claim is None and (late or _is_left(ledger, transaction, origin, deadline)):
+        if claim is None and (is_over(origin.deadline) or _is_left(ledger, transaction, origin, deadline)):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         return claim

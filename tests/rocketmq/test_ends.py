@@ -9,7 +9,7 @@ from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq import ends
+from txnbridge_rocketmq import ends, marks
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.endings import end_prepared, status_of
 from txnbridge_rocketmq.remoting import Answer, Code, End, Request
@@ -38,6 +38,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broker() -> HalfBroker:
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
     return HalfBroker()
 
 
@@ -178,6 +179,38 @@ def stored_but(broker: HalfBroker) -> Any:
     """Stores a half, and says that it was not flushed."""
     answer = broker.answer
 
+@pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
+def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
+    writer = owner.begin(1)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    lose_answers(log, stands)
+    with pytest.raises(OutcomeUnknown):
+        writer.commit(Deadline(0.1))
+    if not stands:
+        with pytest.raises(BrokerUnavailable, match=f"{owner.id}/x/1"):
+            writer.reopen(Deadline(0.1))
+    del log.append
+    writer.reopen(Deadline(60))
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    send(writer, "a", b"next")
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == [*(VALUES if stands else []), b"next"]
+    assert not broker.open
+
+
+def lose_answers(log: MemoryLog, stands: bool) -> None:
+    """From now on nobody hears whether a record was stored, which it was or was not."""
+    append = log.append
+
+    def lose(record: bytes, deadline: Deadline) -> Any:
+        if stands:
+            append(record, deadline)
+        raise OutcomeUnknown("no answer")
+
+    log.append = lose  # type: ignore[method-assign]
+
+
     def store(request):
         found = answer(request)
         if request.code == Code.SEND_MESSAGE_V2 and len(broker.halves) == 3:
@@ -308,6 +341,27 @@ def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker)
 
 def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, broker, log):
     broker.told["transactionTimeOut"] = "1"
+@pytest.mark.parametrize("asked", ["the broker", "a status"])
+def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, monkeypatch, asked):
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 60.0)
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", b"late")
+    writer.flush(Deadline(60))
+    while not writer._begun.deadline.expired:
+        time.sleep(0.001)
+    token = token_of(owner, 1, writer)
+
+    def ask() -> TokenState:
+        if asked == "the broker":
+            other.checks.answer(broker.ask())
+        return status(other, token)
+
+    assert ask() is TokenState.PREPARED
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
+    assert ask() is TokenState.ABORTED
+    assert status(other, token) is TokenState.ABORTED
+
+
     first = owner.begin(1)
     send(first, "a", b"first")
     first.commit(Deadline(60))
