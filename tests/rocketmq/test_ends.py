@@ -12,7 +12,7 @@ import pytest
 from txnbridge_rocketmq import ends, marks
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.endings import end_prepared, status_of
-from txnbridge_rocketmq.remoting import Answer, Code, End, Request
+from txnbridge_rocketmq.remoting import Answer, Code, Request
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
@@ -488,6 +488,44 @@ def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(ow
     writer = owner.begin()
     send(writer, "a", *VALUES)
     with pytest.raises(OutcomeUnknown, match="proxy"):
+def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.endings._STALLED_SECONDS", 0.05)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: Request[Any]) -> Any:
+        answered = answer(request)
+        if request.code == Code.END_TRANSACTION:
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
+            time.sleep(ends._LOOK_HOLDS)
+        return answered
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(ends, "_PUBLISHED_AT_ONCE", 1)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def forget(request: Request[Any]) -> Any:
+        if request.code == Code.END_TRANSACTION:
+            broker.locks.clear()  # as after a minute
+        return answer(request)
+
+    def locked(request: Request[Any]) -> None:
+        if request.code == Code.QUERY_MESSAGE and broker.published:
+            taken.append(bool(broker.locks))
+
+    taken: list[bool] = []
+    broker.answer, broker.fault = forget, locked
+    assert finish(other, token) is Outcome.COMMITTED
+    assert any(taken)
+
+
         writer.commit(Deadline(60))
 
 
@@ -547,8 +585,7 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 def test_without_a_look_first_messages_come_twice(monkeypatch):
     def publish(self, transaction, parts, deadline, *, first=False):
         lines = self._lines(ends._wanted(transaction, parts), deadline)
-        self._end_lines(lines, End.COMMIT, True, deadline)
-        return True
+        self._end_lines(lines, True, deadline)
 
     monkeypatch.setattr(ends.Ender, "publish", publish)
     assert any(what_went_wrong(seed) for seed in range(40))
