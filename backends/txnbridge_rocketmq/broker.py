@@ -146,7 +146,7 @@ class RocketMQBroker(Broker):
                 publisher.close(deadline)
             except TxnBridgeError as error:
                 _log.warning("closing a publisher: %s", error)
-        self._cluster.client.close()
+        self._cluster.client.close(deadline.left())
 
 
 def open_cluster(settings: Settings, context: Context, deadline: Deadline) -> Cluster:
