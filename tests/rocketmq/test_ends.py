@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq import ends, marks
+from txnbridge_rocketmq import checks, ends, marks
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.endings import end_prepared, status_of
 from txnbridge_rocketmq.remoting import Answer, Code, Request
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
+from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
     BrokerUnavailable,
     DeliveryFailed,
@@ -372,6 +375,35 @@ def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(own
     def die(request):
         if request.code == Code.END_TRANSACTION:
             raise Killed
+def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(
+    owner, other, broker, log, monkeypatch
+):
+    for name in ("_AGAIN_SECONDS", "_LEAST_PAUSE"):
+        monkeypatch.setattr(checks, name, 0.01)
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
+    broker.discard()
+    looks = Counter[str]()
+
+    def away(deadline: Deadline) -> Any:
+        looks["log"] += 1
+        raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
+
+    log.end = away
+    looking = threading.Thread(target=other.checks._look_after_discarded)
+    looking.start()
+    try:
+        assert becomes_true(lambda: looks["log"] > 1)
+        assert broker.published == []
+        del log.end
+        assert becomes_true(lambda: broker.seen("a") == VALUES)
+    finally:
+        other.checks.close()
+        looking.join()
+
+
 
     broker.fault = die
     with pytest.raises(Killed):
