@@ -73,7 +73,7 @@ class RocketMQBroker(Broker):
         if home.is_on("rejectTransactionMessage"):
             self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
         self.limits = replace(
-            backend.limits, message_bytes=home.message_bytes, prepared_seconds=min(home.patience, home.kept)
+            backend.limits, message_bytes=home.message_bytes, prepared_seconds=min(home.longest, home.kept)
         )
 
     # --- writing ------------------------------------------------------------------------------------------------------

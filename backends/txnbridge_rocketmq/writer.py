@@ -127,11 +127,12 @@ class RocketMQWriter(Writer):
             queues = self._cluster.topics.require(topic, partition, deadline)
             if found is None:
                 settings = self._cluster.brokers.known(queues[0].broker, deadline)
-                if self._seconds > settings.patience:
+                if self._seconds > settings.longest:
                     raise InvalidOption(
-                        f"a transaction to {topic} may take {self._seconds:.0f} s here; broker {settings.name} discards"
-                        f" halves after {settings.patience:g} s (transactionCheckMax x transactionCheckInterval):"
-                        " take shorter timeouts, or let an administrator change that"
+                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and {settings.longest:g} s are"
+                        f" allowed: broker {settings.name} discards halves after {settings.patience:g} s"
+                        " (transactionCheckMax x transactionCheckInterval), and has to ask about them before. Take"
+                        " shorter timeouts, or let an administrator change that"
                     )
                 found = self._halves.targets[topic] = Target(queues, settings)
             found.queues = queues
@@ -269,7 +270,6 @@ class RocketMQWriter(Writer):
     def reopen(self, deadline: Deadline) -> None:
         """As the contract says. What is committed of the transaction before is published before the next one begins."""
         self._owner.check(deadline)
-
         self._settle(deadline)
         self._forget()
 
@@ -289,6 +289,7 @@ class RocketMQWriter(Writer):
                 self._unpublished = transaction, parts_from_json(claim.data)
             else:
                 self._drop(deadline)
+
     def close(self) -> None:
         """Nothing is held: halves that nobody ended are asked about."""
 
@@ -300,7 +301,7 @@ class PreparedWriter(RocketMQWriter):
         if begin.hold is not None:
             return begin.deadline.left() + begin.hold
         home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
-        return min(home.patience, home.kept)
+        return min(home.longest, home.kept)
 
     def prepare(self, deadline: Deadline) -> None:
         self._store(deadline)

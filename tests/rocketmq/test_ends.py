@@ -23,6 +23,7 @@ from txnbridge.errors import (
     BrokerUnavailable,
     DeliveryFailed,
     EvidenceLost,
+    InvalidOption,
     InvalidToken,
     OutcomeUnknown,
     TxnBridgeError,
@@ -37,11 +38,11 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_INDEX_SECONDS", "_PAUSE", "_LOOK_SECONDS"):
         monkeypatch.setattr(ends, name, 0.0005)
     monkeypatch.setattr(ends, "_SURELY_INDEXED", 0.05)
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
 
 
 @pytest.fixture
 def broker() -> HalfBroker:
-    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
     return HalfBroker()
 
 
@@ -178,10 +179,6 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
     assert broker.published == []
 
 
-def stored_but(broker: HalfBroker) -> Any:
-    """Stores a half, and says that it was not flushed."""
-    answer = broker.answer
-
 @pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
 def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
     writer = owner.begin(1)
@@ -214,6 +211,10 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
     log.append = lose  # type: ignore[method-assign]
 
 
+def stored_but(broker: HalfBroker) -> Any:
+    """Stores a half, and says that it was not flushed."""
+    answer = broker.answer
+
     def store(request):
         found = answer(request)
         if request.code == Code.SEND_MESSAGE_V2 and len(broker.halves) == 3:
@@ -222,6 +223,28 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
 
     broker.answer = store  # type: ignore[method-assign]
     return lambda request: None
+
+
+@pytest.mark.parametrize(
+    ("first_asked", "seconds", "taken"),
+    [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
+    ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
+)
+def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_about(
+    owner, broker, first_asked, seconds, taken
+):
+    broker.told |= {
+        "transactionTimeOut": str(first_asked * 1000),
+        "transactionCheckInterval": "5000",
+        "transactionCheckMax": "10",
+    }
+    writer = owner.begin(timeout=seconds)
+    if taken:
+        send(writer, "a", b"1")
+    else:
+        with pytest.raises(InvalidOption, match="discards halves after 50 s"):
+            send(writer, "a", b"1")
+    writer.abort(Deadline(60))
 
 
 def test_a_busy_broker_is_asked_again(owner, broker):
@@ -318,32 +341,6 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
     assert f"nobody can tell what became of transaction {owner.id}/x/1" in warned.getMessage()
 
 
-def refuse(record: bytes, deadline: Deadline) -> Any:
-    raise BrokerUnavailable("not now")
-
-
-def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.commit(Deadline(60))
-    broker.open.update(half.queue_offset for half in broker.halves)  # it has forgotten that they have ended
-    answer_all(other, broker)
-    assert broker.seen("a") == VALUES
-
-
-def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
-    writer = owner.begin()
-    send(writer, "a", *VALUES)
-    writer.commit(Deadline(60))
-    stray = broker.halves[0]
-    properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
-    broker._keep("a", 0, properties, b"stray")
-    answer_all(other, broker)
-    assert broker.seen("a") == VALUES
-
-
-def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, broker, log):
-    broker.told["transactionTimeOut"] = "1"
 @pytest.mark.parametrize("asked", ["the broker", "a status"])
 def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, monkeypatch, asked):
     monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 60.0)
@@ -365,16 +362,19 @@ def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(own
     assert status(other, token) is TokenState.ABORTED
 
 
-    first = owner.begin(1)
-    send(first, "a", b"first")
-    first.commit(Deadline(60))
-    writer = owner.begin(2)
-    send(writer, "a", *VALUES)
-    writer.flush(Deadline(60))
+def refuse(record: bytes, deadline: Deadline) -> Any:
+    raise BrokerUnavailable("not now")
 
-    def die(request):
-        if request.code == Code.END_TRANSACTION:
-            raise Killed
+
+def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.commit(Deadline(60))
+    broker.open.update(half.queue_offset for half in broker.halves)  # it has forgotten that they have ended
+    answer_all(other, broker)
+    assert broker.seen("a") == VALUES
+
+
 def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(
     owner, other, broker, log, monkeypatch
 ):
@@ -404,6 +404,29 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
         looking.join()
 
 
+def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.commit(Deadline(60))
+    stray = broker.halves[0]
+    properties = {**stray.properties, "txnbridge.number": "99", "UNIQ_KEY": "STRAY"}
+    broker._keep("a", 0, properties, b"stray")
+    answer_all(other, broker)
+    assert broker.seen("a") == VALUES
+
+
+def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, broker, log):
+    broker.told["transactionTimeOut"] = "1"
+    first = owner.begin(1)
+    send(first, "a", b"first")
+    first.commit(Deadline(60))
+    writer = owner.begin(2)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+
+    def die(request):
+        if request.code == Code.END_TRANSACTION:
+            raise Killed
 
     broker.fault = die
     with pytest.raises(Killed):
@@ -465,6 +488,44 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
         assert waiting.result(60) is Outcome.COMMITTED
 
 
+def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.endings._STALLED_SECONDS", 0.05)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: Request[Any]) -> Any:
+        answered = answer(request)
+        if request.code == Code.END_TRANSACTION:
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
+            time.sleep(ends._LOOK_HOLDS)
+        return answered
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(ends, "_PUBLISHED_AT_ONCE", 1)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def forget(request: Request[Any]) -> Any:
+        if request.code == Code.END_TRANSACTION:
+            broker.locks.clear()  # as after a minute
+        return answer(request)
+
+    def locked(request: Request[Any]) -> None:
+        if request.code == Code.QUERY_MESSAGE and broker.published:
+            taken.append(bool(broker.locks))
+
+    taken: list[bool] = []
+    broker.answer, broker.fault = forget, locked
+    assert finish(other, token) is Outcome.COMMITTED
+    assert any(taken)
+
+
 def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
     token = prepared(owner)
     broker.halves.pop()
@@ -520,44 +581,6 @@ def test_a_first_commit_that_swallows_is_found_out_after_an_end_that_was_lost(ow
     writer = owner.begin()
     send(writer, "a", *VALUES)
     with pytest.raises(OutcomeUnknown, match="proxy"):
-def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
-    monkeypatch.setattr("txnbridge_rocketmq.endings._STALLED_SECONDS", 0.05)
-    token = prepared(owner)
-    answer = broker.answer
-
-    def sleep(request: Request[Any]) -> Any:
-        answered = answer(request)
-        if request.code == Code.END_TRANSACTION:
-            broker.answer = answer
-            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
-            time.sleep(ends._LOOK_HOLDS)
-        return answered
-
-    broker.answer = sleep
-    assert finish(owner, token) is Outcome.COMMITTED
-    assert broker.seen("a") == [b"10", b"11", b"12"]
-
-
-def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
-    monkeypatch.setattr(ends, "_PUBLISHED_AT_ONCE", 1)
-    token = prepared(owner)
-    answer = broker.answer
-
-    def forget(request: Request[Any]) -> Any:
-        if request.code == Code.END_TRANSACTION:
-            broker.locks.clear()  # as after a minute
-        return answer(request)
-
-    def locked(request: Request[Any]) -> None:
-        if request.code == Code.QUERY_MESSAGE and broker.published:
-            taken.append(bool(broker.locks))
-
-    taken: list[bool] = []
-    broker.answer, broker.fault = forget, locked
-    assert finish(other, token) is Outcome.COMMITTED
-    assert any(taken)
-
-
         writer.commit(Deadline(60))
 
 
