@@ -203,7 +203,7 @@ def lose_answers(log: MemoryLog, stands: bool) -> None:
     """From now on nobody hears whether a record was stored, which it was or was not."""
     append = log.append
 
-    def lose(record: bytes, deadline: Deadline) -> Any:
+    def lose(record: bytes, deadline: Deadline | None = None) -> Any:
         if stands:
             append(record, deadline)
         raise OutcomeUnknown("no answer")

@@ -309,9 +309,10 @@ def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
 
     def values_read() -> list[object]:
         try:
-            return values(consumer.poll(timeout=1))
+            found: list[object] = values(consumer.poll(timeout=1))
         except OutcomeUnknown:
             return []
+        return found
 
     with connect_to(rocketmq_broker.url) as bridge, bridge.consumer(topic, group) as consumer:
         (message,) = take(consumer, 1)
