@@ -506,6 +506,14 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, ot
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
+def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(ends, "_LOOK_HOLDS", 0.1)
+    token = prepared(owner)
+    broker.fault = lambda request: time.sleep(0.04) if request.code == Code.QUERY_MESSAGE else None
+    assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
 def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
     monkeypatch.setattr(ends, "_PUBLISHED_AT_ONCE", 1)
     token = prepared(owner)
