@@ -137,7 +137,7 @@ class RocketMQBroker(Broker):
         topic = self._settings.log_topic(name)
         with self._cluster.context.events.step("step:log", log=name):
             queue = self._cluster.topics.internal(topic, deadline)
-        return RocketMQLog(self._cluster.client, queue)
+        return RocketMQLog(self._cluster.client, queue, self._cluster.brokers.known(queue.broker, deadline).kept)
 
     def close(self, deadline: Deadline) -> None:
         self._checks.close()
