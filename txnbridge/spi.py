@@ -596,10 +596,11 @@ class DecisionLog(ABC):
     """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key.
 
     `origin` is where every new log's first record stands, None if that cannot be known: by it a log that retention has
-    emptied is told from a new one.
+    emptied is told from a new one. `keeps` is for how many seconds a record surely stays, None if until it is trimmed.
     """
 
     origin: Position | None = None
+    keeps: float | None = None
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Position | None:

@@ -79,7 +79,7 @@ class RocketMQAdmin(Admin):
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         for found in listing.list_open(self._cluster, deadline):
-            if any(half.partition[0] == name for half in found.halves):
+            if found.may_be_published and any(half.partition[0] == name for half in found.halves):
                 raise InvalidState(f"topic {name!r} is in use by transaction {found.name}; end that first")
         self._topics.delete(name, deadline)
 

@@ -76,7 +76,7 @@ class RocketMQBroker(Broker):
         if home.is_on("rejectTransactionMessage"):
             self.capabilities = self.capabilities.but(WITHOUT_TRANSACTIONS)
         self.limits = replace(
-            backend.limits, message_bytes=home.message_bytes, prepared_seconds=min(home.patience, home.kept)
+            backend.limits, message_bytes=home.message_bytes, prepared_seconds=min(home.longest, home.kept)
         )
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class RocketMQBroker(Broker):
         topic = self._settings.log_topic(name)
         with self._cluster.context.events.step("step:log", log=name):
             queue = self._cluster.topics.internal(topic, deadline)
-        return RocketMQLog(self._cluster.client, queue)
+        return RocketMQLog(self._cluster.client, queue, self._cluster.brokers.known(queue.broker, deadline).kept)
 
     def half_store(self) -> HalfStore | None:
         from txnbridge_rocketmq.half_store import RocketMQHalves
@@ -157,7 +157,7 @@ class RocketMQBroker(Broker):
                 publisher.close(deadline)
             except TxnBridgeError as error:
                 _log.warning("closing a publisher: %s", error)
-        self._cluster.client.close()
+        self._cluster.client.close(deadline.left())
 
 
 def open_cluster(settings: Settings, context: Context, deadline: Deadline) -> Cluster:

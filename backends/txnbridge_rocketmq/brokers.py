@@ -11,6 +11,7 @@ from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.asking import again, ask
+from txnbridge_rocketmq.marks import CLOCKS_DIFFER_SECONDS
 from txnbridge_rocketmq.remoting import administration
 
 # An administrator may change settings at any time; what depends on them is planned for minutes.
@@ -59,6 +60,15 @@ class BrokerSettings:
     def patience(self) -> float:
         """How long a half may wait for its end before the broker discards it."""
         return self.check_most * self.check_interval
+
+    @property
+    def longest(self) -> float:
+        """How long a transaction may take, so that its halves are asked about behind it before they are discarded.
+
+        Looks at halves that are too young to be asked about count as well.
+        """
+        last_asked = self.patience - self.check_interval
+        return max(0.0, last_asked - CLOCKS_DIFFER_SECONDS) if last_asked > self.transaction_timeout else 0.0
 
     @property
     def kept(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from txnbridge_rocketmq.asking import ask
 from txnbridge_rocketmq.endings import PREPARE
 from txnbridge_rocketmq.ends import Ender, Turn
 from txnbridge_rocketmq.halves import Part, parts_as_json, parts_from_json
-from txnbridge_rocketmq.marks import Origin, mark_of, origin_of
+from txnbridge_rocketmq.marks import Origin, is_over, mark_of, origin_of
 from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, Check, Property, Pulled, Record, reading
 
 _log = logging.getLogger("txnbridge")
@@ -23,8 +22,13 @@ _log = logging.getLogger("txnbridge")
 # Transactions are answered for one at a time, and what is not answered now is asked again. An answer may have to
 # publish thousands of messages, one after another.
 _ANSWER_SECONDS = 30.0
-# Transactions of which all is published, or of which nobody can tell: the broker asks about each of their halves.
+# Transactions that are settled, or of which nobody can tell: the broker asks about each of their halves.
 _REMEMBERED = 10_000
+# Discarded halves about which nothing could be done are looked at again after this: a log that was away is back mostly,
+# whoever else was at work has ended.
+_AGAIN_SECONDS = 60.0
+# They are never looked for more often than this, however soon a broker discards.
+_LEAST_PAUSE = 1.0
 
 
 class Checks:
@@ -39,10 +43,10 @@ class Checks:
         self._cluster = ender.cluster
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
-        self._published: OrderedDict[str, None] = OrderedDict()
+        self._settled: OrderedDict[str, None] = OrderedDict()
         self._lost: OrderedDict[str, None] = OrderedDict()  # of which it was said that nobody can tell
         self._deadlines: set[Deadline] = set()
-        self._closed = False
+        self._closed = threading.Event()
 
     def start(self, deadline: Deadline) -> None:
         """Be asked from now on about halves of this application, and look after those that are not asked about."""
@@ -52,7 +56,7 @@ class Checks:
     def close(self) -> None:
         """Answer nothing more; what is being answered ends at once."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             for deadline in self._deadlines:
                 deadline.shorten(0.0)
 
@@ -61,7 +65,7 @@ class Checks:
         deadline = Deadline(_ANSWER_SECONDS)
         with self._lock:
             self._deadlines.add(deadline)
-            if self._closed:
+            if self._closed.is_set():
                 deadline.shorten(0.0)
         try:
             yield deadline
@@ -94,7 +98,7 @@ class Checks:
         """Have happen what was decided about a transaction; whether nothing is left to be published from these."""
         try:
             with self._in_time() as deadline:
-                return transaction in self._published or self._settle(transaction, halves, deadline)
+                return transaction in self._settled or self._settle(transaction, halves, deadline)
         except EvidenceLost as error:
             if transaction not in self._lost:
                 _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
@@ -108,14 +112,17 @@ class Checks:
         if claim is None:
             return False
         parts = parts_from_json(claim.data)
-        if claim.decision is Decision.ABORT or not any(_has(parts, half) for half in halves):
+        if claim.decision is Decision.ABORT:
+            self._remember(self._settled, transaction)
+            return True
+        if not any(_has(parts, half) for half in halves):
             return True
         with self._ender.alone(transaction, deadline) as turn:
             if turn is not Turn.MINE:
                 return False
             with self._cluster.context.events.step("step:publish", transaction, asked=True):
                 self._ender.publish(transaction, parts, deadline)
-        self._remember(self._published, transaction)
+        self._remember(self._settled, transaction)
         return True
 
     def _decided(self, transaction: str, half: Record, deadline: Deadline) -> LedgerClaim | None:
@@ -125,8 +132,7 @@ class Checks:
         application = str(origin.log.get("log") or self._cluster.settings.application)
         ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        late = time.time() * 1000 >= origin.deadline
-        if claim is None and (late or _is_left(ledger, transaction, origin, deadline)):
+        if claim is None and (is_over(origin.deadline) or _is_left(ledger, transaction, origin, deadline)):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         return claim
@@ -140,19 +146,33 @@ class Checks:
     # --- and those that are not, any more -----------------------------------------------------------------------------
 
     def _look_after_discarded(self) -> None:
-        """A broker that has asked often enough puts a half aside, also while nobody was there to be asked.
+        while not self._closed.wait(self._look_at_discarded()):
+            pass
+
+    def _look_at_discarded(self) -> float:
+        """A broker that has asked often enough puts a half aside, also while nobody was there to tell.
 
         What was decided about it still holds. It is ended by its copies in the half topic: the record here stands in
         another queue, and a broker that is told to end that takes it for whatever half has the same offset.
+
+        Returns for how many seconds that is enough.
         """
+        pause = _AGAIN_SECONDS
         try:
             with self._in_time() as deadline:
                 brokers = self._cluster.brokers.names(deadline)
-            for broker in brokers:
-                for transaction, half in self._discarded(broker):
-                    self._settles(transaction, [half])
-        except TxnBridgeError as error:
-            _log.debug("discarded halves are looked after by the next bridge: %s", error)
+                patience = min(self._cluster.brokers.known(broker, deadline).patience for broker in brokers)
+            left = [
+                transaction
+                for broker in brokers
+                for transaction, half in self._discarded(broker)
+                if not self._settles(transaction, [half]) and transaction not in self._lost
+            ]
+            if not left:
+                pause = patience / 3
+        except Exception as error:  # whatever it is, the next look may succeed
+            _log.debug("discarded halves are looked at again later: %s", error)
+        return max(_LEAST_PAUSE, pause)
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, Record]]:
         """One half of each transaction of this application that has some."""

@@ -83,10 +83,11 @@ def _check_patience(told: BrokerSettings, settings: Settings) -> Iterator[Advice
     )
     value = f"{_OUTAGE_SECONDS / max(told.check_interval, 0.001):.0f}"
     longest = settings.timeout + (settings.hold or 0)
-    if told.patience <= longest + told.check_interval:
+    if longest > told.longest:
         yield _problem(
             told,
-            f"{asked}, and a transaction here may take {longest:g} s (timeout and hold)",
+            f"{asked}, first when it is {told.transaction_timeout:g} s old (transactionTimeOut). A transaction here may"
+            f" take {longest:g} s (timeout and hold): it can be discarded before anybody is asked what became of it",
             "transactionCheckMax",
             value,
         )

@@ -12,6 +12,7 @@ from txnbridge.errors import Conflict, EvidenceLost, InvalidToken, OutcomeUnknow
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.ends import Ender, Turn
 from txnbridge_rocketmq.halves import Part, immunity, parts_as_json, parts_from_json
+from txnbridge_rocketmq.marks import is_over
 
 # The kind of ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
@@ -146,9 +147,13 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> Prepared:
 
 
 def status_of(ender: Ender, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """What became of a token. Changes nothing."""
+    """What became of a token. It decides nothing; it may be the first to write down that the time is over."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
+        if claim is None and token.expires_at is not None and is_over(token.expires_at):
+            # No broker asks about a transaction without halves, so nobody else may ever do it.
+            data = parts_as_json([])
+            claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
     except EvidenceLost as error:
         return Status(TokenState.UNKNOWN, reason=str(error), permanent=True)
     except OutcomeUnknown as error:
@@ -163,5 +168,5 @@ def status_of(ender: Ender, token: Token, ledger: Ledger, deadline: Deadline) ->
         return Status(TokenState.PREPARED, expires_at=token.expires_at)
     return Status(
         TokenState.UNKNOWN,
-        reason="nothing is decided yet; past its deadline it is aborted when the broker asks about it",
+        reason="nothing is decided yet; some seconds past its deadline it is aborted by whoever asks",
     )

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
 from txnbridge.spi import Deadline
@@ -38,12 +39,17 @@ _INDEX_SECONDS = 0.25
 # After that much more what the broker said that it has published should be there.
 _SURELY_INDEXED = 10.0
 _LOOK_SECONDS = 0.01
+# Whoever publishes may fall asleep, and is taken for dead when nothing has come for some seconds: so what was looked
+# for longer ago than this is looked for again before the broker is told to publish it.
+_LOOK_HOLDS = 1.0
+# So many are published between two looks, each of which is mostly much shorter than it holds.
+_PUBLISHED_AT_ONCE = 64
 # Halves are looked for in small numbers: each answer holds many copies, with what is in them.
 _HALVES_AT_ONCE = 16
 # A broker that is away, or busy, is asked again so soon.
 _PAUSE = 0.05
-# The locks that keep two resolvers from publishing the same transaction at once are hints: a broker forgets them after
-# a minute, and when it restarts.
+# The locks that keep two resolvers from publishing the same transaction at once are hints: a broker forgets them a
+# minute after they were taken or renewed, and when it restarts.
 _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE = "REAL_QID"
 
@@ -119,16 +125,25 @@ class Ender:
         request = groups.lock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
         return queue in ask(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
 
+    def _keep_locked(self, transaction: str) -> None:
+        self._tell(self._lock_of(transaction), groups.lock)
+
     def _unlock(self, transaction: str) -> None:
-        queue = self._lock_of(transaction)
-        request = groups.unlock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
+        self._tell(self._lock_of(transaction), groups.unlock)
+
+    def _tell(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], remoting.Request[Any]]) -> None:
+        """Waits for no answer."""
         try:
-            self.cluster.client.submit(queue.broker, request, _SURELY_INDEXED)
+            self.cluster.client.submit(
+                queue.broker, what(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
+            )
         except remoting.RemotingError as error:
             _log.debug("a lock goes by itself: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        return Queue(hashlib.sha256(transaction.encode()).hexdigest()[:32], self.cluster.topics.home, 0)
+        """Of a topic that does not exist, under the prefix for which this user has rights."""
+        name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
+        return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
     # --- the owner's ends ---------------------------------------------------------------------------------------------
 
@@ -138,7 +153,7 @@ class Ender:
         The broker refuses what is too old for that; then, or where an answer is lost, somebody has to look first.
         """
         lines = [Line(queue, deque(found)) for queue, found in halves.items()]
-        self._end_lines(lines, End.COMMIT, False, deadline)
+        self._end_lines(lines, False, deadline)
         self._let_pass(lines, deadline)
         return not any(line.stopped for line in lines)
 
@@ -178,13 +193,16 @@ class Ender:
                 if not error.may_have_had_effect:
                     return
 
-    def _end_lines(self, lines: Sequence[Line], how: End, from_check: bool, deadline: Deadline) -> None:
-        """End what the lines hold; a line stops at the first half of which it is not certain what became of it."""
+    def _end_lines(self, lines: Sequence[Line], from_check: bool, deadline: Deadline, until: float = math.inf) -> None:
+        """Publish what the lines hold; a line stops at the first half of which it is not certain what became of it.
+
+        Nothing is begun at or after `until`, on the monotonic clock.
+        """
         going = [line for line in lines if line.halves]
-        while going:
+        while going and time.monotonic() < until:
             paused = False
             for line in going:
-                paused |= not self._ask(line, end(line.halves[0], how, from_check), deadline)
+                paused |= not self._ask(line, end(line.halves[0], End.COMMIT, from_check), deadline)
             for line in going:
                 paused |= not self._hear(line, deadline)
             going = [line for line in going if line.halves and line.stopped is None]
@@ -219,27 +237,48 @@ class Ender:
 
     # --- everybody else's ---------------------------------------------------------------------------------------------
 
-    def publish(self, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False) -> bool:
-        """Have every message of a committed transaction published; whether any was missing.
+    def publish(self, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False) -> None:
+        """Have every message of a committed transaction published.
 
         `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
         `BrokerUnavailable`, and `EvidenceLost` where a half is gone.
         """
-        missing = self._not_there(_wanted(transaction, parts), deadline)
-        if missing and not first:
+        missing = _wanted(transaction, parts)
+        if not first and (missing := self._not_there(missing, deadline)):
             # Somebody may have told the broker just now. Then it is there, and cannot be looked up yet.
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
-            missing = self._not_there(missing, deadline)
-        any_was_missing = bool(missing)
+        missing.sort(key=lambda each: each.number)  # all topics side by side
+        at_once = _PUBLISHED_AT_ONCE
         while missing:
-            lines = self._lines(missing, deadline)
-            self._end_lines(lines, End.COMMIT, True, deadline)
-            self._let_pass(lines, deadline)
-            left = {half.unique_key for line in lines for half in line.halves}
-            self._wait_for([each for each in missing if each.key not in left], deadline)
-            missing = self._not_there([each for each in missing if each.key in left], deadline)
-            deadline.check("publishing a transaction")
-        return any_was_missing
+            self._keep_locked(transaction)
+            some, others = missing[:at_once], missing[at_once:]
+            left = self._publish_some(some, deadline)
+            # Where brokers are so slow that a look at all of these does not hold until its end, none was published.
+            at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
+            missing = left + others
+            if missing:
+                deadline.check("publishing a transaction")
+
+    def _publish_some(self, missing: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
+        """Those of which it did not succeed."""
+        lines = self._lines(missing, deadline)
+        looked = time.monotonic()
+        left = {each.key for each in self._still_missing(missing, deadline)}
+        for line in lines:
+            line.halves = deque(half for half in line.halves if half.unique_key in left)
+        self._end_lines(lines, True, deadline, looked + _LOOK_HOLDS)
+        self._let_pass(lines, deadline)
+        left = {half.unique_key or "" for line in lines for half in line.halves}
+        self._wait_for([each for each in missing if each.key not in left], deadline)
+        return self._not_there([each for each in missing if each.key in left], deadline)
+
+    def _still_missing(self, missing: Sequence[_Wanted], deadline: Deadline) -> Sequence[_Wanted]:
+        """Those that are not in their topic; while somebody else publishes them, he is waited for."""
+        while len(left := self._not_there(missing, deadline)) < len(missing):
+            deadline.check("waiting for somebody else who publishes the same transaction")
+            time.sleep(min(_INDEX_SECONDS, deadline.left()))
+            missing = left
+        return left
 
     def missing(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> int:
         """How many of its messages cannot be seen yet."""
@@ -320,8 +359,10 @@ class Ender:
         deadline.check("publishing a transaction")
         known = [self.cluster.brokers.known(broker, deadline) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
-        time.sleep(min(longest / 1000 + _INDEX_SECONDS, deadline.left()))
-        deadline.check("publishing a transaction")
+        until = Deadline(longest / 1000 + _INDEX_SECONDS)
+        while not until.expired:
+            deadline.check("publishing a transaction")
+            time.sleep(_LOOK_SECONDS)
 
 
 class _Wanted(NamedTuple):

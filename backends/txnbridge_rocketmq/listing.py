@@ -73,6 +73,11 @@ class Found:
         return self.name.rsplit("/", 2)[0] if self.origin is not None else ""
 
     @property
+    def may_be_published(self) -> bool:
+        """Nobody is asked any more about another client's half that was discarded, nor tells whether it was aborted."""
+        return self.origin is not None or self.state != "discarded"
+
+    @property
     def messages(self) -> int:
         """How many are known."""
         return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)

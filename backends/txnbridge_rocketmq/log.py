@@ -31,10 +31,11 @@ class RocketMQLog(DecisionLog):
 
     origin = (0,)
 
-    def __init__(self, client: remoting.Client, queue: Queue) -> None:
+    def __init__(self, client: remoting.Client, queue: Queue, keeps: float | None = None) -> None:
         """The queue is the only one of its topic, which is there (`Topics.internal`)."""
         self._client = client
         self._queue = queue
+        self.keeps = keeps
 
     # --- where it begins and ends -------------------------------------------------------------------------------------
 

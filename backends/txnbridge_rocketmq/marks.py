@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ _LOG, _DEADLINE, _OPENING = f"{OWN}log", f"{OWN}deadline", f"{OWN}opening"
 
 # Brokers take 32 KB of properties; a transaction's name is short, and so is what says where its evidence begins.
 _DIGITS = re.compile(r"\d{1,18}")
+# Deadlines are compared with the clocks of other hosts. Those that are kept by NTP differ by milliseconds; one that is
+# further ahead than this would abort what its owner still may commit.
+CLOCKS_DIFFER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ def origin_of(record: Record) -> Origin | None:
     if not isinstance(log, dict) or not _DIGITS.fullmatch(deadline):
         return None
     return Origin(log, int(deadline), record.properties.get(_OPENING))
+
+
+def is_over(deadline: int) -> bool:
+    """Whether a transaction's time is over on every host, so that anybody may abort it."""
+    return time.time() >= deadline / 1000 + CLOCKS_DIFFER_SECONDS
 
 
 def properties(mark: Mark, origin: Origin) -> dict[str, str]:

@@ -13,6 +13,7 @@ from txnbridge.errors import (
     BrokerUnavailable,
     Conflict,
     DeliveryFailed,
+    EvidenceLost,
     Fenced,
     InvalidOption,
     InvalidState,
@@ -39,7 +40,7 @@ from txnbridge_rocketmq.acks import AckContext
 from txnbridge_rocketmq.backend import RocketMQBackend
 from txnbridge_rocketmq.endings import PREPARE, Prepared, publish_alone
 from txnbridge_rocketmq.ends import NotThere
-from txnbridge_rocketmq.halves import Halves, Part, Target, parts_as_json
+from txnbridge_rocketmq.halves import Halves, Part, Target, parts_as_json, parts_from_json
 from txnbridge_rocketmq.marks import Mark, Origin, properties, unique_key
 from txnbridge_rocketmq.messages import partition_of, to_wire
 
@@ -126,11 +127,12 @@ class RocketMQWriter(Writer):
             queues = self._cluster.topics.require(topic, partition, deadline)
             if found is None:
                 settings = self._cluster.brokers.known(queues[0].broker, deadline)
-                if self._seconds > settings.patience:
+                if self._seconds > settings.longest:
                     raise InvalidOption(
-                        f"a transaction to {topic} may take {self._seconds:.0f} s here; broker {settings.name} discards"
-                        f" halves after {settings.patience:g} s (transactionCheckMax x transactionCheckInterval):"
-                        " take shorter timeouts, or let an administrator change that"
+                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and {settings.longest:g} s are"
+                        f" allowed: broker {settings.name} discards halves after {settings.patience:g} s"
+                        " (transactionCheckMax x transactionCheckInterval), and has to ask about them before. Take"
+                        " shorter timeouts, or let an administrator change that"
                     )
                 found = self._halves.targets[topic] = Target(queues, settings)
             found.queues = queues
@@ -153,7 +155,7 @@ class RocketMQWriter(Writer):
             self._halves.flush(deadline)
 
     def evidence(self) -> Evidence:
-        return Evidence({}, self.messages, log=self._origin.log)
+        return Evidence({}, self.messages, self._expires_at, self._origin.log)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -266,8 +268,27 @@ class RocketMQWriter(Writer):
     # --- the writer itself --------------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        self._forget()
+        """As the contract says. What is committed of the transaction before is published before the next one begins."""
         self._owner.check(deadline)
+        self._settle(deadline)
+        self._forget()
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Have it decided what became of the transaction before: its commit may stand in the log, or be on its way."""
+        if not (self.messages or self._acks):
+            return
+        transaction = self._begun.transaction
+        try:
+            claim = self._claim(Decision.ABORT, deadline)
+        except EvidenceLost as error:
+            _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"first it has to be known what became of {transaction}: {error}") from error
+        else:
+            if claim.decision is Decision.COMMIT:
+                self._unpublished = transaction, parts_from_json(claim.data)
+            else:
+                self._drop(deadline)
 
     def close(self) -> None:
         """Nothing is held: halves that nobody ended are asked about."""
@@ -280,10 +301,7 @@ class PreparedWriter(RocketMQWriter):
         if begin.hold is not None:
             return begin.deadline.left() + begin.hold
         home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
-        return min(home.patience, home.kept)
-
-    def evidence(self) -> Evidence:
-        return Evidence({}, self.messages, self._expires_at, self._origin.log)
+        return min(home.longest, home.kept)
 
     def prepare(self, deadline: Deadline) -> None:
         self._store(deadline)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -65,6 +67,12 @@ class FaultyLog(MemoryLog):
 @pytest.fixture
 def log():
     return FaultyLog()
+
+
+class ForgetfulLog(MemoryLog):
+    """Drops records by age, whatever is asked of it."""
+
+    keeps = 0.5
 
 
 class Clock:
@@ -805,6 +813,21 @@ def test_reads_stay_short_and_memory_flat_however_many_decisions_there_were(join
 class _Nowhere(list):  # type: ignore[type-arg]
     def append(self, _):
         pass
+
+
+def test_who_is_idle_repeats_what_counts_where_records_are_dropped_by_age():
+    log = ForgetfulLog()
+    with closing(Decisions(log)) as idle, closing(Decisions(log)) as onlooker:
+        opening = idle.open("X")
+        assert onlooker.read("X").opening == opening
+        until = time.monotonic() + 90
+        while sum(record.kind == "snapshot" for _, record in decoded(log.archive)) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        idle.close()
+        log.trim(log.records[-2][0])  # by age: what is left is the newest snapshot, and the record that it covers
+        with closing(Decisions(log)) as later:
+            assert later.read("X").opening == opening
 
 
 # --- records that nobody can read -----------------------------------------------------------------------------------

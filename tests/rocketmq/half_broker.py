@@ -14,6 +14,7 @@ from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.ends import Ender
 from txnbridge_rocketmq.owner import Owner
 from txnbridge_rocketmq.remoting import (
+    DISCARDED_TOPIC,
     HALF_TOPIC,
     Answer,
     Check,
@@ -65,6 +66,7 @@ class HalfBroker:
 
     halves: list[Kept] = field(default_factory=list)
     open: set[int] = field(default_factory=set)  # the offsets in the half topic of those that have not ended
+    discarded: list[Kept] = field(default_factory=list)
     published: list[tuple[str, int, dict[str, str], bytes]] = field(default_factory=list)
     locks: dict[str, str] = field(default_factory=dict)
     told: dict[str, str] = field(default_factory=lambda: dict(TOLD))
@@ -79,6 +81,8 @@ class HalfBroker:
                 return self._end(request.fields)
             case Code.QUERY_MESSAGE:
                 return self._found(request.fields["topic"], request.fields["key"])
+            case Code.PULL_MESSAGE:
+                return self._pull(request.fields)
             case Code.LOCK_BATCH_MQ | Code.UNLOCK_BATCH_MQ:
                 return self._lock(request)
         raise AssertionError(f"{request.what}: nobody asks this here")
@@ -120,12 +124,23 @@ class HalfBroker:
                     found += stored(body, topic, pairs(**properties), queue=queue, log_offset=5000 + number)
         return Command(Answer.SUCCESS if found else Answer.QUERY_NOT_FOUND, 0, 1, body=found)
 
-    def _record(self, half: Kept) -> bytes:
+    def _record(self, half: Kept, topic: str = HALF_TOPIC) -> bytes:
         own = {Property.REAL_TOPIC: half.topic, "REAL_QID": str(half.queue)}
         properties = pairs(**half.properties, **own)
-        return stored(
-            half.body, HALF_TOPIC, properties, queue=0, queue_offset=half.queue_offset, log_offset=half.log_offset
-        )
+        return stored(half.body, topic, properties, queue=0, queue_offset=half.queue_offset, log_offset=half.log_offset)
+
+    def discard(self) -> None:
+        """Give up what is open."""
+        self.discarded += [half for half in self.halves if half.queue_offset in self.open]
+        self.open.clear()
+
+    def _pull(self, fields: Mapping[str, str]) -> Command:
+        assert fields["topic"] == DISCARDED_TOPIC
+        found = self.discarded[int(fields["queueOffset"]) :]
+        end = str(len(self.discarded))
+        body = b"".join(self._record(half, DISCARDED_TOPIC) for half in found)
+        code = Answer.SUCCESS if found else Answer.PULL_NOT_FOUND
+        return Command(code, 0, 1, {"nextBeginOffset": end, "minOffset": "0", "maxOffset": end}, body=body)
 
     def _lock(self, request: Request[Any]) -> Command:
         asked = json.loads(request.body)
@@ -206,6 +221,9 @@ class _Topics:
 @dataclass
 class _Brokers:
     broker: HalfBroker
+
+    def names(self, deadline: Deadline) -> list[str]:
+        return [HOME]
 
     def known(self, name: str, deadline: Deadline) -> BrokerSettings:
         return BrokerSettings(name, self.broker.told)

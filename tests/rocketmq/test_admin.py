@@ -214,6 +214,13 @@ def test_a_half_that_is_discarded_before_its_transaction_may_end_is_a_problem():
     assert "450 s" in problem.text and "-k transactionCheckMax -v 1440" in problem.remedy
 
 
+def test_halves_that_are_discarded_before_they_are_old_enough_to_be_asked_about_are_a_problem():
+    told = AS_THEY_COME | {"transactionCheckInterval": "5000", "transactionCheckMax": "10"}
+    assert found(told, timeout=30.0) == []
+    (problem,) = found(told | {"transactionTimeOut": "60000"}, timeout=30.0)
+    assert "first when it is 60 s old (transactionTimeOut)" in problem.text
+
+
 def test_a_broker_that_discards_halves_without_a_trace_soon_is_a_problem():
     told = AS_THEY_COME | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
     (problem,) = found(told)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq import ends
+from txnbridge_rocketmq import checks, ends, marks
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.endings import end_prepared, status_of
-from txnbridge_rocketmq.remoting import Answer, Code, End, Request
+from txnbridge_rocketmq.remoting import Answer, Code, Request
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
+from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
     BrokerUnavailable,
     DeliveryFailed,
     EvidenceLost,
+    InvalidOption,
     InvalidToken,
     OutcomeUnknown,
     TxnBridgeError,
@@ -34,6 +38,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_INDEX_SECONDS", "_PAUSE", "_LOOK_SECONDS"):
         monkeypatch.setattr(ends, name, 0.0005)
     monkeypatch.setattr(ends, "_SURELY_INDEXED", 0.05)
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -174,6 +179,38 @@ def test_an_abort_that_cannot_be_written_down_is_unknown_until_its_time_is_over(
     assert broker.published == []
 
 
+@pytest.mark.parametrize("stands", [True, False], ids=["stands in the log", "never came there"])
+def test_what_became_of_a_commit_without_an_answer_is_decided_before_its_writer_goes_on(owner, broker, log, stands):
+    writer = owner.begin(1)
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    lose_answers(log, stands)
+    with pytest.raises(OutcomeUnknown):
+        writer.commit(Deadline(0.1))
+    if not stands:
+        with pytest.raises(BrokerUnavailable, match=f"{owner.id}/x/1"):
+            writer.reopen(Deadline(0.1))
+    del log.append
+    writer.reopen(Deadline(60))
+    writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
+    send(writer, "a", b"next")
+    writer.commit(Deadline(60))
+    assert broker.seen("a") == [*(VALUES if stands else []), b"next"]
+    assert not broker.open
+
+
+def lose_answers(log: MemoryLog, stands: bool) -> None:
+    """From now on nobody hears whether a record was stored, which it was or was not."""
+    append = log.append
+
+    def lose(record: bytes, deadline: Deadline | None = None) -> Any:
+        if stands:
+            append(record, deadline)
+        raise OutcomeUnknown("no answer")
+
+    log.append = lose  # type: ignore[method-assign]
+
+
 def stored_but(broker: HalfBroker) -> Any:
     """Stores a half, and says that it was not flushed."""
     answer = broker.answer
@@ -186,6 +223,28 @@ def stored_but(broker: HalfBroker) -> Any:
 
     broker.answer = store  # type: ignore[method-assign]
     return lambda request: None
+
+
+@pytest.mark.parametrize(
+    ("first_asked", "seconds", "taken"),
+    [(6, 30, True), (6, 42, False), (60, 5, False)],  # halves are discarded after 50 s
+    ids=["asked about behind its end", "discarded before its end", "too young to be asked about"],
+)
+def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_about(
+    owner, broker, first_asked, seconds, taken
+):
+    broker.told |= {
+        "transactionTimeOut": str(first_asked * 1000),
+        "transactionCheckInterval": "5000",
+        "transactionCheckMax": "10",
+    }
+    writer = owner.begin(timeout=seconds)
+    if taken:
+        send(writer, "a", b"1")
+    else:
+        with pytest.raises(InvalidOption, match="discards halves after 50 s"):
+            send(writer, "a", b"1")
+    writer.abort(Deadline(60))
 
 
 def test_a_busy_broker_is_asked_again(owner, broker):
@@ -282,6 +341,27 @@ def test_where_the_evidence_is_gone_nothing_is_decided_or_answered_and_that_is_s
     assert f"nobody can tell what became of transaction {owner.id}/x/1" in warned.getMessage()
 
 
+@pytest.mark.parametrize("asked", ["the broker", "a status"])
+def test_nobody_aborts_by_the_clock_of_another_host_before_clocks_may_differ(owner, other, broker, monkeypatch, asked):
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 60.0)
+    writer = owner.begin(timeout=0.01)
+    send(writer, "a", b"late")
+    writer.flush(Deadline(60))
+    while not writer._begun.deadline.expired:
+        time.sleep(0.001)
+    token = token_of(owner, 1, writer)
+
+    def ask() -> TokenState:
+        if asked == "the broker":
+            other.checks.answer(broker.ask())
+        return status(other, token)
+
+    assert ask() is TokenState.PREPARED
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", 0.0)
+    assert ask() is TokenState.ABORTED
+    assert status(other, token) is TokenState.ABORTED
+
+
 def refuse(record: bytes, deadline: Deadline) -> Any:
     raise BrokerUnavailable("not now")
 
@@ -293,6 +373,35 @@ def test_what_is_asked_about_after_it_was_published_is_not_published_again(owner
     broker.open.update(half.queue_offset for half in broker.halves)  # it has forgotten that they have ended
     answer_all(other, broker)
     assert broker.seen("a") == VALUES
+
+
+def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tell(
+    owner, other, broker, log, monkeypatch
+):
+    for name in ("_AGAIN_SECONDS", "_LEAST_PAUSE"):
+        monkeypatch.setattr(checks, name, 0.01)
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    assert writer._claim(Decision.COMMIT, Deadline(60)).decision is Decision.COMMIT
+    broker.discard()
+    looks = Counter[str]()
+
+    def away(deadline: Deadline) -> Any:
+        looks["log"] += 1
+        raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
+
+    log.end = away
+    looking = threading.Thread(target=other.checks._look_after_discarded)
+    looking.start()
+    try:
+        assert becomes_true(lambda: looks["log"] > 1)
+        assert broker.published == []
+        del log.end
+        assert becomes_true(lambda: broker.seen("a") == VALUES)
+    finally:
+        other.checks.close()
+        looking.join()
 
 
 def test_a_half_that_the_decision_does_not_name_is_dropped(owner, other, broker):
@@ -377,6 +486,52 @@ def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broke
                 waiting.result(0.2)
             assert broker.published == []
         assert waiting.result(60) is Outcome.COMMITTED
+
+
+def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, other, broker, monkeypatch):
+    monkeypatch.setattr("txnbridge_rocketmq.endings._STALLED_SECONDS", 0.05)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def sleep(request: Request[Any]) -> Any:
+        answered = answer(request)
+        if request.code == Code.END_TRANSACTION:
+            broker.answer = answer
+            assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
+            time.sleep(ends._LOOK_HOLDS)
+        return answered
+
+    broker.answer = sleep
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(ends, "_LOOK_HOLDS", 0.1)
+    token = prepared(owner)
+    broker.fault = lambda request: time.sleep(0.04) if request.code == Code.QUERY_MESSAGE else None
+    assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(ends, "_PUBLISHED_AT_ONCE", 1)
+    token = prepared(owner)
+    answer = broker.answer
+
+    def forget(request: Request[Any]) -> Any:
+        if request.code == Code.END_TRANSACTION:
+            broker.locks.clear()  # as after a minute
+        return answer(request)
+
+    def locked(request: Request[Any]) -> None:
+        if request.code == Code.QUERY_MESSAGE and broker.published:
+            taken.append(bool(broker.locks))
+
+    taken: list[bool] = []
+    broker.answer, broker.fault = forget, locked
+    assert finish(other, token) is Outcome.COMMITTED
+    assert any(taken)
 
 
 def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
@@ -493,8 +648,7 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 def test_without_a_look_first_messages_come_twice(monkeypatch):
     def publish(self, transaction, parts, deadline, *, first=False):
         lines = self._lines(ends._wanted(transaction, parts), deadline)
-        self._end_lines(lines, End.COMMIT, True, deadline)
-        return True
+        self._end_lines(lines, True, deadline)
 
     monkeypatch.setattr(ends.Ender, "publish", publish)
     assert any(what_went_wrong(seed) for seed in range(40))

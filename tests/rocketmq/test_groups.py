@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
+from txnbridge_conformance.looking import take
 from txnbridge_rocketmq import sharing
+from txnbridge_rocketmq.log import RocketMQLog
 from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
 from txnbridge_rocketmq.remoting.frames import Command
 from txnbridge_rocketmq.sharing import shares
@@ -20,8 +22,8 @@ from tests.core.reading_kit import SOON, values
 from tests.in_time import within
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
-from txnbridge import Bridge
-from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, PositionLost
+from txnbridge import Bridge, Outcome
+from txnbridge.errors import Conflict, EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown, PositionLost
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -294,6 +296,31 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
             thread.join()
     publish(client, target, b"end")
     assert join(target).up_to(b"end") == sorted(done, key=int) == [b"%d" % number for number in range(30)]
+
+
+def test_a_consumer_goes_on_when_its_acknowledgement_never_came_to_the_log(
+    rocketmq_broker: brokers.RocketMQ, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = new_topic(client)
+    publish(client, topic, b"1", b"2")
+
+    def lose(*_: object) -> None:
+        raise OutcomeUnknown("no answer")
+
+    def values_read() -> list[object]:
+        try:
+            found: list[object] = values(consumer.poll(timeout=1))
+        except OutcomeUnknown:
+            return []
+        return found
+
+    with connect_to(rocketmq_broker.url) as bridge, bridge.consumer(topic, group) as consumer:
+        (message,) = take(consumer, 1)
+        with monkeypatch.context() as patched, pytest.raises(OutcomeUnknown), bridge.transaction(timeout=1) as txn:
+            txn.ack(message)  # and nothing else: of no half a broker could ask
+            patched.setattr(RocketMQLog, "append", lose)
+        assert txn.outcome is Outcome.UNKNOWN
+        assert becomes_true(lambda: values_read() == [b"1", b"2"])
 
 
 # --- who reads which partition ----------------------------------------------------------------------------------------

@@ -224,6 +224,15 @@ def discard(observer, settings, name):
     settings(transactionCheckMax=1000)
 
 
+def test_a_discarded_half_of_another_client_keeps_no_topic(observer, client, topic, settings):
+    stored = client.call(BROKER, send_half(Message(topic, b"foreign"), "strangers", 1), LONG)
+    with pytest.raises(InvalidState, match=stored.unique_key):
+        observer.delete_topic(topic)
+    discard(observer, settings, stored.unique_key)
+    assert observer.abort(stored.unique_key) is Outcome.ABORTED
+    observer.delete_topic(topic)
+
+
 @pytest.mark.parametrize("how", ["token", "by hand"])
 def test_what_the_broker_has_given_up_is_listed_and_still_ends_as_it_is_decided(
     open_bridge, observer, client, topic, settings, how

@@ -303,6 +303,26 @@ def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
         assert becomes_true(lambda: together == [1, 3])
 
 
+def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
+    before = our_threads()
+    asked, over = threading.Event(), threading.Event()
+
+    def hang(checks: object) -> None:
+        asked.set()
+        over.wait()
+
+    client = Client([cluster.name_server.address], on_checks=hang)
+    client.join(SHOP, LONG)
+    try:
+        cluster.broker.peers[0].send(QUESTION)
+        assert asked.wait(LONG)
+        with within(1):
+            client.close(1)
+    finally:
+        over.set()
+    assert becomes_true(lambda: our_threads(before) == [])
+
+
 def test_questions_that_wait_are_bounded_in_number_and_in_bytes(monkeypatch):
     monkeypatch.setattr(client_module, "_MOST_QUESTIONS", 3)
     monkeypatch.setattr(client_module, "_MOST_QUESTION_BYTES", 100)

@@ -103,7 +103,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     one: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings(transactionCheckMax=4)
+    settings(transactionCheckMax=10)
     application, id, owned = unique("application"), unique("owner"), new_topic(client)
     given_up = [
         left_decided(rocketmq_broker.url, [one], 3, 2.0, None, application),
@@ -119,7 +119,7 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
         patched.setattr(Checks, "_settles", stay_silent)
         later = prepared(open_bridge(timeout=2), client)
         # It was asked once more than that; and so was what is older, though nobody heard it.
-        assert becomes_true(lambda: asked[later] == 5)
+        assert becomes_true(lambda: asked[later] == 11)
         heir = open_bridge(application=application, timeout=2)
         last = prepared(heir, client)
         assert becomes_true(lambda: asked[last] == 2)

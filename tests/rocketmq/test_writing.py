@@ -226,7 +226,7 @@ def test_a_message_that_the_broker_would_refuse_is_refused_and_the_others_commit
 def test_a_transaction_that_may_outlive_its_halves_is_refused(
     settings: Callable[..., None], open_bridge: Open, one: str
 ) -> None:
-    settings(transactionCheckMax=5)
+    settings(transactionCheckMax=12)
     bridge = open_bridge(timeout=30)
     with bridge.transaction(timeout=4) as txn:
         txn.send(one, b"1")
@@ -625,7 +625,7 @@ def test_what_a_killed_broker_asks_about_again_is_not_published_again(
 def test_what_was_decided_and_then_discarded_is_published_by_the_next_bridge(
     rocketmq_broker: brokers.RocketMQ, settings: Callable[..., None], open_bridge: Open, client: Client, one: str
 ) -> None:
-    settings(transactionCheckMax=4)
+    settings(transactionCheckMax=10)
     application = unique("application")
     with Child(
         writing_kit.commit_some, rocketmq_broker.url, [one], 3, 2.0, None, application, kill="step:publish/before"

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import uuid
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 import sqlalchemy as sa
@@ -14,7 +15,7 @@ import sqlalchemy as sa
 import txnbridge
 from tests.core.races import Through, race
 from tests.core.test_ledger import LedgerBackend
-from tests.in_time import takes
+from tests.in_time import takes, within
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import SOON, ExactTrimming, append, bounds, place_of, read
 from tests.sql.postgres import Postgres
@@ -32,6 +33,7 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 from txnbridge.sql import SqlLogs
+from txnbridge.sql.log import _within
 
 _numbers = itertools.count(1)
 
@@ -208,6 +210,16 @@ def test_no_secret_is_shown(postgres, open_logs):
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_waits_for_a_silent_database_takes_notice_when_his_deadline_gets_nearer():
+    deadline, said = Deadline(600), threading.Event()
+    threading.Timer(0.2, deadline.shorten, [0.0]).start()
+    try:
+        with within(0), pytest.raises(FutureTimeout):
+            _within(deadline, said.wait)
+    finally:
+        said.set()
 
 
 @pytest.mark.live

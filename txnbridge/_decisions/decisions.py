@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,9 +33,13 @@ from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption, InvalidState
 from txnbridge.spi import DecisionLog, Ledger
 
+_log = logging.getLogger("txnbridge")
+
 # How long a token may be asked about if nobody says otherwise. Too short loses evidence (the answer is then UNKNOWN),
 # too long only makes reads longer.
 _LIFETIME = 7 * 86_400.0
+# So often between two snapshots it is looked whether one is due.
+_LOOKS_IN_TIDYING = 6
 
 
 @dataclass(frozen=True)
@@ -107,8 +113,23 @@ class Decisions:
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         events = events if events is not None else Emitter("", ())
         self._engine = Engine(log, events, begins, lifetime, tidy_after, clock)
-        self._closed = False
+        self._closed = threading.Event()
         self._process = os.getpid()
+        if log.keeps is not None:
+            threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
+
+    def _stay(self) -> None:
+        """Repeat what counts in a log that drops it by age, also while nobody here decides anything.
+
+        Whoever merely looks writes nothing.
+        """
+        while not self._closed.wait(self._engine.tidy_seconds / _LOOKS_IN_TIDYING):
+            if not self._engine.has_written:
+                continue
+            try:
+                self._engine.tidy_if_due(Deadline(self._timeout))
+            except Exception as error:
+                _log.warning("an idle decision log could not be tidied, that is tried again: %s", error)
 
     # --- owning -------------------------------------------------------------------------------------------------------
 
@@ -260,12 +281,12 @@ class Decisions:
 
     def close(self) -> None:
         """Let go of the log. Safe to repeat."""
-        if not self._closed:
-            self._closed = True
+        if not self._closed.is_set():
+            self._closed.set()
             self._log.close()
 
     def _deadline(self, timeout: float | Deadline | None) -> Deadline:
-        if self._closed:
+        if self._closed.is_set():
             raise InvalidState("this decision log is closed")
         if self._process != os.getpid():
             raise InvalidState("this decision log was opened before a fork: open it anew in the child process")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +43,10 @@ _CLOCK_SKEW = 300.0
 _LONGEST_RENEWAL, _SHORTEST_RENEWAL = 3600.0, 60.0
 # A reader that starts anew takes about a second for so many records or bytes; a snapshot is mostly a few kilobytes.
 TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
-# Some brokers drop records after three days whatever is asked of them: by then there must be a newer snapshot.
+# Some brokers drop records after three days whatever is asked of them: by then there must be a newer snapshot. Where
+# they drop them sooner, so many are written in that time.
 _TIDY_SECONDS = 6 * 3600.0
+_TIMES_IN_KEEPING = 12
 # A body with its record's other fields must fit into one record.
 _INLINE_BYTES = MAX_RECORD_BYTES - 20_000
 
@@ -75,6 +78,8 @@ class Engine:
         self._presence: tuple[Begin, int] | None = None
         self._presence_lock = threading.Lock()
         self._tidying = threading.Lock()
+        # How old a snapshot may get.
+        self.tidy_seconds = min(_TIDY_SECONDS, (log.keeps or math.inf) / _TIMES_IN_KEEPING)
 
     def begin(self, under: Under | None, deadline: Deadline) -> dict[str, Any]:
         """Where the evidence about a transaction that begins now begins; an owner's opening must still stand."""
@@ -88,6 +93,11 @@ class Engine:
                     raise fenced(state.ids.openings.get(under.id))
         self.tidy_if_due(deadline)
         return {**self._begins, "at": list(presence.at), "id": presence.id}
+
+    @property
+    def has_written(self) -> bool:
+        """Whether this process has a part in this log, and does not merely look."""
+        return bool(self.owned) or self._presence is not None
 
     def is_own(self, nonce: str) -> bool:
         """Whether a record is this process's."""
@@ -185,7 +195,7 @@ class Engine:
             due = (
                 state.records_since_snapshot >= self._tidy_after
                 or state.bytes_since_snapshot >= _TIDY_BYTES
-                or age >= _TIDY_SECONDS * 1000
+                or age >= self.tidy_seconds * 1000
             )
             if not (due and state.founded and not state.blocked):
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ _READ_ROWS = 100
 _TRIM_ROWS = 10_000
 # Between two tries after an error that may pass: a lock that another holds, a database that starts.
 _RETRY_SECONDS = 0.05
+# How often who waits for a database looks whether his deadline has got nearer.
+_TURN_SECONDS = 0.1
 _PERMISSION_DENIED = "42501"  # SQLSTATE
 
 _tables = sa.MetaData()
@@ -286,7 +288,9 @@ def _within(deadline: Deadline, work: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="txnbridge-sql").start()
-    return future.result(deadline.left())
+    while not future.done() and not deadline.expired:
+        wait([future], min(deadline.left(), _TURN_SECONDS))
+    return future.result(0)
 
 
 def _engine(url: str) -> sa.Engine:

@@ -45,6 +45,8 @@ _RECONNECT_SECONDS = 1.0
 _OWN_SECONDS = 3.0
 # How often is looked for brokers that are new, or that have moved; sooner where one does not answer.
 _LIST_SECONDS = 5.0
+# What runs in a callback when a client is closed, and does not end with its connections, is left alone after this.
+_CLOSE_SECONDS = 5.0
 # A goodbye is a courtesy: brokers notice by themselves, by the end of the connection.
 _LEAVE_SECONDS = 1.0
 # How old a route may be; Java's clients look as often.
@@ -189,12 +191,16 @@ class Client:
         if failures and len(failures) == len(names):
             raise failures[-1]
 
-    def close(self) -> None:
-        """Leave the groups and end all connections; calls that wait get `ConnectionLost`. Safe to repeat."""
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Leave the groups and end all connections; calls that wait get `ConnectionLost`. Safe to repeat.
+
+        A callback that still runs after that time is left to itself.
+        """
         if self._closed.is_set():
             return
+        until = time.monotonic() + timeout
         self._closed.set()
-        self._leave(self._membership)
+        self._leave(self._membership, timeout)
         self._questions.close()
         with self._lock:
             connections = list(self._connections.values())
@@ -202,7 +208,7 @@ class Client:
         for connection in connections:
             connection.close()
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
 
     def __enter__(self) -> Client:
         return self
@@ -310,9 +316,9 @@ class Client:
         with self._lock:
             return list(self._masters)
 
-    def _leave(self, left: Membership) -> None:
+    def _leave(self, left: Membership, timeout: float = _LEAVE_SECONDS) -> None:
         """Tell the brokers, as far as they listen; the others find out by themselves."""
-        until = time.monotonic() + _LEAVE_SECONDS
+        until = time.monotonic() + min(timeout, _LEAVE_SECONDS)
         requests = [unregister(self.client_id, producer=group) for group in left.producers]
         requests += [unregister(self.client_id, consumer=group) for group in left.consumers]
         with self._lock:
