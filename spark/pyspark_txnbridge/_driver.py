@@ -104,7 +104,7 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
     decisions = session.decisions
     opening = decisions.open(unit.path, name=unit.run)
     if is_done(session, unit):
-        _check_repetition(session, options, unit, written)
+        published = _check_repetition(session, unit)
         decided_at = began
     else:
         # Batches are published in order, also what an older run decided and did not finish.
@@ -116,8 +116,10 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
         if claim is not None:
             finish(session, claim)
             mark_done(session, unit.path, unit.batch, claim.data)
+        published = None if claim is None else claim.data
     # The batch is done: what attempts wrote and nobody decided must not hold readers back.
     sweep(session, options, unit.path, opening.number)
+    _check_rows(options, unit, written, published)
     prepared = [part for part in written if part.token]
     total = _total(written)
     _log.info(
@@ -223,24 +225,44 @@ def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
         )
 
 
-def _check_repetition(session: Session, options: SinkOptions, unit: Unit, written: list[Written]) -> None:
-    """A batch that is done is not written again; but it has to be the same batch."""
+def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
+    """What was in a batch that is done and comes again; None if nobody knows any more."""
+    _check_order(session, unit)
     claims = session.decisions.claims(("#results", *unit.path))
-    summary = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
-    if summary is None:
-        return  # a later one is done, too
-    if summary["run"] == unit.run:
+    summary: Mapping[str, Any] | None = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
+    if summary is not None and summary["run"] == unit.run:
         raise InvalidOption(
             f"{unit} was written already by this very run: give each of a query's sinks a name of its own (sink)"
         )
-    if options.version is None or not all(part.settled for part in written):
+    return summary
+
+
+def _check_order(session: Session, unit: Unit) -> None:
+    """Spark repeats only the last batch of a checkpoint."""
+    last = session.decisions.read(unit.path).done_up_to
+    if last is None or unit.batch == last:
+        return
+    if unit.job:
+        _log.warning("%s is skipped: version %d of this job is done already", unit, last)
+        return
+    raise InvalidOption(
+        f"{unit} comes again, and every batch up to {last} is done. Nothing of it was published now. Spark repeats only"
+        " the last batch of a checkpoint, so this is not the checkpoint that wrote those batches. A new one under the"
+        f" same txnAppId needs txnVersion={last + 1}, to count on behind them. One restored from a backup reads again"
+        f" what is published up to batch {last}: begin a new one behind that"
+    )
+
+
+def _check_rows(options: SinkOptions, unit: Unit, written: list[Written], published: Mapping[str, Any] | None) -> None:
+    """A batch that is published is not written again; but it has to be the same batch."""
+    if published is None or options.app_id is None or not all(part.settled for part in written):
         return  # not all of it was counted
     count = _total(written)
-    if (count.rows, count.fingerprint) != (summary["rows"], summary["fingerprint"]):
+    if (count.rows, count.fingerprint) != (published["rows"], published["fingerprint"]):
         raise InvalidOption(
-            f"{unit} is done, with {summary['rows']} rows; now it has {count.rows}, or other ones. Nothing was"
-            " published. Is txnVersion used twice? A new checkpoint under the same txnAppId goes on behind the last"
-            " version"
+            f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other ones. Nothing of them"
+            " was published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same"
+            f" txnAppId, goes on behind the last one: txnVersion={unit.batch + 1}"
         )
 
 

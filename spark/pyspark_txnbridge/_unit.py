@@ -17,6 +17,7 @@ class Unit:
     """One batch of one query (or named job) at one sink, as one run of that query writes it.
 
     `attempt`: the number under which it is to be decided, where a run may try the same batch again (`foreachBatch`).
+    `job`: it is one version of a job, and a version below one that is done is skipped; a query's batches only go up.
     """
 
     query: str
@@ -24,6 +25,7 @@ class Unit:
     batch: int
     run: str
     attempt: int | None = None
+    job: bool = False
 
     @property
     def path(self) -> tuple[str, str]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
+from pyspark_txnbridge._task import write_partition
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 
 import txnbridge
-from tests.spark.kit import forget, left_open, new_run, options, published, run_batch, write
-from txnbridge import Decision, Fenced, InvalidOption, TransactionAborted
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
+from txnbridge import AccessDenied, Decision, Fenced, InvalidOption, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere
+
+source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
 
 FIRST = [[0, 1, 2], [3, 4], []]
 SECOND = [[5, 6], [7]]
@@ -362,9 +367,32 @@ def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
         run_batch(sink, unit, SECOND)
 
 
-def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url):
+@mostly_embedded
+def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skipped(sink, query):
+    """Spark repeats the last batch only: a lower number comes from another checkpoint, and has other rows."""
+    run_batch(sink, Unit(query, "sink", 3, new_run()), FIRST)
+    with pytest.raises(InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
+        run_batch(sink, Unit(query, "sink", 2, new_run()), SECOND)
+    run_batch(sink, Unit(query, "sink", 2, new_run(), job=True), SECOND)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url):
     job = f"job-{new_run()}"
-    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, txnVersion="7")
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
+    with Child(decide_and_die, (sink, job), kill="resolve/before/1") as child:
+        child.stopped()
+    with pytest.raises(InvalidOption, match="is done, with 5 rows; now it has 2"):
+        run_batch(sink, Unit(job, "sink", 0, new_run()), SECOND[:1])
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, job) == []
+
+
+@pytest.mark.parametrize("version", [{"txnVersion": "7"}, {}], ids=["numbered", "named only"])
+def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url, version):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, **version)
     run_batch(sink, Unit(job, "sink", 7, new_run()), FIRST)
     run_batch(sink, Unit(job, "sink", 7, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
     assert published(sink) == [0, 1, 2, 3, 4]
