@@ -180,8 +180,8 @@ def _replace(
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
     for part in dead:
-        same = (each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"]))
-        twin = next(same, None)
+        same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]
+        twin = min(same, key=lambda each: each.partition != part["partition"], default=None)
         if twin is None:
             raise in_doubt(claim, dead, "The rows came again, but not shared out to tasks as before. ")
         fresh.remove(twin)

@@ -302,8 +302,8 @@ def test_a_batch_that_took_too_long_is_not_decided(sink, query):
     assert published(sink) == []
 
 
-def lose_a_decided_part(sink, query, number):
-    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+def lose_a_decided_part(sink, query, number, decide=decide_and_die):
+    with Child(decide, (sink, query), kill="resolve/before/1") as child:
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
@@ -319,6 +319,21 @@ def test_what_was_lost_of_a_decision_is_written_again_when_the_same_rows_come_ag
     run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
     run_batch(sink, Unit(query, "sink", 1, new_run()), SECOND)
     assert published(sink) == list(range(8))
+
+
+def decide_alike_and_die(start):
+    sink, query = start
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+
+
+@mostly_embedded
+def test_what_was_lost_of_a_decision_is_taken_from_its_own_partition_where_others_look_alike(start, monkeypatch):
+    sink, query = start
+    lose_a_decided_part(sink, query, 1, decide_alike_and_die)
+    marked = []
+    monkeypatch.setattr(_driver, "mark_done", lambda session, path, batch, data: marked.append(data))
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+    assert [part["partition"] for data in marked for part in data["parts"]] == [1]
 
 
 def test_what_was_lost_of_a_decision_is_named_when_the_rows_are_shared_out_otherwise(start):
