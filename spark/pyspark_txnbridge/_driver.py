@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Count
 from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, connect, sessions
-from pyspark_txnbridge._sweep import ask_all, decided, finish, in_doubt, is_done, lost, mark_done, sweep
+from pyspark_txnbridge._sweep import ask_all, decided, finish, finish_decided, in_doubt, is_done, lost, mark_done, sweep
 from pyspark_txnbridge._task import TASK_SHARE
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import (
@@ -281,4 +281,6 @@ def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | No
     except (Fenced, InvalidState):
         return  # a newer run has taken over, or the batch is done
     if claim.decision is Decision.ABORT:
+        # A broker that does not keep the log cannot tell a token that an older run decided from what nobody did.
+        finish_decided(session, unit.path)
         sweep(session, options, unit.path, opening.number)

@@ -117,7 +117,7 @@ class BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         from pyspark_txnbridge import _driver
 
-        _driver.abort(self._options, _written(messages))
+        _driver.abort(self._options, _written(messages), self._unit)
 
 
 class StreamWriter(DataSourceStreamArrowWriter):

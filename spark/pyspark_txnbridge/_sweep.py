@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import Claim, Session
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
-from txnbridge import Decision, InvalidState, Outcome, Token, TxnBridgeError
+from txnbridge import BrokerUnavailable, Decision, InvalidState, NotFound, Outcome, Token, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")
 
@@ -111,18 +111,31 @@ def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping
 def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
     """Abort what this and older runs left open and no decision names; readers would wait for it.
 
-    Call it when no batch of these runs can be decided any more. What fails is logged: it ends by its time-out.
+    Call it when no batch of these runs can be decided any more, and what was decided is finished. What fails is
+    logged: it ends by its time-out.
     """
     named = {Token.parse(part["token"]).transaction for claim in decided(session, path) for part in claim.data["parts"]}
-    ended: list[str] = []
     begins = writer_ids(options, path)
+    ended: list[str] = []
     try:
         for found in session.bridge.admin.transactions():
             run, _, _ = found.transactional_id.removeprefix(begins).partition(".")
             ours = found.transactional_id.startswith(begins) and run.isdigit() and int(run) <= up_to
-            if ours and found.transaction not in named:
-                session.bridge.admin.abort(found.transaction, reason="left behind by a task")
+            if ours and found.transaction not in named and _end(session, found.transaction):
                 ended.append(found.transaction)
     except TxnBridgeError as error:
         _log.warning("what tasks left open could not be ended, and ends by its time-out: %s", error)
     return ended
+
+
+def _end(session: Session, transaction: str) -> bool:
+    try:
+        session.bridge.admin.abort(transaction, reason="left behind by a task")
+    except NotFound:
+        return False  # it has ended meanwhile
+    except BrokerUnavailable:
+        raise  # it would be waited for as long with each of the others
+    except TxnBridgeError as error:
+        _log.warning("%s, left open by a task, could not be ended, and ends by its time-out: %s", transaction, error)
+        return False
+    return True

@@ -233,6 +233,49 @@ def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
         assert bridge.status(lost[0].token).state is txnbridge.TokenState.ABORTED
 
 
+@mostly_embedded
+def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monkeypatch):
+    end, refused = type(bridge.admin).abort, []
+
+    def end_all_but_one(admin, transaction, **how):
+        if not refused:
+            refused.append(transaction)
+            raise AccessDenied("not this one")
+        return end(admin, transaction, **how)
+
+    monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
+    unit = Unit(query, "sink", 0, new_run())
+    write(sink, unit, FIRST)
+    forget()  # another process writes the second attempts
+    _driver.commit(sink, write(sink, unit, FIRST))
+    assert left_open(sink, query) == refused
+
+
+@pytest.mark.parametrize("url", ["kafka"], indirect=True)
+def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_elsewhere(url, query, tmp_path):
+    """There the broker shows a decided token as it shows one that nobody decided about."""
+    place = f"sqlite:///{tmp_path / 'decisions.db'}"
+    sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
+    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+        child.stopped()
+    next_batch = Unit(query, "sink", 1, new_run())
+    # The task of partition 0, which would finish what was decided, has failed.
+    second = write_partition(next_batch, sink, Columns(frozenset({"value"}), sink.topic), rows([5]), 1, "task 1")
+    _driver.abort(sink, [None, second])
+    assert left_open(sink, query) == []
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])  # nothing can be replaced
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_job_none_of_whose_tasks_succeeded_leaves_nothing_open(sink):
+    """Spark hands on no message then; a task whose rows end early has prepared all the same."""
+    job = source.BatchWriter(sink, Columns(frozenset({"value"}), sink.topic))
+    write(sink, job._unit, FIRST)
+    job.abort([None, None, None])
+    assert left_open(sink) == []
+
+
 def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, query):
     unit = Unit(query, "sink", 0, new_run())
     _driver.abort(sink, [*write(sink, unit, FIRST), None])
