@@ -36,10 +36,13 @@ _Result = TypeVar("_Result")
 _checked: Keeper[Bridge] = Keeper()
 
 
-def commit(options: SinkOptions, messages: Sequence[Written | None]) -> None:
-    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat."""
-    unit, parts = _check(messages)
-    with_session(options, unit, lambda session: _commit(session, options, unit, parts))
+def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
+    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat.
+
+    `unit` says which batch it is, where a batch may have no task that does.
+    """
+    found, parts = _check(messages, unit)
+    with_session(options, found, lambda session: _commit(session, options, found, parts))
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
@@ -83,17 +86,17 @@ def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Re
         raise
 
 
-def _check(messages: Sequence[Written | None]) -> tuple[Unit, list[Written]]:
+def _check(messages: Sequence[Written | None], unit: Unit | None) -> tuple[Unit, list[Written]]:
     written = [message for message in messages if message is not None]
-    if len(written) < len(messages) or not written:
+    units = {message.unit for message in written} | ({unit} if unit is not None else set())
+    if len(written) < len(messages) or not units:
         raise InvalidOption(
             "some tasks reported nothing, so it is not known what they wrote. The continuous trigger does that: it is"
             " not supported, use processingTime or availableNow"
         )
-    units = {message.unit for message in written}
     if len(units) != 1:
         raise InvalidState(f"tasks of one batch report different ones: {', '.join(map(str, units))}")
-    return written[0].unit, written
+    return units.pop(), written
 
 
 # --- commit ----------------------------------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def _decide(session: Session, unit: Unit, opening: Opening, written: list[Writte
         raise InvalidState(
             f"tasks found {unit} decided, and now the decision log knows nothing of it: the log has lost records"
         )
-    attempts = {part.attempt for part in written}
+    attempts = {part.attempt for part in written} or {unit.attempt or 0}
     if len(attempts) > 1:
         raise _given_up(unit)
     count = _total(written)
