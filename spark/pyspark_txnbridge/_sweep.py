@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._options import NAMELESS, SinkOptions
 from pyspark_txnbridge._session import Claim, Session
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 from txnbridge import BrokerUnavailable, Decision, InvalidState, NotFound, Outcome, Token, TxnBridgeError
@@ -96,10 +96,11 @@ def finish_decided(session: Session, path: tuple[str, str]) -> None:
 def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
     """All of a batch is published: say so, once and for all."""
     decisions = session.decisions
-    summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
-    # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
-    with suppress(InvalidState):  # a later batch is done, too
-        decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
+    if not path[0].startswith(NAMELESS):  # such a job never comes again
+        summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
+        # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
+        with suppress(InvalidState):  # a later batch is done, too
+            decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
     decisions.done(path, batch)
     decisions.done(("#slots", *path), batch)
     if decisions.claims(("#lost", *path, batch)):

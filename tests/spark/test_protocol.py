@@ -54,6 +54,23 @@ def test_a_batch_without_rows_is_committed(sink, query):
     assert published(sink) == []
 
 
+@mostly_embedded
+def test_what_a_batch_cost_stands_in_one_line(sink, query, caplog):
+    caplog.set_level("INFO", "txnbridge.spark")
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    cost = r"5 rows, 5 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
+    assert len(re.findall(cost, caplog.text)) == 1
+
+
+@mostly_embedded
+def test_a_job_without_a_name_leaves_nothing_that_the_log_is_asked_for(sink):
+    job = new_run()
+    run_batch(sink, Unit(f"#{job}", "sink", 0, job, job=True), FIRST)
+    with txnbridge.connect(sink.url, application=sink.application(f"#{job}")) as bridge:
+        assert bridge.decisions().claims("#results") == []
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
 def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
     again = write(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
