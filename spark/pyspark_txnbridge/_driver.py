@@ -126,11 +126,13 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
     prepared = [part for part in written if part.token]
     total = _total(written)
     _log.info(
-        "%s: %d rows, %d bytes in %d transactions; decided in %.0f ms, published in %.0f ms; the oldest was %.1f s old",
+        "%s: %d rows, %d bytes in %d transactions; prepared in %d ms, decided in %.0f ms, published in %.0f ms;"
+        " the oldest was %.1f s old",
         unit,
         total.rows,
         total.bytes,
         len(prepared),
+        max((part.prepared_at for part in prepared), default=0) - min((part.began_at for part in prepared), default=0),
         (decided_at - began) * 1000,
         (time.monotonic() - decided_at) * 1000,
         max((time.time() - part.began_at / 1000 for part in prepared), default=0.0),
@@ -159,11 +161,8 @@ def _claim(
     session: Session, unit: Unit, opening: Opening, attempt: int, written: list[Written], total: Mapping[str, Any]
 ) -> Claim | None:
     _check_alive(session, unit, written)
-    parts = [
-        {"token": part.token, "partition": part.partition, "rows": part.rows, "fingerprint": part.fingerprint}
-        for part in written
-        if part.token
-    ]
+    told = ("token", "partition", "topics", "rows", "fingerprint")
+    parts = [{name: getattr(part, name) for name in told} for part in written if part.token]
     try:
         claim = session.decisions.claim(
             (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
@@ -186,7 +185,7 @@ def _replace(
         same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]
         twin = min(same, key=lambda each: each.partition != part["partition"], default=None)
         if twin is None:
-            raise in_doubt(claim, dead, "The rows came again, but not shared out to tasks as before. ")
+            raise in_doubt(session, claim, dead, "The rows came again, but not shared out to tasks as before. ")
         fresh.remove(twin)
         chosen.append(twin)
     total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}

@@ -24,11 +24,13 @@ class Count:
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0
+    topics: set[str] = field(default_factory=set)
 
     def add(self, other: Count) -> None:
         self.rows += other.rows
         self.bytes += other.bytes
         self.fingerprint = (self.fingerprint + other.fingerprint) & _FINGERPRINT
+        self.topics |= other.topics
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Columns:
         count = Count(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))
         if txn is not None:
             for topic, part in self._by_topic(batch):
+                count.topics.add(topic)
                 if part is batch:
                     self._send(topic, batch, values, keys, txn)
                 else:

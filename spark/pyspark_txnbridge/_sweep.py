@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,6 +18,8 @@ _log = logging.getLogger("txnbridge.spark")
 
 # Asking about a token is mostly waiting for the broker.
 _AT_ONCE = 8
+# In an error; a batch with a column of topics may have thousands.
+_TOPICS_SHOWN = 5
 
 _Answer = TypeVar("_Answer")
 
@@ -69,21 +72,40 @@ def finish(session: Session, claim: Claim) -> None:
             tokens = [part["token"] for part in dead]
             session.decisions.claim(("#lost", *claim.id), Decision.COMMIT, {"tokens": tokens})
     if dead:
-        raise in_doubt(claim, dead)
+        raise in_doubt(session, claim, dead)
 
 
-def in_doubt(claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
+def in_doubt(session: Session, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
     query, sink, batch, _ = claim.id
     rows = sum(part["rows"] for part in dead)
     partitions = ", ".join(str(part["partition"]) for part in dead)
+    topics = sorted({topic for part in dead for topic in part.get("topics", ())})
+    shown = ", ".join(topics[:_TOPICS_SHOWN]) + (", …" if len(topics) > _TOPICS_SHOWN else "")
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
         f" transactions ended before they were committed: {rows} rows of task partitions {partitions} are not"
-        " published, the others are. The broker ended them because nobody committed them in time, or an administrator"
-        f" did. {more}"
+        f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
+        f" or an administrator did. {more}"
         "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
-        f" publish those rows in another way, then: txnbridge spark recover --skip {batch}"
+        f" publish those rows in another way, then: {_recover(session.options, query)} --skip {batch}"
     )
+
+
+def _recover(options: SinkOptions, query: str) -> str:
+    """The command that finishes a query, without what may be a secret."""
+    url, has_more, _ = options.url.partition("?")
+    words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
+    defaults = SinkOptions(options.url)
+    if options.sink != defaults.sink:
+        words += ["--sink", options.sink]
+    if options.prefix != defaults.prefix:
+        words += ["--prefix", options.prefix]
+    if options.log or options.log_place:
+        words += ["--decision-log", options.log or "…"]
+    for backend, settings in options.settings:
+        for name, _ in settings:
+            words += ["--option", f"{backend}.{name}=…"]
+    return shlex.join(words)
 
 
 def finish_decided(session: Session, path: tuple[str, str]) -> None:

@@ -88,6 +88,7 @@ def _write(
         partition,
         attempt,
         token=str(txn.token),
+        topics=sorted(count.topics),
         rows=count.rows,
         bytes=count.bytes,
         fingerprint=count.fingerprint,

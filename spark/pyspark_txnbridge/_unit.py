@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from txnbridge import TxnBridgeError
 
@@ -54,6 +54,7 @@ class Written:
     partition: int
     attempt: int = 0
     token: str | None = None
+    topics: list[str] = field(default_factory=list)
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0
