@@ -6,6 +6,7 @@ Every step may be the last one of this process. Whoever comes next reads the log
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,6 +31,9 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
+# Set where Spark collects what its Python workers log, which by themselves let only warnings pass.
+_COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
+
 _Result = TypeVar("_Result")
 
 # Each micro-batch is checked; one connection serves all of them.
@@ -41,6 +45,8 @@ def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Unit 
 
     `unit` says which batch it is, where a batch may have no task that does.
     """
+    if _COLLECTED in os.environ and _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
     found, parts = _check(messages, unit)
     with_session(options, found, lambda session: _commit(session, options, found, parts))
 
