@@ -252,7 +252,8 @@ def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
 
 @mostly_embedded
 def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monkeypatch):
-    end, refused = type(bridge.admin).abort, []
+    end = type(bridge.admin).abort
+    refused: list[str] = []
 
     def end_all_but_one(admin, transaction, **how):
         if not refused:
