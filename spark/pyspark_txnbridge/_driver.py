@@ -6,6 +6,7 @@ Every step may be the last one of this process. Whoever comes next reads the log
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Count
 from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, connect, sessions
-from pyspark_txnbridge._sweep import ask_all, decided, finish, in_doubt, is_done, lost, mark_done, sweep
+from pyspark_txnbridge._sweep import ask_all, decided, finish, finish_decided, in_doubt, is_done, lost, mark_done, sweep
 from pyspark_txnbridge._task import TASK_SHARE
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import (
@@ -30,16 +31,24 @@ from txnbridge import (
 
 _log = logging.getLogger("txnbridge.spark")
 
+# Set where Spark collects what its Python workers log, which by themselves let only warnings pass.
+_COLLECTED = "PYSPARK_SPARK_SESSION_UUID"
+
 _Result = TypeVar("_Result")
 
 # Each micro-batch is checked; one connection serves all of them.
 _checked: Keeper[Bridge] = Keeper()
 
 
-def commit(options: SinkOptions, messages: Sequence[Written | None]) -> None:
-    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat."""
-    unit, parts = _check(messages)
-    with_session(options, unit, lambda session: _commit(session, options, unit, parts))
+def commit(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
+    """Publish a batch. It returns when all of it is committed, by whomever. Safe to repeat.
+
+    `unit` says which batch it is, where a batch may have no task that does.
+    """
+    if _COLLECTED in os.environ and _log.level == logging.NOTSET:
+        _log.setLevel(logging.INFO)
+    found, parts = _check(messages, unit)
+    with_session(options, found, lambda session: _commit(session, options, found, parts))
 
 
 def abort(options: SinkOptions, messages: Sequence[Written | None], unit: Unit | None = None) -> None:
@@ -83,17 +92,17 @@ def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Re
         raise
 
 
-def _check(messages: Sequence[Written | None]) -> tuple[Unit, list[Written]]:
+def _check(messages: Sequence[Written | None], unit: Unit | None) -> tuple[Unit, list[Written]]:
     written = [message for message in messages if message is not None]
-    if len(written) < len(messages) or not written:
+    units = {message.unit for message in written} | ({unit} if unit is not None else set())
+    if len(written) < len(messages) or not units:
         raise InvalidOption(
             "some tasks reported nothing, so it is not known what they wrote. The continuous trigger does that: it is"
             " not supported, use processingTime or availableNow"
         )
-    units = {message.unit for message in written}
     if len(units) != 1:
         raise InvalidState(f"tasks of one batch report different ones: {', '.join(map(str, units))}")
-    return written[0].unit, written
+    return units.pop(), written
 
 
 # --- commit ----------------------------------------------------------------------------------------------------------
@@ -104,7 +113,7 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
     decisions = session.decisions
     opening = decisions.open(unit.path, name=unit.run)
     if is_done(session, unit):
-        _check_repetition(session, options, unit, written)
+        published = _check_repetition(session, unit)
         decided_at = began
     else:
         # Batches are published in order, also what an older run decided and did not finish.
@@ -116,16 +125,20 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
         if claim is not None:
             finish(session, claim)
             mark_done(session, unit.path, unit.batch, claim.data)
+        published = None if claim is None else claim.data
     # The batch is done: what attempts wrote and nobody decided must not hold readers back.
     sweep(session, options, unit.path, opening.number)
+    _check_rows(options, unit, written, published)
     prepared = [part for part in written if part.token]
     total = _total(written)
     _log.info(
-        "%s: %d rows, %d bytes in %d transactions; decided in %.0f ms, published in %.0f ms; the oldest was %.1f s old",
+        "%s: %d rows, %d bytes in %d transactions; prepared in %d ms, decided in %.0f ms, published in %.0f ms;"
+        " the oldest was %.1f s old",
         unit,
         total.rows,
         total.bytes,
         len(prepared),
+        max((part.prepared_at for part in prepared), default=0) - min((part.began_at for part in prepared), default=0),
         (decided_at - began) * 1000,
         (time.monotonic() - decided_at) * 1000,
         max((time.time() - part.began_at / 1000 for part in prepared), default=0.0),
@@ -142,7 +155,7 @@ def _decide(session: Session, unit: Unit, opening: Opening, written: list[Writte
         raise InvalidState(
             f"tasks found {unit} decided, and now the decision log knows nothing of it: the log has lost records"
         )
-    attempts = {part.attempt for part in written}
+    attempts = {part.attempt for part in written} or {unit.attempt or 0}
     if len(attempts) > 1:
         raise _given_up(unit)
     count = _total(written)
@@ -154,11 +167,8 @@ def _claim(
     session: Session, unit: Unit, opening: Opening, attempt: int, written: list[Written], total: Mapping[str, Any]
 ) -> Claim | None:
     _check_alive(session, unit, written)
-    parts = [
-        {"token": part.token, "partition": part.partition, "rows": part.rows, "fingerprint": part.fingerprint}
-        for part in written
-        if part.token
-    ]
+    told = ("token", "partition", "topics", "rows", "fingerprint")
+    parts = [{name: getattr(part, name) for name in told} for part in written if part.token]
     try:
         claim = session.decisions.claim(
             (*unit.batch_path, attempt), Decision.COMMIT, {"parts": parts, **total}, opening=opening
@@ -178,10 +188,10 @@ def _replace(
     fresh = [part for part in written if part.token and part.attempt == attempt]
     chosen = []
     for part in dead:
-        same = (each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"]))
-        twin = next(same, None)
+        same = [each for each in fresh if (each.rows, each.fingerprint) == (part["rows"], part["fingerprint"])]
+        twin = min(same, key=lambda each: each.partition != part["partition"], default=None)
         if twin is None:
-            raise in_doubt(claim, dead, "The rows came again, but not shared out to tasks as before. ")
+            raise in_doubt(session, claim, dead, "The rows came again, but not shared out to tasks as before. ")
         fresh.remove(twin)
         chosen.append(twin)
     total = {name: claim.data[name] for name in ("rows", "fingerprint", "run")}
@@ -223,24 +233,44 @@ def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
         )
 
 
-def _check_repetition(session: Session, options: SinkOptions, unit: Unit, written: list[Written]) -> None:
-    """A batch that is done is not written again; but it has to be the same batch."""
+def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
+    """What was in a batch that is done and comes again; None if nobody knows any more."""
+    _check_order(session, unit)
     claims = session.decisions.claims(("#results", *unit.path))
-    summary = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
-    if summary is None:
-        return  # a later one is done, too
-    if summary["run"] == unit.run:
+    summary: Mapping[str, Any] | None = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
+    if summary is not None and summary["run"] == unit.run:
         raise InvalidOption(
             f"{unit} was written already by this very run: give each of a query's sinks a name of its own (sink)"
         )
-    if options.version is None or not all(part.settled for part in written):
+    return summary
+
+
+def _check_order(session: Session, unit: Unit) -> None:
+    """Spark repeats only the last batch of a checkpoint."""
+    last = session.decisions.read(unit.path).done_up_to
+    if last is None or unit.batch == last:
+        return
+    if unit.job:
+        _log.warning("%s is skipped: version %d of this job is done already", unit, last)
+        return
+    raise InvalidOption(
+        f"{unit} comes again, and every batch up to {last} is done. Nothing of it was published now. Spark repeats only"
+        " the last batch of a checkpoint, so this is not the checkpoint that wrote those batches. A new one under the"
+        f" same txnAppId needs txnVersion={last + 1}, to count on behind them. One restored from a backup reads again"
+        f" what is published up to batch {last}: begin a new one behind that"
+    )
+
+
+def _check_rows(options: SinkOptions, unit: Unit, written: list[Written], published: Mapping[str, Any] | None) -> None:
+    """A batch that is published is not written again; but it has to be the same batch."""
+    if published is None or options.app_id is None or not all(part.settled for part in written):
         return  # not all of it was counted
     count = _total(written)
-    if (count.rows, count.fingerprint) != (summary["rows"], summary["fingerprint"]):
+    if (count.rows, count.fingerprint) != (published["rows"], published["fingerprint"]):
         raise InvalidOption(
-            f"{unit} is done, with {summary['rows']} rows; now it has {count.rows}, or other ones. Nothing was"
-            " published. Is txnVersion used twice? A new checkpoint under the same txnAppId goes on behind the last"
-            " version"
+            f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other ones. Nothing of them"
+            " was published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same"
+            f" txnAppId, goes on behind the last one: txnVersion={unit.batch + 1}"
         )
 
 
@@ -259,4 +289,6 @@ def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | No
     except (Fenced, InvalidState):
         return  # a newer run has taken over, or the batch is done
     if claim.decision is Decision.ABORT:
+        # A broker that does not keep the log cannot tell a token that an older run decided from what nobody did.
+        finish_decided(session, unit.path)
         sweep(session, options, unit.path, opening.number)

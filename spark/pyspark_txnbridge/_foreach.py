@@ -52,7 +52,7 @@ def write_exactly_once(
     try:
         for row in frame.mapInArrow(_writing(unit, found, columns), "written string").collect():
             written.append(Written.from_json(row["written"]))
-        _driver.commit(found, written)
+        _driver.commit(found, written, unit)
     except BaseException:
         _driver.abort(found, written, unit)
         raise

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from txnbridge import InvalidOption, Transaction
@@ -19,16 +19,18 @@ _FINGERPRINT = (1 << 64) - 1
 
 @dataclass
 class Count:
-    """What was in some rows. The fingerprint does not depend on their order."""
+    """What was in some rows. The fingerprint does not depend on their order, nor on the sink's option topic."""
 
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0
+    topics: set[str] = field(default_factory=set)
 
     def add(self, other: Count) -> None:
         self.rows += other.rows
         self.bytes += other.bytes
         self.fingerprint = (self.fingerprint + other.fingerprint) & _FINGERPRINT
+        self.topics |= other.topics
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class Columns:
         """Add the rows to a transaction, in order for each topic; without one they are only counted."""
         values = _binary(batch.column("value"))
         keys = _binary(batch.column("key")) if "key" in self.names else None
-        count = Count(len(values), _size(batch, self.names), _fingerprint(values, keys))
+        count = Count(len(values), _size(batch, self.names), _fingerprint(values, keys, self._others(batch)))
         if txn is not None:
             for topic, part in self._by_topic(batch):
+                count.topics.add(topic)
                 if part is batch:
                     self._send(topic, batch, values, keys, txn)
                 else:
@@ -106,6 +109,22 @@ class Columns:
         else:
             txn.send_many(topic, values)
 
+    def _others(self, batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]] | None:
+        """What tells rows with the same key and value apart; None if no row has any of it."""
+        columns = {
+            "topic": lambda column: column.to_pylist(),
+            "partition": lambda column: column.to_pylist(),
+            "timestamp": _milliseconds,
+            "headers": _headers,
+        }
+        found = {
+            name: read(batch.column(name))
+            for name, read in columns.items()
+            if self._has(batch, name) and not (name == "topic" and self.topic is not None)
+        }
+        nothing = [None] * batch.num_rows
+        return zip(*(found.get(name, nothing) for name in columns), strict=True) if found else None
+
     def _has(self, batch: pa.RecordBatch, name: str) -> bool:
         return name in self.names and batch.column(name).null_count < batch.num_rows
 
@@ -126,20 +145,31 @@ def _size(batch: pa.RecordBatch, names: frozenset[str]) -> int:
     return sum(pc.sum(pc.binary_length(batch.column(name))).as_py() or 0 for name in names & {"key", "value"})
 
 
-def _fingerprint(values: Sequence[bytes | None], keys: Sequence[bytes | None] | None) -> int:
-    """As a transaction's own fingerprint (`bridge.transaction(fingerprint=True)`), for many messages at once."""
+def _fingerprint(
+    values: Sequence[bytes | None], keys: Sequence[bytes | None] | None, others: Iterable[tuple[Any, ...]] | None
+) -> int:
+    """Of rows that have a key and a value only, as a transaction's own (`bridge.transaction(fingerprint=True)`).
+
+    It is kept in decision logs, where it is compared with what another process counts: it must not change.
+    """
     from xxhash import xxh3_64_intdigest as digest
 
     if None in values:
         values = [b"" if value is None else value for value in values]
-    if keys is None:
+    if keys is None and others is None:
         return sum(map(digest, values)) & _FINGERPRINT  # type: ignore[arg-type]
-    seeds = [0 if key is None else digest(key) | 1 for key in keys]
+    seeds = [0 if key is None else digest(key) | 1 for key in keys or [None] * len(values)]
+    if others is not None:
+        seeds = [
+            digest(ascii(row).encode(), seed) if any(each is not None for each in row) else seed
+            for row, seed in zip(others, seeds, strict=True)
+        ]
     return sum(map(digest, values, seeds)) & _FINGERPRINT  # type: ignore[arg-type]
 
 
 def _headers(column: Any) -> list[list[tuple[str, bytes]] | None]:
-    return [None if row is None else [(header["key"], header["value"]) for header in row] for row in column.to_pylist()]
+    # An empty list is no headers: so it arrives.
+    return [[(header["key"], header["value"]) for header in row] if row else None for row in column.to_pylist()]
 
 
 def _milliseconds(column: Any) -> list[int | None]:

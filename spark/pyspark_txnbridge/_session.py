@@ -27,6 +27,7 @@ class Session:
     """One process's connection to a decision log and to the broker's transactions."""
 
     def __init__(self, options: SinkOptions, application: str) -> None:
+        self.options = options
         self.bridge = connect(options, application)
         try:
             self.decisions = self.bridge.decisions()

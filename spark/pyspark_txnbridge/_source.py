@@ -104,7 +104,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._options = options
         self._columns = columns
         job = str(uuid.uuid4())
-        self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job)
+        self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
         return Message(_write(self._unit, self._options, self._columns, iterator))
@@ -117,7 +117,7 @@ class BatchWriter(DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         from pyspark_txnbridge import _driver
 
-        _driver.abort(self._options, _written(messages))
+        _driver.abort(self._options, _written(messages), self._unit)
 
 
 class StreamWriter(DataSourceStreamArrowWriter):

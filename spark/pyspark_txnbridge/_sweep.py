@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pyspark_txnbridge._options import SinkOptions
+from pyspark_txnbridge._options import NAMELESS, SinkOptions
 from pyspark_txnbridge._session import Claim, Session
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
-from txnbridge import Decision, InvalidState, Outcome, Token, TxnBridgeError
+from txnbridge import BrokerUnavailable, Decision, InvalidState, NotFound, Outcome, Token, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")
 
 # Asking about a token is mostly waiting for the broker.
 _AT_ONCE = 8
+# In an error; a batch with a column of topics may have thousands.
+_TOPICS_SHOWN = 5
 
 _Answer = TypeVar("_Answer")
 
@@ -69,21 +72,40 @@ def finish(session: Session, claim: Claim) -> None:
             tokens = [part["token"] for part in dead]
             session.decisions.claim(("#lost", *claim.id), Decision.COMMIT, {"tokens": tokens})
     if dead:
-        raise in_doubt(claim, dead)
+        raise in_doubt(session, claim, dead)
 
 
-def in_doubt(claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
+def in_doubt(session: Session, claim: Claim, dead: list[Mapping[str, Any]], more: str = "") -> BatchInDoubt:
     query, sink, batch, _ = claim.id
     rows = sum(part["rows"] for part in dead)
     partitions = ", ".join(str(part["partition"]) for part in dead)
+    topics = sorted({topic for part in dead for topic in part.get("topics", ())})
+    shown = ", ".join(topics[:_TOPICS_SHOWN]) + (", …" if len(topics) > _TOPICS_SHOWN else "")
     return BatchInDoubt(
         f"batch {batch} of {query} at {sink} was decided, and then {len(dead)} of its {len(claim.data['parts'])}"
         f" transactions ended before they were committed: {rows} rows of task partitions {partitions} are not"
-        " published, the others are. The broker ended them because nobody committed them in time, or an administrator"
-        f" did. {more}"
+        f" published (topics: {shown}), the others are. The broker ended them because nobody committed them in time,"
+        f" or an administrator did. {more}"
         "Restart the query: task partitions that come again with the same rows are written again. If they do not,"
-        f" publish those rows in another way, then: txnbridge spark recover --skip {batch}"
+        f" publish those rows in another way, then: {_recover(session.options, query)} --skip {batch}"
     )
+
+
+def _recover(options: SinkOptions, query: str) -> str:
+    """The command that finishes a query, without what may be a secret."""
+    url, has_more, _ = options.url.partition("?")
+    words = ["txnbridge", "spark", "recover", "--url", f"{url}?…" if has_more else url, "--query", query]
+    defaults = SinkOptions(options.url)
+    if options.sink != defaults.sink:
+        words += ["--sink", options.sink]
+    if options.prefix != defaults.prefix:
+        words += ["--prefix", options.prefix]
+    if options.log or options.log_place:
+        words += ["--decision-log", options.log or "…"]
+    for backend, settings in options.settings:
+        for name, _ in settings:
+            words += ["--option", f"{backend}.{name}=…"]
+    return shlex.join(words)
 
 
 def finish_decided(session: Session, path: tuple[str, str]) -> None:
@@ -96,10 +118,11 @@ def finish_decided(session: Session, path: tuple[str, str]) -> None:
 def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping[str, Any]) -> None:
     """All of a batch is published: say so, once and for all."""
     decisions = session.decisions
-    summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
-    # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
-    with suppress(InvalidState):  # a later batch is done, too
-        decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
+    if not path[0].startswith(NAMELESS):  # such a job never comes again
+        summary = {name: data[name] for name in ("rows", "fingerprint", "run")}
+        # What was in the last batch is kept behind its mark, so that a repetition with other rows is noticed.
+        with suppress(InvalidState):  # a later batch is done, too
+            decisions.claim(("#results", *path, batch), Decision.COMMIT, summary)
     decisions.done(path, batch)
     decisions.done(("#slots", *path), batch)
     if decisions.claims(("#lost", *path, batch)):
@@ -111,18 +134,31 @@ def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping
 def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:
     """Abort what this and older runs left open and no decision names; readers would wait for it.
 
-    Call it when no batch of these runs can be decided any more. What fails is logged: it ends by its time-out.
+    Call it when no batch of these runs can be decided any more, and what was decided is finished. What fails is
+    logged: it ends by its time-out.
     """
     named = {Token.parse(part["token"]).transaction for claim in decided(session, path) for part in claim.data["parts"]}
-    ended: list[str] = []
     begins = writer_ids(options, path)
+    ended: list[str] = []
     try:
         for found in session.bridge.admin.transactions():
             run, _, _ = found.transactional_id.removeprefix(begins).partition(".")
             ours = found.transactional_id.startswith(begins) and run.isdigit() and int(run) <= up_to
-            if ours and found.transaction not in named:
-                session.bridge.admin.abort(found.transaction, reason="left behind by a task")
+            if ours and found.transaction not in named and _end(session, found.transaction):
                 ended.append(found.transaction)
     except TxnBridgeError as error:
         _log.warning("what tasks left open could not be ended, and ends by its time-out: %s", error)
     return ended
+
+
+def _end(session: Session, transaction: str) -> bool:
+    try:
+        session.bridge.admin.abort(transaction, reason="left behind by a task")
+    except NotFound:
+        return False  # it has ended meanwhile
+    except BrokerUnavailable:
+        raise  # it would be waited for as long with each of the others
+    except TxnBridgeError as error:
+        _log.warning("%s, left open by a task, could not be ended, and ends by its time-out: %s", transaction, error)
+        return False
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._options import SinkOptions
@@ -60,8 +61,7 @@ def _write(
         sweep(session, options, unit.path, opening.number - 1)
     attempt = _attempt(unit, session)
     if attempt is None:
-        count = _count(columns, batches) if options.version is not None else Count()
-        return _settled(unit, partition, count)
+        return _settled(unit, partition, _count(columns, batches) if options.app_id is not None else Count())
     began_at = _now()
     rows = iter(batches)
     first = next((batch for batch in rows if batch.num_rows), None)
@@ -73,7 +73,7 @@ def _write(
         if not is_done(session, unit):
             raise
         # Everything of the batch was marked done in the meantime.
-        return _settled(unit, partition, Count())
+        return _settled(unit, partition, _count(columns, chain([first], rows)))
     count = Count()
     timeout, hold = _times(bridge)
     with bridge.transaction(prepare=True, timeout=timeout, hold=hold) as txn:
@@ -82,12 +82,13 @@ def _write(
             count.add(columns.send(batch, txn))
     assert txn.token is not None
     if not _is_awaited(unit, session, str(txn.token)):
-        return _settled(unit, partition, Count())
+        return _settled(unit, partition, count)
     return Written(
         unit,
         partition,
         attempt,
         token=str(txn.token),
+        topics=sorted(count.topics),
         rows=count.rows,
         bytes=count.bytes,
         fingerprint=count.fingerprint,

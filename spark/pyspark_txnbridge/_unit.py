@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from txnbridge import TxnBridgeError
 
@@ -17,6 +17,7 @@ class Unit:
     """One batch of one query (or named job) at one sink, as one run of that query writes it.
 
     `attempt`: the number under which it is to be decided, where a run may try the same batch again (`foreachBatch`).
+    `job`: it is one version of a job, and a version below one that is done is skipped; a query's batches only go up.
     """
 
     query: str
@@ -24,6 +25,7 @@ class Unit:
     batch: int
     run: str
     attempt: int | None = None
+    job: bool = False
 
     @property
     def path(self) -> tuple[str, str]:
@@ -52,6 +54,7 @@ class Written:
     partition: int
     attempt: int = 0
     token: str | None = None
+    topics: list[str] = field(default_factory=list)
     rows: int = 0
     bytes: int = 0
     fingerprint: int = 0

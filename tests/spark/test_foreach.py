@@ -53,6 +53,19 @@ def test_a_function_that_calls_again_after_an_error_publishes_once(spark, sink, 
     assert_a_prefix(published(sink))
 
 
+def test_a_batch_of_no_partitions_is_published_as_an_empty_one(spark, sink, tmp_path):
+    """Spark knows beforehand that there is nothing, and starts no task."""
+
+    def publish(df, batch):
+        rows = df.where("false") if batch == 0 else df
+        write_exactly_once(rows, batch_id=batch, sink="one", **where(sink))
+
+    run_until(query(spark, tmp_path / "checkpoint", publish), 2)
+    values = published(sink)
+    assert values == list(range(20, 20 + len(values)))
+    assert len(values) >= 40
+
+
 def test_one_name_for_two_sinks_is_refused(spark, sink, tmp_path):
     def publish(df, batch):
         for _ in range(2):

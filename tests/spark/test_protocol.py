@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
+from pyspark_txnbridge._task import write_partition
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 
 import txnbridge
-from tests.spark.kit import forget, left_open, new_run, options, published, run_batch, write
-from txnbridge import Decision, Fenced, InvalidOption, TransactionAborted
+from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
+from txnbridge import AccessDenied, Decision, Fenced, InvalidOption, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere
+
+source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
 
 FIRST = [[0, 1, 2], [3, 4], []]
 SECOND = [[5, 6], [7]]
@@ -49,6 +54,23 @@ def test_a_batch_without_rows_is_committed(sink, query):
     assert published(sink) == []
 
 
+@mostly_embedded
+def test_what_a_batch_cost_stands_in_one_line(sink, query, caplog):
+    caplog.set_level("INFO", "txnbridge.spark")
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    cost = r"5 rows, 5 bytes in 2 transactions; prepared in \d+ ms, decided in \d+ ms, published in \d+ ms; the oldest"
+    assert len(re.findall(cost, caplog.text)) == 1
+
+
+@mostly_embedded
+def test_a_job_without_a_name_leaves_nothing_that_the_log_is_asked_for(sink):
+    job = new_run()
+    run_batch(sink, Unit(f"#{job}", "sink", 0, job, job=True), FIRST)
+    with txnbridge.connect(sink.url, application=sink.application(f"#{job}")) as bridge:
+        assert bridge.decisions().claims("#results") == []
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
 def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
     again = write(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
@@ -83,8 +105,9 @@ def run_two_batches(start):
     sink, query = start
     run = new_run()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
-        again = bridge.decisions().read((query, "sink")).opening is not None
-    run_batch(sink, Unit(query, "sink", 0, run), [[4, 3, 2, 1, 0]] if again else FIRST)
+        known = bridge.decisions().read((query, "sink"))
+    if known.done_up_to != 1:  # Spark repeats only its last batch
+        run_batch(sink, Unit(query, "sink", 0, run), FIRST if known.opening is None else [[4, 3, 2, 1, 0]])
     run_batch(sink, Unit(query, "sink", 1, run), SECOND)
 
 
@@ -228,6 +251,50 @@ def test_what_losing_attempts_prepared_does_not_stay_open(sink, query):
         assert bridge.status(lost[0].token).state is txnbridge.TokenState.ABORTED
 
 
+@mostly_embedded
+def test_what_cannot_be_ended_keeps_nothing_else_open(sink, query, bridge, monkeypatch):
+    end = type(bridge.admin).abort
+    refused: list[str] = []
+
+    def end_all_but_one(admin, transaction, **how):
+        if not refused:
+            refused.append(transaction)
+            raise AccessDenied("not this one")
+        return end(admin, transaction, **how)
+
+    monkeypatch.setattr(type(bridge.admin), "abort", end_all_but_one)
+    unit = Unit(query, "sink", 0, new_run())
+    write(sink, unit, FIRST)
+    forget()  # another process writes the second attempts
+    _driver.commit(sink, write(sink, unit, FIRST))
+    assert left_open(sink, query) == refused
+
+
+@pytest.mark.parametrize("url", ["kafka"], indirect=True)
+def test_a_batch_that_is_given_up_spares_what_was_decided_before_it_in_a_log_elsewhere(url, query, tmp_path):
+    """There the broker shows a decided token as it shows one that nobody decided about."""
+    place = f"sqlite:///{tmp_path / 'decisions.db'}"
+    sink = options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
+    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+        child.stopped()
+    next_batch = Unit(query, "sink", 1, new_run())
+    # The task of partition 0, which would finish what was decided, has failed.
+    second = write_partition(next_batch, sink, Columns(frozenset({"value"}), sink.topic), rows([5]), 1, "task 1")
+    _driver.abort(sink, [None, second])
+    assert left_open(sink, query) == []
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])  # nothing can be replaced
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_job_none_of_whose_tasks_succeeded_leaves_nothing_open(sink):
+    """Spark hands on no message then; a task whose rows end early has prepared all the same."""
+    job = source.BatchWriter(sink, Columns(frozenset({"value"}), sink.topic))
+    write(sink, job._unit, FIRST)
+    job.abort([None, None, None])
+    assert left_open(sink) == []
+
+
 def test_a_batch_that_was_given_up_takes_no_late_tasks_and_comes_again(sink, query):
     unit = Unit(query, "sink", 0, new_run())
     _driver.abort(sink, [*write(sink, unit, FIRST), None])
@@ -297,8 +364,8 @@ def test_a_batch_that_took_too_long_is_not_decided(sink, query):
     assert published(sink) == []
 
 
-def lose_a_decided_part(sink, query, number):
-    with Child(decide_and_die, (sink, query), kill="resolve/before/1") as child:
+def lose_a_decided_part(sink, query, number, decide=decide_and_die):
+    with Child(decide, (sink, query), kill="resolve/before/1") as child:
         child.stopped()
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:
         (claim,) = bridge.decisions().claims((query, "sink", 0))
@@ -314,6 +381,21 @@ def test_what_was_lost_of_a_decision_is_written_again_when_the_same_rows_come_ag
     run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
     run_batch(sink, Unit(query, "sink", 1, new_run()), SECOND)
     assert published(sink) == list(range(8))
+
+
+def decide_alike_and_die(start):
+    sink, query = start
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+
+
+@mostly_embedded
+def test_what_was_lost_of_a_decision_is_taken_from_its_own_partition_where_others_look_alike(start, monkeypatch):
+    sink, query = start
+    lose_a_decided_part(sink, query, 1, decide_alike_and_die)
+    marked = []
+    monkeypatch.setattr(_driver, "mark_done", lambda session, path, batch, data: marked.append(data))
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[1], [1], [1]])
+    assert [part["partition"] for data in marked for part in data["parts"]] == [1]
 
 
 def test_what_was_lost_of_a_decision_is_named_when_the_rows_are_shared_out_otherwise(start):
@@ -362,9 +444,32 @@ def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
         run_batch(sink, unit, SECOND)
 
 
-def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url):
+@mostly_embedded
+def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skipped(sink, query):
+    """Spark repeats the last batch only: a lower number comes from another checkpoint, and has other rows."""
+    run_batch(sink, Unit(query, "sink", 3, new_run()), FIRST)
+    with pytest.raises(InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
+        run_batch(sink, Unit(query, "sink", 2, new_run()), SECOND)
+    run_batch(sink, Unit(query, "sink", 2, new_run(), job=True), SECOND)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+@mostly_embedded
+def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url):
     job = f"job-{new_run()}"
-    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, txnVersion="7")
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job)
+    with Child(decide_and_die, (sink, job), kill="resolve/before/1") as child:
+        child.stopped()
+    with pytest.raises(InvalidOption, match="is done, with 5 rows; now it has 2"):
+        run_batch(sink, Unit(job, "sink", 0, new_run()), SECOND[:1])
+    assert published(sink) == [0, 1, 2, 3, 4]
+    assert left_open(sink, job) == []
+
+
+@pytest.mark.parametrize("version", [{"txnVersion": "7"}, {}], ids=["numbered", "named only"])
+def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url, version):
+    job = f"job-{new_run()}"
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, **version)
     run_batch(sink, Unit(job, "sink", 7, new_run()), FIRST)
     run_batch(sink, Unit(job, "sink", 7, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
     assert published(sink) == [0, 1, 2, 3, 4]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import txnbridge
-from tests.spark.kit import left_open, new_run, options, published
+from tests.spark.kit import left_open, mostly_embedded, new_run, options, published
 
 sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
 from pyspark.sql import functions as F  # noqa: E402, N812 (as everybody calls it)
@@ -209,6 +209,17 @@ def test_each_batch_is_told_in_the_programs_log(spark, tmp_path, caplog):
     finally:
         spark.streams.removeListener(logger)
     assert "query told: batch 0 published, 20 rows;" in caplog.text
+
+
+@mostly_embedded
+def test_spark_collects_what_a_batch_cost(spark, sink):
+    spark.conf.set("spark.sql.pyspark.worker.logging.enabled", "true")
+    try:
+        writer(numbers(spark, 5), sink).save()
+        told = [str(row) for row in spark.tvf.python_worker_logs().collect()]
+    finally:
+        spark.conf.unset("spark.sql.pyspark.worker.logging.enabled")
+    assert [line for line in told if "5 rows, 5 bytes in 2 transactions; prepared in" in line]
 
 
 def test_a_batch_that_spark_replays_after_its_commit_is_not_published_twice(spark, sink, tmp_path):

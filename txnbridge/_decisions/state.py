@@ -230,7 +230,8 @@ class IdFold:
     def finish(self, id: Path, up_to: int) -> None:
         """Take a done mark: what it covers is settled, and its claims are of no more use."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
-        self.claims = {key: claim for key, claim in self.claims.items() if not self.is_done(key)}
+        for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
+            del self.claims[key]
 
     def is_done(self, id: Path) -> bool:
         """Whether a done mark of a shorter id covers this one."""

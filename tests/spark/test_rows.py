@@ -1,0 +1,51 @@
+"""From columns to messages, without Spark and without a broker."""
+
+from __future__ import annotations
+
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
+from pyspark_txnbridge._rows import Columns  # noqa: E402
+
+pytestmark = pytest.mark.offline
+
+KINDS = {
+    "value": pa.string(),
+    "key": pa.string(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+}
+
+
+def fingerprint(*rows, topic=None, columns=tuple(KINDS)):
+    arrays = [pa.array([row.get(name) for row in rows], KINDS[name]) for name in columns]
+    batch = pa.RecordBatch.from_arrays(arrays, list(columns))
+    return Columns(frozenset(columns), topic).send(batch, None).fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"topic": "another"},
+        {"partition": 0},
+        {"timestamp": 1_700_000_000_000_000},
+        {"headers": [{"key": "a", "value": b"1"}]},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_rows_that_differ_in_any_column_have_another_fingerprint(other):
+    row = {"value": "1", "key": "k", "topic": "one"}
+    assert fingerprint(row | other) != fingerprint(row)
+    second = {"value": "2", "key": "k", "topic": "one"}
+    assert fingerprint(row | other, second) != fingerprint(row, second | other)
+    assert fingerprint(row | other, second) == fingerprint(second, row | other)
+
+
+def test_columns_without_anything_do_not_change_a_fingerprint():
+    row = {"value": "1", "key": "k"}
+    short = fingerprint(row, topic="out", columns=("value", "key"))
+    assert fingerprint(row | {"headers": []}, topic="out") == short
+    assert fingerprint(row | {"topic": "unused"}, topic="out") == short
+    assert fingerprint({"value": "1"}, topic="out") == fingerprint({"value": "1"}, topic="out", columns=("value",))
