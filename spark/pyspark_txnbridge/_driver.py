@@ -67,20 +67,15 @@ def next_attempt(options: SinkOptions, unit: Unit) -> int:
 
 def check_broker(options: SinkOptions) -> None:
     """Raises, before the first row, if the broker cannot be reached or cannot keep what is promised here."""
-    bridge = _checked.get(options, lambda: connect(options, options.application("check")))
-    for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.DECISION_LOG):
-        bridge.capabilities.require(capability)
+    with _checked.held(options, lambda: connect(options, options.application("check"))) as bridge:
+        for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.DECISION_LOG):
+            bridge.capabilities.require(capability)
 
 
 def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Result]) -> _Result:
     application = options.application(unit.query)
-    key = (options, application)
-    session = sessions.get(key, lambda: Session(options, application))
-    try:
+    with sessions.held((options, application), lambda: Session(options, application)) as session:
         return work(session)
-    except BaseException:
-        sessions.drop(key)
-        raise
 
 
 def _check(messages: Sequence[Written | None]) -> tuple[Unit, list[Written]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._driver import with_session
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 
@@ -360,6 +361,21 @@ def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
     run_batch(sink, unit, FIRST)
     with pytest.raises(InvalidOption, match="a name of its own"):
         run_batch(sink, unit, SECOND)
+
+
+@pytest.mark.offline
+def test_a_session_in_use_is_not_closed_for_the_sake_of_others(tmp_path):
+    sinks = [options(f"embedded:{tmp_path / 'broker.db'}", sink=f"sink-{number}") for number in range(20)]
+
+    def use_them(left):
+        if left:
+            with_session(left[0], Unit("query", left[0].sink, 0, "run"), lambda session: use(session, left[1:]))
+
+    def use(session, left):
+        use_them(left)
+        assert session.decisions.claims("nothing") == []
+
+    use_them(sinks)
 
 
 def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url):
