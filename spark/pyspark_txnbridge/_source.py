@@ -108,7 +108,18 @@ class BatchWriter(DataSourceArrowWriter):
         self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+        self._check_not_in_a_stream()
         return Message(_write(self._unit, self._options, self._columns, iterator))
+
+    def _check_not_in_a_stream(self) -> None:
+        """Only tasks see that they are in a stream; its batches come again, and each job has a name of its own."""
+        from txnbridge import InvalidOption
+
+        if self._options.app_id is None and _context().getLocalProperty("sql.streaming.queryId"):
+            raise InvalidOption(
+                'format("txnbridge") in foreachBatch would publish a batch again whenever Spark repeats it: write it'
+                " by pyspark_txnbridge.write_exactly_once(df, batch_id=..., sink=...), or give txnAppId and txnVersion"
+            )
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         from pyspark_txnbridge import _driver

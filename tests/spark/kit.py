@@ -102,6 +102,7 @@ def forget() -> None:
 def published(found: SinkOptions) -> list[int]:
     with txnbridge.connect(found.url, create_topics=1) as bridge:
         assert found.topic is not None
+        bridge.ensure_topics(found.topic)  # nobody may have written to it
         return sorted(int(message.value) for message in bridge.read(found.topic, 1_000_000))
 
 

@@ -50,6 +50,14 @@ def test_a_batch_without_rows_is_committed(sink, query):
     assert published(sink) == []
 
 
+def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, FIRST)
+    for _ in range(2):
+        _driver.commit(sink, written)
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
 def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
     again = write(sink, Unit(query, "sink", 0, new_run()), [[0, 1, 2, 3, 4]])
@@ -354,13 +362,6 @@ def test_a_task_that_reports_nothing_is_refused(sink, query):
         with pytest.raises(InvalidOption, match="continuous"):
             _driver.commit(sink, messages)
     assert published(sink) == []
-
-
-def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
-    run_batch(sink, unit, FIRST)
-    with pytest.raises(InvalidOption, match="a name of its own"):
-        run_batch(sink, unit, SECOND)
 
 
 @pytest.mark.offline
