@@ -132,14 +132,14 @@ def test_a_wrong_option_is_refused_by_name_before_the_first_row(spark, tmp_path,
         (["string(id) as value", "id as partition"], "partition attribute unsupported type"),
     ],
 )
-def test_a_column_of_the_wrong_type_is_refused_as_by_the_kafka_sink(spark, tmp_path, columns, message):
-    sink = options(f"embedded:{tmp_path / 'broker.db'}")
+def test_a_column_of_the_wrong_type_is_refused_as_by_the_kafka_sink(spark, url, columns, message):
+    sink = options(url)
     with pytest.raises(Exception, match=message):
         writer(spark.range(3).selectExpr(*columns), sink).save()
 
 
-def test_without_a_topic_nothing_is_written(spark, tmp_path):
-    plain = {"url": f"embedded:{tmp_path / 'broker.db'}"}
+def test_without_a_topic_nothing_is_written(spark, url):
+    plain = {"url": url}
     with pytest.raises(Exception, match="topic option required when no 'topic' attribute is present"):
         numbers(spark, 1).write.format("txnbridge").options(**plain).mode("append").save()
     frame = numbers(spark, 2).withColumn("topic", F.lit(None).cast("string"))
