@@ -9,21 +9,24 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Count
-from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, connect, sessions
+from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_quietly, connect, sessions
 from pyspark_txnbridge._sweep import ask_all, decided, finish, finish_decided, in_doubt, is_done, lost, mark_done, sweep
 from pyspark_txnbridge._task import TASK_SHARE
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import (
+    AccessDenied,
     Bridge,
     Capability,
     Decision,
     Fenced,
     InvalidOption,
     InvalidState,
+    NotFound,
     TokenState,
     TransactionAborted,
     TxnBridgeError,
@@ -74,22 +77,49 @@ def next_attempt(options: SinkOptions, unit: Unit) -> int:
     return with_session(options, unit, look)
 
 
-def check_broker(options: SinkOptions) -> None:
-    """Raises, before the first row, if the broker cannot be reached or cannot keep what is promised here."""
-    bridge = _checked.get(options, lambda: connect(options, options.application("check")))
-    for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.DECISION_LOG):
-        bridge.capabilities.require(capability)
+def check_broker(options: SinkOptions, query: str | None = None) -> None:
+    """Raises, before the first row, if the broker cannot be reached or cannot keep what is promised here.
+
+    Or if the topic that an option names is missing, or the decision log cannot be read; of a query that is not known
+    yet, only one whose name options tell.
+    """
+    known = query or options.app_id or options.log
+    application = options.application(known or "check")
+    with _checked.held((options, application), lambda: _check_all(options, application, known is not None)):
+        pass  # what passed once is not asked again in this process
 
 
 def with_session(options: SinkOptions, unit: Unit, work: Callable[[Session], _Result]) -> _Result:
     application = options.application(unit.query)
-    key = (options, application)
-    session = sessions.get(key, lambda: Session(options, application))
-    try:
+    with sessions.held((options, application), lambda: Session(options, application)) as session:
         return work(session)
+
+
+def _check_all(options: SinkOptions, application: str, with_log: bool) -> Bridge:
+    bridge = connect(options, application)
+    try:
+        for capability in (Capability.PREPARE, Capability.RESOLVE_ANYWHERE, Capability.DECISION_LOG):
+            bridge.capabilities.require(capability)
+        if options.topic is not None:
+            _check_topic(bridge, options.topic)
+        if with_log:
+            with closing(bridge.decisions()) as decisions:
+                decisions.read(application)
     except BaseException:
-        sessions.drop(key)
+        close_quietly(bridge)
         raise
+    return bridge
+
+
+def _check_topic(bridge: Bridge, topic: str) -> None:
+    with suppress(AccessDenied):  # who may write need not be allowed to look
+        try:
+            bridge.admin.bounds(topic)
+        except NotFound:
+            # Whoever writes makes it, where that is allowed; elsewhere this says what to do.
+            with bridge.transaction() as txn:
+                txn.send(topic, b"")
+                txn.abort()
 
 
 def _check(messages: Sequence[Written | None], unit: Unit | None) -> tuple[Unit, list[Written]]:
@@ -237,12 +267,7 @@ def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
     """What was in a batch that is done and comes again; None if nobody knows any more."""
     _check_order(session, unit)
     claims = session.decisions.claims(("#results", *unit.path))
-    summary: Mapping[str, Any] | None = next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
-    if summary is not None and summary["run"] == unit.run:
-        raise InvalidOption(
-            f"{unit} was written already by this very run: give each of a query's sinks a name of its own (sink)"
-        )
-    return summary
+    return next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
 
 
 def _check_order(session: Session, unit: Unit) -> None:

@@ -27,15 +27,13 @@ _WAIT_SECONDS = 0.02
 
 def read_range(options: SourceOptions, wanted: Range) -> Iterator[pa.RecordBatch]:
     """The rows of a range, in order. Raises `PositionLost` if some of them are gone, unless the query goes on then."""
-    try:
-        feed = _feeds.get(options, lambda: Feed(options))
-        if not feed.has(wanted.topic, wanted.partition):
-            _feeds.drop(options)  # the topic has more partitions now
-            feed = _feeds.get(options, lambda: Feed(options))
+    with _feeds.held(options, lambda: Feed(options)) as feed:  # closed also when nobody takes the rest
+        if feed.has(wanted.topic, wanted.partition):
+            yield from feed.read(wanted)
+            return
+    _feeds.drop(options)  # the topic has more partitions now
+    with _feeds.held(options, lambda: Feed(options)) as feed:
         yield from feed.read(wanted)
-    except BaseException:  # also when nobody takes the rest
-        _feeds.drop(options)
-        raise
 
 
 class Feed:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pyspark_txnbridge import _driver
@@ -31,31 +35,89 @@ def write_exactly_once(
 
     `sink` names this place in the query; each has a name of its own, and keeps it. The other options are those of
     `format("txnbridge")`; one with a dot in its name goes in as `**{"kafka.linger.ms": 20}`. `query` and `run` are the
-    query's id and run id; Spark tells them, but not over Spark Connect.
+    query's id and the id of this start of it; Spark tells them, but over Spark Connect the query needs a name from you.
+
+    A function that tries again after an error gives each sink the same frame and options: what it has published already
+    is left alone.
     """
     given = {name: str(value) for name, value in options.items() if value is not None}
     found = SinkOptions.parse(given | {"sink": sink})
-    query = found.app_id or query or _property(df, "sql.streaming.queryId")
+    query_id = query or _property(df, _QUERY)
+    query = found.app_id or query_id
     if not query:
         raise InvalidOption(
             "write_exactly_once() does not know which query this is: call it in foreachBatch, or give query= (its id)"
             " or txnAppId= (a name of yours)"
         )
-    run = run or _property(df, "spark.jobGroup.id") or str(uuid.uuid4())
     columns = Columns.of(df.schema, found.topic)
-    _driver.check_broker(found)
-    unit = Unit(query, found.sink, (found.version or 0) + batch_id, run)
+    _driver.check_broker(found, query)
+    unit = Unit(query, found.sink, (found.version or 0) + batch_id, run or _run_of(df, query_id))
+    call = _Call(unit, found, df.select(*sorted(columns.names)))
+    if not _is_first(call):
+        return
+    try:
+        _publish(call, columns)
+    except BaseException:
+        _calls.pop(unit.path, None)
+        raise
+    call.has_returned = True
+
+
+def _publish(call: _Call, columns: Columns) -> None:
     # If a call fails and the function calls again, the first one's late tasks count for nothing.
-    unit = replace(unit, attempt=_driver.next_attempt(found, unit))
-    frame = df.select(*sorted(columns.names))
+    unit = replace(call.unit, attempt=_driver.next_attempt(call.options, call.unit))
     written: list[Written | None] = []
     try:
-        for row in frame.mapInArrow(_writing(unit, found, columns), "written string").collect():
+        for row in call.frame.mapInArrow(_writing(unit, call.options, columns), "written string").collect():
             written.append(Written.from_json(row["written"]))
-        _driver.commit(found, written, unit)
+        _driver.commit(call.options, written, unit)
     except BaseException:
-        _driver.abort(found, written, unit)
+        _driver.abort(call.options, written, unit)
         raise
+
+
+# --- calls for the same batch ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    unit: Unit
+    options: SinkOptions
+    frame: DataFrame
+    has_returned: bool = False
+
+    def repeats(self, other: _Call) -> bool:
+        """Whether it publishes the same rows in the same place."""
+        return self.options == other.options and self.frame.sameSemantics(other.frame)
+
+
+# The newest call of this process at each sink of each query, unless it failed.
+_calls: dict[tuple[str, str], _Call] = {}
+_calls_lock = threading.Lock()
+
+
+def _is_first(call: _Call) -> bool:
+    """Whether a call has something to publish; not what an earlier one for this batch has published.
+
+    Raises `InvalidOption` if that one published something else: two sinks have one name.
+    """
+    with _calls_lock:
+        earlier = _calls.get(call.unit.path)
+        if earlier is None or earlier.unit != call.unit:
+            _calls[call.unit.path] = call
+            return True
+    if earlier.has_returned and call.repeats(earlier):
+        return False
+    raise InvalidOption(
+        f"{call.unit} has been written by another call of this run, with another frame or other options: give each of a"
+        " query's sinks a name of its own (sink). A function that tries again after an error gives the same frame and"
+        " options again; or it lets the error out, and the query, when it is started again, writes what is missing"
+    )
+
+
+# --- which query, and which start of it ------------------------------------------------------------------------------
+
+_QUERY, _GROUP = "sql.streaming.queryId", "spark.jobGroup.id"
 
 
 def _property(df: DataFrame, name: str) -> str | None:
@@ -64,6 +126,46 @@ def _property(df: DataFrame, name: str) -> str | None:
     except Exception:  # Spark Connect has no SparkContext, and each version says so in another way
         return None
     return found
+
+
+def _run_of(df: DataFrame, query_id: str | None) -> str:
+    """The id of this start of a query. Raises `InvalidOption` where Spark tells it to nobody.
+
+    Spark Connect tells nothing, but has a process for each start of a query. Outside queries each call is one.
+    """
+    if not hasattr(df.sparkSession, "_jsparkSession"):
+        return _process(os.getpid())
+    if query_id is not None and (run := _active_run(df, query_id)):
+        return run
+    if _property(df, _QUERY) is None:
+        return str(uuid.uuid4())
+    group = _property(df, _GROUP) or ""
+    if _RUN.fullmatch(group):  # Spark's own, as far as one can see: programs give groups names
+        return group
+    raise InvalidOption(
+        "write_exactly_once() does not know which start of the query this is: this Spark does not tell it, and the"
+        " job group has been changed. Give run=, a text that is another one at each start of the query"
+    )
+
+
+def _active_run(df: DataFrame, query_id: str) -> str | None:
+    """Of all sessions' queries: the one that is given to foreachBatch has a list of its own, and it is empty."""
+    try:
+        active = df.sparkSession._jsparkSession.sharedState().activeStreamingQueries().values()
+        return next((str(each.runId()) for each in active if str(each.id()) == query_id), None)
+    except Exception:  # no part of Spark's interface, so another version may have it no more
+        return None
+
+
+_RUN = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@cache
+def _process(pid: int) -> str:
+    return str(uuid.uuid4())
+
+
+# --- in a task -------------------------------------------------------------------------------------------------------
 
 
 def _writing(

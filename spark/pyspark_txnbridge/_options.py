@@ -81,6 +81,15 @@ class SinkOptions:
             raise InvalidOption("txnVersion numbers the runs of one job, so it needs the job's name: txnAppId")
         return found
 
+    def check_job(self) -> None:
+        """Raises `InvalidOption` unless this says which run of a named job it is: a job has no batch number."""
+        if self.app_id is not None and self.version is None:
+            raise InvalidOption(
+                "txnAppId names a job, and without txnVersion all its runs would be taken for the same one: only the"
+                " first would publish anything. Give each run a number above the last one's, such as its date:"
+                " txnVersion=20261121"
+            )
+
     def application(self, query: str) -> str:
         """The name of the decision log: one for each query or named job, one for all jobs without a name."""
         return self.log or f"{self.prefix}-{'jobs' if query.startswith(NAMELESS) else query}"

@@ -37,11 +37,8 @@ def connect(options: SourceOptions) -> Bridge:
 
 def bounds_of(options: SourceOptions) -> Bounds:
     """What can be read of each partition now. Raises `NotFound`."""
-    try:
-        return _planners.get(options, lambda: connect(options)).admin.bounds(options.topics)
-    except BaseException:
-        _planners.drop(options)
-        raise
+    with _planners.held(options, lambda: connect(options)) as bridge:
+        return bridge.admin.bounds(options.topics)
 
 
 def let_go(options: SourceOptions) -> None:

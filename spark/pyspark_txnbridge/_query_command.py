@@ -29,7 +29,7 @@ def command() -> None:
 def _about_a_query(function: _Function) -> _Function:
     for option in reversed(
         [
-            click.option("--checkpoint", help="The query's checkpoint folder; or give --query."),
+            click.option("--checkpoint", help="The query's checkpoint folder; or give --query. A txnAppId wins."),
             click.option("--query", help="The query's id, or its txnAppId."),
             click.option("--url", required=True, envvar="TXNBRIDGE_URL", help="Where the query writes."),
             click.option("--sink", help="The sink's name, if the query gives it one."),
@@ -48,7 +48,10 @@ def _about_a_query(function: _Function) -> _Function:
 @_about_a_query
 @json_and_debug
 def show_status(as_json: bool, **query: Any) -> None:
-    """Say which batches are published, decided or given up, and what is open. Changes nothing."""
+    """Say which batches are published, decided or given up, and what is open.
+
+    Decides and publishes nothing; where there is no decision log of that name, an empty one is made.
+    """
     from pyspark_txnbridge._recovery import status
 
     with _opened(**query) as (session, options, path):
@@ -96,7 +99,7 @@ def _opened(
     options = SinkOptions.parse(
         {name: value for name, value in known.items() if value is not None} | named("--option", given)
     )
-    query = query or query_of(checkpoint or "")
+    query = query or options.app_id or query_of(checkpoint or "")
     session = Session(options, options.application(query))
     try:
         yield session, options, (query, options.sink)

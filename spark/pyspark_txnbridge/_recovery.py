@@ -63,7 +63,7 @@ def query_of(checkpoint: str) -> str:
 
 
 def status(session: Session, options: SinkOptions, path: tuple[str, str]) -> QueryStatus:
-    """Changes nothing."""
+    """What there is now. Only the log may be made by it, empty, where there is none."""
     reading = session.decisions.read(path)
     begins = writer_ids(options, path)
     return QueryStatus(

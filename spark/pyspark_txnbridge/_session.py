@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import txnbridge
@@ -19,8 +20,9 @@ _log = logging.getLogger("txnbridge.spark")
 Claim = Any
 Opening = Any
 
-# Of each kind, in one process: a query needs one, and several queries or jobs may take turns.
-_MOST_KEPT = 4
+# Of each kind, in one process, beside those in use: a query needs one for each of its sinks, and several queries or
+# jobs may take turns.
+_MOST_KEPT = 8
 
 
 class Session:
@@ -60,27 +62,44 @@ class Keeper(Generic[_Kept]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # those that nobody uses
 
-    def get(self, key: Hashable, make: Any) -> _Kept:
+    @contextmanager
+    def held(self, key: Hashable, make: Callable[[], _Kept]) -> Iterator[_Kept]:
+        """One for this block alone: one that is kept, or a new one. It is kept for the next who asks with this key.
+
+        After an error nobody knows how sound a connection is: then it is closed, and the next one begins anew.
+        """
+        key = (os.getpid(), key)
         with self._lock:
-            key = (os.getpid(), key)
-            if key not in self._kept:
-                while len(self._kept) >= _MOST_KEPT:
-                    close_quietly(self._kept.popitem(last=False)[1])
-                self._kept[key] = make()
-            self._kept.move_to_end(key)
-            return self._kept[key]
+            kept = self._kept.pop(key, None)
+        if kept is None:
+            kept = make()
+        try:
+            yield kept
+        except BaseException:
+            close_quietly(kept)
+            raise
+        self._keep(key, kept)
+
+    def _keep(self, key: Hashable, kept: _Kept) -> None:
+        with self._lock:
+            surplus = [self._kept.pop(key)] if key in self._kept else []
+            self._kept[key] = kept
+            while len(self._kept) > _MOST_KEPT:
+                surplus.append(self._kept.popitem(last=False)[1])
+        for each in surplus:
+            close_quietly(each)
 
     def drop(self, key: Hashable) -> None:
-        """After an error nobody knows how sound a connection is; the next one begins anew."""
+        """Close the one that is kept for this key."""
         with self._lock:
             kept = self._kept.pop((os.getpid(), key), None)
         if kept is not None:
             close_quietly(kept)
 
     def clear(self) -> None:
-        """Close everything."""
+        """Close everything that nobody uses."""
         with self._lock:
             while self._kept:
                 close_quietly(self._kept.popitem()[1])

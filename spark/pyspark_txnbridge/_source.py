@@ -66,10 +66,11 @@ class DefaultSource(DataSource):
         return StreamReader(SourceOptions.parse(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
-        from pyspark_txnbridge._options import SinkOptions
+        from pyspark_txnbridge._options import NAMELESS, SinkOptions
 
         options = SinkOptions.parse(self.options)
-        return BatchWriter(options, _prepare(options, schema, overwrite))
+        options.check_job()
+        return BatchWriter(options, _prepare(options, schema, overwrite, options.app_id or NAMELESS))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 (Spark's name)
         from pyspark_txnbridge._options import SinkOptions
@@ -78,7 +79,7 @@ class DefaultSource(DataSource):
         return StreamWriter(options, _prepare(options, schema, overwrite))
 
 
-def _prepare(options: SinkOptions, schema: StructType, overwrite: bool) -> Columns:
+def _prepare(options: SinkOptions, schema: StructType, overwrite: bool, query: str | None = None) -> Columns:
     """Check all that can be checked before the first row."""
     from pyspark_txnbridge._driver import check_broker
     from pyspark_txnbridge._rows import Columns
@@ -90,7 +91,7 @@ def _prepare(options: SinkOptions, schema: StructType, overwrite: bool) -> Colum
             ' outputMode("append")'
         )
     columns = Columns.of(schema, options.topic)
-    check_broker(options)
+    check_broker(options, query)
     return columns
 
 
@@ -107,7 +108,18 @@ class BatchWriter(DataSourceArrowWriter):
         self._unit = Unit(options.app_id or f"{NAMELESS}{job}", options.sink, options.version or 0, job, job=True)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Message:
+        self._check_not_in_a_stream()
         return Message(_write(self._unit, self._options, self._columns, iterator))
+
+    def _check_not_in_a_stream(self) -> None:
+        """Only tasks see that they are in a stream; its batches come again, and each job has a name of its own."""
+        from txnbridge import InvalidOption
+
+        if self._options.app_id is None and _context().getLocalProperty("sql.streaming.queryId"):
+            raise InvalidOption(
+                'format("txnbridge") in foreachBatch would publish a batch again whenever Spark repeats it: write it'
+                " by pyspark_txnbridge.write_exactly_once(df, batch_id=..., sink=...), or give txnAppId and txnVersion"
+            )
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         from pyspark_txnbridge import _driver

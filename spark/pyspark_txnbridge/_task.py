@@ -34,14 +34,11 @@ def write_partition(
     """Write one partition's rows into a prepared transaction, unless its batch is decided already."""
     application = options.application(unit.query)
     key = (options, application)
-    session = sessions.get(key, lambda: Session(options, application))
-    writers = _writers.get((key, unit.path), lambda: Writers(options))
-    try:
+    with (
+        sessions.held(key, lambda: Session(options, application)) as session,
+        _writers.held((key, unit.path), lambda: Writers(options)) as writers,
+    ):
         return _write(unit, options, columns, batches, partition, holder, session, writers)
-    except BaseException:
-        _writers.drop((key, unit.path))
-        sessions.drop(key)
-        raise
 
 
 def _write(

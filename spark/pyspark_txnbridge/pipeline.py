@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "run"]
 
+_FEEDS_ITSELF = "the pipeline would read what it writes"
+_COMES_BACK = (
+    f"{_FEEDS_ITSELF}: a row's column topic names one that is read; name another one there, or give --to-topic"
+)
 # What a message is made of, so that it arrives as it was; the rest is where it was.
 _MESSAGE = ("key", "value", "headers")
 # Spark looks for something new without pause otherwise, and each look asks the broker.
@@ -78,19 +82,24 @@ def run(
     Raises the errors of `txnbridge`: `UsageError` for what is wrong about the call, `PositionLost` if rows are gone
     that were to be read, `BrokerUnavailable`. After all but the first the same call goes on.
     """
-    topics = [from_topics] if isinstance(from_topics, str) else list(from_topics)
+    given = [from_topics] if isinstance(from_topics, str) else from_topics
+    topics = [topic.strip() for each in given for topic in each.split(",")]
     if sql is not None and transform is not None:
         raise InvalidOption("a pipeline changes rows by SQL or by a function, not by both")
-    if from_url == to_url and to_topic in topics:
-        raise InvalidOption(f"the pipeline would read what it writes: {to_topic!r} is where it comes from and goes to")
     source = {"url": from_url, "subscribe": ",".join(topics), "startingOffsets": start, "includeHeaders": "true"}
     if max_rows_per_batch is not None:
         source["maxOffsetsPerTrigger"] = str(max_rows_per_batch)
     sink = {"url": to_url, "checkpointLocation": checkpoint} | ({} if to_topic is None else {"topic": to_topic})
+    sink |= dict(to_options or {})
+    on_one_broker = _place(from_url) == _place(to_url)
+    if on_one_broker and sink.get("topic") in topics:
+        raise InvalidOption(f"{_FEEDS_ITSELF}: {sink['topic']!r} is where it comes from and goes to")
     with _session(spark) as session, _errors_of_ours():
         rows = session.readStream.format("txnbridge").options(**source | dict(from_options or {})).load()
         changed = _change(session, rows, sql, transform)
-        writer = changed.writeStream.format("txnbridge").options(**sink | dict(to_options or {}))
+        if on_one_broker and "topic" not in sink:
+            changed = _leaving(topics, changed)
+        writer = changed.writeStream.format("txnbridge").options(**sink)
         pause = {"availableNow": True} if available_now else {"processingTime": f"{_PAUSE_SECONDS} seconds"}
         return _follow(writer.trigger(**pause).start(), report or (lambda progress: None))
 
@@ -104,6 +113,20 @@ def _change(
         return rows.select(*_MESSAGE)
     rows.createOrReplaceTempView("input")
     return spark.sql(sql)
+
+
+def _place(url: str) -> str:
+    return url.partition("?")[0].rstrip("/")
+
+
+def _leaving(topics: Sequence[str], rows: DataFrame) -> DataFrame:
+    """The same rows; one that would go to where rows come from ends the pipeline instead."""
+    from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
+
+    if "topic" not in rows.columns:
+        return rows  # the sink says what is missing
+    comes_back = F.col("topic").isin(*topics)
+    return rows.withColumn("topic", F.when(comes_back, F.raise_error(F.lit(_COMES_BACK))).otherwise(F.col("topic")))
 
 
 def _follow(query: StreamingQuery, report: Callable[[Progress], object]) -> Progress:
@@ -163,11 +186,16 @@ def _errors_of_ours() -> Iterator[None]:
     """Raise what our own code raised in Spark's processes as it was, not as Spark wraps it."""
     from pyspark.errors import AnalysisException, PySparkException
 
+    from pyspark_txnbridge._unit import BatchInDoubt
+
+    known = vars(errors) | {BatchInDoubt.__name__: BatchInDoubt}
     try:
         yield
     except PySparkException as error:
+        if f"[USER_RAISED_EXCEPTION] {_COMES_BACK}" in str(error):  # and not only in the plan, which is told as well
+            raise InvalidOption(_COMES_BACK) from error
         for name, text in reversed(_OURS.findall(str(error))):
-            kind = getattr(errors, name, None)
+            kind = known.get(name)
             if isinstance(kind, type) and issubclass(kind, TxnBridgeError):
                 raise kind(text) from error
         if isinstance(error, AnalysisException):

@@ -1,7 +1,7 @@
 """A driver program in a process of its own: python -m tests.spark.drivers '{"url": …}'
 
 It reads a stream, the text files of a folder by default, one file a batch, writes each line as a row, and ends when
-there are no more. Or it runs jobs of so many rows, one task each.
+there are no more. Or it runs jobs of so many rows, of one task if nothing else is said.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def main(given: dict[str, Any]) -> None:
     if given["jobs"]:
         spark.dataSource.register(measured.Measured)
         for count in given["jobs"]:
-            frame = spark.range(0, count, 1, 1).selectExpr("rpad(string(id), 100, 'x') as value")
-            frame.write.format("measured").options(**given["options"]).mode("append").save()
+            frame = spark.range(0, count, 1, given["shuffled"] or 1).selectExpr("lpad(string(id), 100, '0') as value")
+            frame.write.format(given["format"]).options(**given["options"]).mode("append").save()
     else:
         _run_stream(spark, given)
     spark.stop()

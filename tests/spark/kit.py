@@ -104,6 +104,7 @@ def published(found: SinkOptions) -> list[int]:
     """A topic that nobody has made yet holds nothing."""
     with txnbridge.connect(found.url) as bridge, contextlib.suppress(NotFound):
         assert found.topic is not None
+        bridge.ensure_topics(found.topic)  # nobody may have written to it
         return sorted(int(message.value) for message in bridge.read(found.topic, 1_000_000))
     return []
 

@@ -188,6 +188,20 @@ def test_a_driver_killed_while_it_publishes_in_foreach_batch_loses_and_doubles_n
     query.check()
 
 
+@kit.mostly_embedded
+def test_a_job_killed_behind_its_decision_and_run_again_publishes_once(query):
+    job = f"job-{kit.new_run()}"
+    query.options |= {"txnAppId": job, "txnVersion": "1"}
+    faults.order(query.faults, Fault("die", then="kill driver", **STEPS["after the decision"]))
+    assert query.run(jobs=[ROWS * FILES], shuffled=2) == -signal.SIGKILL
+    assert faults.happened(query.faults, "die"), query.log()
+    assert kit.published(query.sink) == []
+    assert query.run(jobs=[ROWS * FILES], shuffled=3) == 0, query.log()
+    assert sorted(query.prepared()) == [0, 1]  # the second one writes nothing, and publishes what the first one wrote
+    assert kit.published(query.sink) == list(range(ROWS * FILES))
+    assert kit.left_open(query.sink, job) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("url", ["kafka"], indirect=True)
 def test_rows_of_sparks_own_kafka_source_are_published_once(query, url):
@@ -326,6 +340,25 @@ def test_over_spark_connect_a_stream_is_published_once_and_goes_on_after_a_kill(
     assert query.run(SMALL, master="local[2]", connect=True) == -signal.SIGKILL
     assert query.run(master="local[2]", connect=True) == 0, query.log()
     query.check()
+
+
+@pytest.mark.full
+@kit.mostly_embedded
+def test_over_spark_connect_a_function_is_told_nothing_and_still_publishes_once(query):
+    pytest.importorskip("grpc", reason="needs what Spark Connect needs: pip install 'pyspark[connect]'")
+    name = f"query-{kit.new_run()}"
+    query.options["txnAppId"] = name
+    fault = Fault("die", then="kill driver", once=query.after_the_first_batch(), **STEPS["between two tokens"])
+    faults.order(query.faults, fault)
+    how = {"master": "local[2]", "connect": True, "format": "foreachBatch"}
+    assert query.run(SMALL, **how) == -signal.SIGKILL
+    assert faults.happened(query.faults, "die"), query.log()
+    assert query.run(**how) == 0, query.log()
+    assert kit.published(query.sink) == list(range(ROWS * FILES))
+    assert kit.left_open(query.sink, name) == []
+    with txnbridge.connect(query.sink.url, application=query.sink.application(name)) as bridge:
+        opening = bridge.decisions().read((name, "sink")).opening
+    assert opening is not None and opening.number == 2  # as many as starts, and not one for each batch
 
 
 # --- in one driver ---------------------------------------------------------------------------------------------------
@@ -496,6 +529,6 @@ def test_a_worker_needs_no_more_memory_for_more_rows(query):
     peaks = query.folder / "peaks"
     # Nobody listens: a writer that has listeners takes another way for each row.
     query.environment = query.environment | {"PYTHONPATH": str(faults.ROOT), measured.FILE: str(peaks)}
-    assert query.run(jobs=[200_000, 2_000_000]) == 0, query.log()
+    assert query.run(jobs=[200_000, 2_000_000], format="measured") == 0, query.log()
     few, many = map(int, peaks.read_text().split())
     assert many - few < 64 * 1024

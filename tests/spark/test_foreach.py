@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from pyspark_txnbridge import write_exactly_once
 
-from tests.spark.kit import new_run, options, published
+import txnbridge
+from tests.spark.kit import mostly_embedded, new_run, options, published
 from tests.spark.test_writer import assert_a_prefix, run_until
 
 sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
+from pyspark import InheritableThread  # noqa: E402
 
 
 def where(sink):
@@ -66,13 +70,90 @@ def test_a_batch_of_no_partitions_is_published_as_an_empty_one(spark, sink, tmp_
     assert len(values) >= 40
 
 
-def test_one_name_for_two_sinks_is_refused(spark, sink, tmp_path):
+def test_a_function_that_tries_again_leaves_alone_what_it_has_published(spark, sink, tmp_path):
+    other = options(sink.url, topic=f"other-{new_run()}", transactionalIdPrefix=sink.prefix)
+
     def publish(df, batch):
-        for _ in range(2):
-            write_exactly_once(df, batch_id=batch, sink="one", **where(sink))
+        for rows in ("if(value = '19', raise_error('broken row'), value)", "value"):
+            write_exactly_once(df.select("value"), batch_id=batch, sink="one", **where(sink))
+            with suppress(Exception):
+                write_exactly_once(df.selectExpr(f"{rows} as value"), batch_id=batch, sink="two", **where(other))
+
+    run_until(query(spark, tmp_path / "checkpoint", publish), 1)
+    for to in (sink, other):
+        assert_a_prefix(published(to))
+        assert len(published(to)) >= 40
+
+
+@mostly_embedded
+@pytest.mark.parametrize("change", [{"topic": "another"}, {"rows": "concat('1', value)"}])
+def test_one_name_for_two_sinks_is_refused(spark, sink, tmp_path, change):
+    second = {"rows": "value", **change}
+
+    def publish(df, batch):
+        write_exactly_once(df, batch_id=batch, sink="one", **where(sink))
+        frame = df.selectExpr(f"{second['rows']} as value")
+        topic = second.get("topic", sink.topic)
+        write_exactly_once(frame, batch_id=batch, sink="one", **where(sink) | {"topic": topic})
 
     running = query(spark, tmp_path / "checkpoint", publish)
     with pytest.raises(Exception, match="a name of its own"):
+        running.awaitTermination(120)
+    assert published(sink) == list(range(20))
+
+
+@mostly_embedded
+def test_a_query_whose_function_changes_the_job_group_is_known_by_its_runs(spark, sink, tmp_path):
+    def publish(df, batch):
+        spark.sparkContext.setJobGroup("orders", "what the program calls it")
+        write_exactly_once(df, batch_id=batch, sink="one", **where(sink))
+
+    runs = []
+    for batch in (1, 3):
+        running = query(spark, tmp_path / "checkpoint", publish)
+        run_until(running, batch)
+        with txnbridge.connect(sink.url, application=sink.application(str(running.id))) as bridge:
+            opening = bridge.decisions().read((str(running.id), "one")).opening
+        assert opening is not None
+        runs.append((opening.name, opening.number))
+        assert opening.name == str(running.runId)
+    assert [number for _, number in runs] == [1, 2]
+    assert_a_prefix(published(sink))
+
+
+@mostly_embedded
+def test_more_sinks_at_once_than_connections_are_kept(spark, sink, tmp_path):
+    sinks = [
+        options(sink.url, topic=f"{number}-{new_run()}", transactionalIdPrefix=sink.prefix) for number in range(10)
+    ]
+
+    def publish(df, batch):
+        def write(number):
+            write_exactly_once(df, batch_id=batch, sink=f"sink-{number}", **where(sinks[number]))
+
+        threads = [InheritableThread(target=write, args=(number,)) for number in range(len(sinks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run_until(query(spark, tmp_path / "checkpoint", publish), 1)
+    for to in sinks:
+        assert_a_prefix(published(to))
+        assert len(published(to)) >= 40
+
+
+def test_a_job_inside_a_stream_has_to_say_which_batch_it_is(spark, tmp_path):
+    sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
+
+    def publish(df, batch):
+        writer = df.write.format("txnbridge").options(url=sink.url, topic="out").mode("append")
+        if batch:
+            writer.save()
+        writer.options(txnAppId="job", txnVersion=str(batch)).save()
+
+    running = query(spark, tmp_path / "checkpoint", publish)
+    with pytest.raises(Exception, match="write_exactly_once"):
         running.awaitTermination(120)
     assert published(sink) == list(range(20))
 

@@ -20,9 +20,11 @@ from txnbridge import BackendMissing, InvalidOption, NotFound, PositionLost
 
 pytest.importorskip("pyspark", reason="needs PySpark")
 import pyspark
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as F  # noqa: N812 (as everybody calls it)
 from pyspark_txnbridge import _commands, pipeline
 from pyspark_txnbridge._pipeline_command import command
+from pyspark_txnbridge._unit import BatchInDoubt
 
 
 @pytest.fixture
@@ -131,8 +133,25 @@ def test_what_is_wrong_is_said_in_our_words(bridge, topics, move, url, spark, tm
 
 
 def test_a_pipeline_that_would_feed_itself_is_refused():
-    with pytest.raises(InvalidOption, match="would read what it writes"):
-        pipeline.run("embedded:a", ["x", "y"], "embedded:a", "y", checkpoint="nowhere")
+    for given in ({"to_topic": "y"}, {"to_topic": None, "to_options": {"topic": "y"}}):
+        with pytest.raises(InvalidOption, match="would read what it writes"):
+            pipeline.run("embedded:a", "x, y", "embedded:a", checkpoint="nowhere", **given)
+
+
+@mostly_embedded
+def test_a_row_that_would_go_back_to_where_it_comes_from_ends_the_pipeline(bridge, topics, url, spark, tmp_path):
+    source, _ = topics
+    send(bridge, source, range(10))
+    given = {"checkpoint": str(tmp_path / "checkpoint"), "available_now": True, "spark": spark}
+    with pytest.raises(InvalidOption, match="would read what it writes: a row's column topic"):
+        pipeline.run(url, source, url, None, sql="select * from input", **given)
+    assert published(bridge, source) == list(range(10))
+
+
+@pytest.mark.offline
+def test_a_batch_in_doubt_is_told_as_what_it_is():
+    with pytest.raises(BatchInDoubt, match=r"^batch 3 was decided$"), pipeline._errors_of_ours():
+        raise PySparkException("Traceback:\npyspark_txnbridge._unit.BatchInDoubt: batch 3 was decided\n")
 
 
 @mostly_embedded

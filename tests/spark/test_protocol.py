@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from pyspark_txnbridge import _driver
+from pyspark_txnbridge._driver import with_session
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import write_partition
@@ -68,6 +69,14 @@ def test_a_job_without_a_name_leaves_nothing_that_the_log_is_asked_for(sink):
     run_batch(sink, Unit(f"#{job}", "sink", 0, job, job=True), FIRST)
     with txnbridge.connect(sink.url, application=sink.application(f"#{job}")) as bridge:
         assert bridge.decisions().claims("#results") == []
+    assert published(sink) == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_was_not_told_that_its_batch_is_done_commits_it_again(sink, query):
+    unit = Unit(query, "sink", 0, new_run())
+    written = write(sink, unit, FIRST)
+    for _ in range(2):
+        _driver.commit(sink, written)
     assert published(sink) == [0, 1, 2, 3, 4]
 
 
@@ -437,11 +446,19 @@ def test_a_task_that_reports_nothing_is_refused(sink, query):
     assert published(sink) == []
 
 
-def test_one_name_for_two_sinks_of_a_run_is_refused(sink, query):
-    unit = Unit(query, "sink", 0, new_run())
-    run_batch(sink, unit, FIRST)
-    with pytest.raises(InvalidOption, match="a name of its own"):
-        run_batch(sink, unit, SECOND)
+@pytest.mark.offline
+def test_a_session_in_use_is_not_closed_for_the_sake_of_others(tmp_path):
+    sinks = [options(f"embedded:{tmp_path / 'broker.db'}", sink=f"sink-{number}") for number in range(20)]
+
+    def use_them(left):
+        if left:
+            with_session(left[0], Unit("query", left[0].sink, 0, "run"), lambda session: use(session, left[1:]))
+
+    def use(session, left):
+        use_them(left)
+        assert session.decisions.claims("nothing") == []
+
+    use_them(sinks)
 
 
 @mostly_embedded

@@ -77,6 +77,13 @@ def test_the_query_is_found_by_its_checkpoint(sink, query, spark_command, tmp_pa
     assert "give the query's id instead" in text
 
 
+def test_a_query_with_a_name_is_found_beside_its_checkpoint(sink, query, spark_command, tmp_path):
+    die_decided(sink, query)
+    (tmp_path / "metadata").write_text(json.dumps({"id": "another"}))
+    which = ["--checkpoint", str(tmp_path), "-o", f"txnAppId={query}"]
+    assert "batch 0: decided" in spark_command("status", which=which)[1]
+
+
 def test_a_batch_that_lost_a_transaction_is_skipped_only_when_told(sink, query, spark_command):
     die_decided(sink, query)
     with txnbridge.connect(sink.url, application=sink.application(query)) as bridge:

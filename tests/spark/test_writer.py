@@ -112,6 +112,7 @@ def test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink):
         ({"topc": "x"}, "'topc' is unknown; did you mean topic"),
         ({"commitTimeout": "soon"}, "option commitTimeout is a number of seconds"),
         ({"txnVersion": "1"}, "txnAppId"),
+        ({"txnAppId": "daily"}, "only the first would publish anything"),
         ({"kafka.bootstrap.servers": "localhost:1"}, "say where to write, once"),
         ({"transactionalIdPrefix": "a.b"}, "letters, digits"),
     ],
@@ -131,19 +132,29 @@ def test_a_wrong_option_is_refused_by_name_before_the_first_row(spark, tmp_path,
         (["string(id) as value", "id as partition"], "partition attribute unsupported type"),
     ],
 )
-def test_a_column_of_the_wrong_type_is_refused_as_by_the_kafka_sink(spark, tmp_path, columns, message):
-    sink = options(f"embedded:{tmp_path / 'broker.db'}")
+def test_a_column_of_the_wrong_type_is_refused_as_by_the_kafka_sink(spark, url, columns, message):
+    sink = options(url)
     with pytest.raises(Exception, match=message):
         writer(spark.range(3).selectExpr(*columns), sink).save()
 
 
-def test_without_a_topic_nothing_is_written(spark, tmp_path):
-    plain = {"url": f"embedded:{tmp_path / 'broker.db'}"}
+def test_without_a_topic_nothing_is_written(spark, url):
+    plain = {"url": url}
     with pytest.raises(Exception, match="topic option required when no 'topic' attribute is present"):
         numbers(spark, 1).write.format("txnbridge").options(**plain).mode("append").save()
     frame = numbers(spark, 2).withColumn("topic", F.lit(None).cast("string"))
     with pytest.raises(Exception, match="null topic present in the data"):
         frame.write.format("txnbridge").options(**plain).mode("append").save()
+
+
+def test_a_topic_that_is_missing_is_named_before_the_first_row(spark, tmp_path):
+    began = tmp_path / "began"
+    frame = numbers(spark, 1).select(
+        F.udf(lambda value: began.touch() or value, useArrow=False)("value").alias("value")
+    )
+    with pytest.raises(Exception, match="there is no topic 'missing'"):
+        writer(frame, options(f"embedded:{tmp_path / 'broker.db'}", topic="missing"), createTopics="0").save()
+    assert not began.exists()
 
 
 def test_overwriting_is_refused_with_the_reason(spark, tmp_path):
