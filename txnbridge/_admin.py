@@ -116,10 +116,10 @@ class Admin:
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.reset_group(name, to, names, self._deadline())
 
-    def transactions(self) -> list[OpenTransaction]:
-        """Open and prepared transactions, the oldest first."""
+    def transactions(self, owners: str = "") -> list[OpenTransaction]:
+        """Open and prepared transactions, the oldest first; of transactional ids that begin so."""
         self._broker.capabilities.require(Capability.LIST_OPEN)
-        return sorted(self._broker.admin.transactions(self._deadline()), key=lambda t: t.since or 0)
+        return sorted(self._broker.admin.transactions(self._deadline(), owners), key=lambda t: t.since or 0)
 
     def transaction(self, transaction: str) -> OpenTransaction:
         """One open or prepared transaction. Raises `NotFound` (it may have ended)."""

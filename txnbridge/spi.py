@@ -572,7 +572,8 @@ class Admin(ABC):
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     @abstractmethod
-    def transactions(self, deadline: Deadline) -> list[OpenTransaction]: ...
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        """Every open and prepared transaction whose transactional id begins with `owners`."""
 
     @abstractmethod
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:

@@ -166,13 +166,13 @@ class EmbeddedAdmin(Admin):
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
-    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         with self._session(deadline) as connection, self._store.reading(connection, deadline):
             rows = connection.execute(
                 "SELECT number, id, identity, host, state, begun_at, deadline_at, messages FROM transactions"
                 " WHERE ended_at IS NULL"
             ).fetchall()
-            return [self._described(connection, *row) for row in rows]
+            return [self._described(connection, *row) for row in rows if (row[2] or "").startswith(owners)]
 
     def _described(
         self,

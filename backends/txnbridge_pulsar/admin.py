@@ -163,8 +163,9 @@ class PulsarAdmin(Admin):
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
-    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
-        return [self._shown(found) for found in list_open(self._cluster, deadline)]
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        found = list_open(self._cluster, deadline)
+        return [self._shown(each) for each in found if each.owner.startswith(owners)]
 
     def _shown(self, found: Found) -> OpenTransaction:
         return OpenTransaction(

@@ -107,9 +107,10 @@ class RocketMQAdmin(Admin):
 
     # --- transactions -------------------------------------------------------------------------------------------------
 
-    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         """As the contract says; also the halves of other clients, and what the broker has discarded."""
-        return [listing.shown(self._cluster, found) for found in listing.list_open(self._cluster, deadline)]
+        found = listing.list_open(self._cluster, deadline)
+        return [listing.shown(self._cluster, each) for each in found if each.owner.startswith(owners)]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """As the contract says. A half of another client's goes by its unique key."""

@@ -71,7 +71,7 @@ def status(session: Session, options: SinkOptions, path: tuple[str, str]) -> Que
         host=reading.opening.host if reading.opening else None,
         done_up_to=reading.done_up_to,
         undone=tuple(_undone(session, claim) for claim in session.decisions.claims(path)),
-        open=tuple(t for t in session.bridge.admin.transactions() if t.transactional_id.startswith(begins)),
+        open=tuple(session.bridge.admin.transactions(begins)),
     )
 
 

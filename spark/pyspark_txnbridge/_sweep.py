@@ -141,9 +141,9 @@ def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: 
     begins = writer_ids(options, path)
     ended: list[str] = []
     try:
-        for found in session.bridge.admin.transactions():
+        for found in session.bridge.admin.transactions(begins):
             run, _, _ = found.transactional_id.removeprefix(begins).partition(".")
-            ours = found.transactional_id.startswith(begins) and run.isdigit() and int(run) <= up_to
+            ours = run.isdigit() and int(run) <= up_to
             if ours and found.transaction not in named and _end(session, found.transaction):
                 ended.append(found.transaction)
     except TxnBridgeError as error:

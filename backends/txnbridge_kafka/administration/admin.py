@@ -147,13 +147,15 @@ class KafkaAdmin(Admin):
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
-    def transactions(self, deadline: Deadline) -> list[OpenTransaction]:
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         records = self._records(deadline)
-        return [self._shown(found, records.of(found), deadline) for found in self._unended(deadline)]
+        return [self._shown(found, records.of(found), deadline) for found in self._unended(deadline, owners)]
 
-    def _unended(self, deadline: Deadline) -> list[Described]:
+    def _unended(self, deadline: Deadline, owners: str = "") -> list[Described]:
         listed = self._requests.transactions(deadline, _UNENDED)
-        described = self._requests.describe([each.id for each in listed], deadline)
+        # Each that is described may be looked up in every decision log.
+        wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
+        described = self._requests.describe(wanted, deadline)
         # What has ended in between is left out.
         return [found for found in described.values() if found.state in _UNENDED]
 
