@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually
 from txnbridge_conformance.plugin import RunChild
 
+from tests.half_chaos import attack
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import broker_of
-from txnbridge import Bridge, Decision
+from txnbridge import Bridge, Decision, TxnBridgeError
 from txnbridge.testing import tell
 
 OpenBridge = Callable[..., Bridge]
@@ -131,3 +133,24 @@ def test_what_nobody_answered_for_is_parked_resumed_and_ended(
     bridge.admin.end_parked(group, dropped, Decision.ABORT, reason="a test")
     assert bodies(client, topic) == [resumed.encode(), ended.encode()]
     assert bridge.admin.parked(group) == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_work_and_messages_agree_whatever_happens_at_once(
+    rocketmq_broker: brokers.RocketMQ,
+    kill_broker: Callable[[], object],
+    open_bridge: OpenBridge,
+    client: Any,
+    tmp_path: Path,
+) -> None:
+    topics = [new_topic(client, 1), new_topic(client, 1)]
+    admin = open_bridge(application="observers").admin
+
+    def left() -> bool:
+        try:
+            return any(each.transaction.startswith("half-chaos") for each in admin.transactions())
+        except TxnBridgeError:
+            return True
+
+    attack(rocketmq_broker.url, tmp_path, topics, lambda topic: bodies(client, topic), left, kill_broker)
