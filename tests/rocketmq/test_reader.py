@@ -143,7 +143,8 @@ def test_a_missing_topic_is_an_error_where_none_may_be_created(rocketmq_broker: 
 
 def test_a_closed_reader_leaves_no_thread_behind(bridge: Bridge, client: Client) -> None:
     topic = new_topic(client)
-    with member(bridge, topic, unique("group")):  # opens the decision log, which stays with the bridge
+    with member(bridge, topic, unique("group")) as reader:
+        reader.until(lambda: reader.positions())  # by which the decision log is open, which stays with the bridge
         before = set(threading.enumerate())
     for group in (None, unique("group")):
         with member(bridge, topic, group) as reader:
