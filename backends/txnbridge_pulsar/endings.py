@@ -143,7 +143,9 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     else:
         outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
     if outcome is Outcome.COMMITTED:
-        tell_all(cluster, how.txn, True, how.reach, deadline)
+        # The marker's topic also where the token had no room for the others: what follows there ends on it.
+        topics = dict.fromkeys((how.marked.topic, *how.reach.topics))
+        tell_all(cluster, how.txn, True, Reach(tuple(topics), how.reach.subscriptions), deadline)
     return outcome
 
 
