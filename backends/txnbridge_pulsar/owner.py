@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Identity, Ledger, Writer
@@ -115,13 +115,17 @@ class Owner:
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
-    def new_transaction(self, ttl_ms: int, deadline: Deadline) -> TxnId:
-        """At each coordinator in turn. If the answer is lost, one is left that touched nothing and ends by itself."""
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
+        """At each coordinator in turn. If the answer is lost, one is left that touched nothing and ends by itself.
+
+        How long it may be open is asked before each try: what the tries before have taken is not to be had again.
+        """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
             self._coordinators = self._coordinators or transactions.coordinators(deadline.left())
             while True:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
+                ttl_ms = max(1, int(seconds() * 1000))
                 try:
                     return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
                 except wire.PulsarError as error:
@@ -162,7 +166,7 @@ class Owner:
 
     def close(self, deadline: Deadline) -> None:
         """Let go of the id; what is prepared lives on, and the next owner finds it on the fence topic."""
-        self.refuser.close()
+        self.refuser.close(deadline)
         self._tidier.close()
         deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
         self.confirmer.close(deadline)

@@ -127,12 +127,12 @@ class Refuser:
                     self._thread = None
                     return
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Stop; what is still at risk stands on the fence topic, for the next owner."""
         self._stop.set()
         thread = self._thread
         if thread is not None:
-            thread.join(_SECONDS_A_TURN)
+            thread.join(min(deadline.left(), _SECONDS_A_TURN))
 
 
 def _pauses() -> Iterator[float]:

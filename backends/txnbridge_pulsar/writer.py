@@ -226,9 +226,8 @@ class PulsarWriter(Writer):
 
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
         self.marked = self._presence(deadline)
-        ttl_ms = max(1, int(self._ttl(self._begun) * 1000))
         with self._cluster.events.step("step:begin", self._begun.transaction):
-            self._txn = self._owner.new_transaction(ttl_ms, deadline)
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begun), deadline)
         self._how = How(self._txn, self.marked, False)
         guessed = self._last if len(self._last) <= _MOST_GUESSED else ()
         self._announced.update(dict.fromkeys((self.marked.topic, *topics, *guessed)))
@@ -348,14 +347,21 @@ class PulsarWriter(Writer):
 
     def _ask_marker(self, deadline: Deadline) -> None:
         """An answer was lost, and now the coordinator has forgotten the transaction."""
+        if self._by_marker(deadline) is Outcome.ABORTED:
+            raise self._ended_by_others(deadline)
+
+    def _by_marker(self, deadline: Deadline) -> Outcome:
+        """How a transaction ended whose commit was asked for. Raises `OutcomeUnknown` whatever keeps it from being
+        read: any other error would say that nothing was decided.
+        """
         assert self._txn is not None and self.marked is not None
         self.unknown = True
         try:
-            found = outcome_by_marker(self._cluster, self._txn, self.marked, deadline)
-        except BrokerUnavailable as error:
+            return outcome_by_marker(self._cluster, self._txn, self.marked, deadline)
+        except OutcomeUnknown:
+            raise
+        except TxnBridgeError as error:
             raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
-        if found is Outcome.ABORTED:
-            raise self._ended_by_others(deadline)
 
     def _store(self, deadline: Deadline) -> None:
         """Return when the broker has everything; if it never will, the transaction is aborted here."""
@@ -424,6 +430,8 @@ class PulsarWriter(Writer):
                 raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
         if ended is Ended.ABORTED:
             self._owner.confirmer.ended(self._txn, False, places, deadline)
+        elif self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
+            raise OutcomeUnknown("its commit had been asked for before, and came first")
         if not settled or ended is not Ended.ABORTED:
             self._shut_out(deadline)
         self._done()
