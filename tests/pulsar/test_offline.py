@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from txnbridge_pulsar import endings, refusal, writer
+from txnbridge_pulsar import owner as owner_module
+from txnbridge_pulsar import unclear as unclear_module
 from txnbridge_pulsar.endings import Ended, How
-from txnbridge_pulsar.notices import Announced, Marked
+from txnbridge_pulsar.notices import Announced, Marked, Notice
 from txnbridge_pulsar.owner import Owner
 from txnbridge_pulsar.publisher import PulsarPublisher
 from txnbridge_pulsar.refusal import Refuser
+from txnbridge_pulsar.unclear import Unclear
 from txnbridge_pulsar.wire import TimedOut, TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
@@ -113,6 +116,44 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     assert told == [MARKED.topic]
 
 
+# --- what a coordinator forgot ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def left(number: int, topic: str) -> Announced:
+        txn = TxnId(0, number)
+        marked = Marked(f"marker-{number}", (1, 0), "n0nce")
+        return Announced(f"app/host/{number}", txn, (topic, marked.topic), (), marked)
+
+    beside, unclear, elsewhere = left(1, "t"), left(2, "t"), left(3, "u")
+    told = {beside.txn: True, unclear.txn: False, elsewhere.txn: True}
+    swept: list[Announced] = []
+
+    def shut_out(cluster: object, ended: Announced, deadline: Deadline) -> bool:
+        swept.append(ended)
+        return True
+
+    monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
+    monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
+    monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
+    monkeypatch.setattr(refusal, "shut_out", shut_out)
+    before = Notice("older", "host", 0, (beside, unclear, elsewhere))
+    fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
+    ledger: Any = None
+    owner = Owner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
+    owner._open(fence, Deadline(SOON))
+    assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
+    owner.require_clear(["u"], Deadline(SOON))
+    with pytest.raises(BrokerUnavailable, match=f"repair {unclear.txn}"):
+        owner.require_clear(["t"], Deadline(SOON))
+    told[unclear.txn] = True
+    owner.require_clear(["t"], Deadline(SOON))
+    assert unclear in swept and not owner._under_way
+    owner.refuser.close(Deadline(SOON))
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +188,8 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuser]:
 
     monkeypatch.setattr(refusal, "shut_out", shut_out)
     confirmer: Any = SimpleNamespace(settle=lambda *_: None)
-    found = Refuser(cluster_with(), confirmer)
+    cluster = cluster_with()
+    found = Refuser(cluster, confirmer, Unclear(cluster))
     found.add(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED), Deadline(SOON))
     assert asked.wait(SOON)
     yield found
