@@ -25,7 +25,17 @@ from txnbridge_pulsar.wire import Transactions, TxnId
 from tests.pulsar.kit import SOON
 from tests.pulsar.wire_kit import admin
 from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, new_topic, unique, writer_of
-from txnbridge import Bridge, BrokerUnavailable, Conflict, Consumer, Outcome, Token, TokenState, TransactionAborted
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Conflict,
+    Consumer,
+    Fenced,
+    Outcome,
+    Token,
+    TokenState,
+    TransactionAborted,
+)
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
 
@@ -240,6 +250,8 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
     send(newer, untold, b"3")
     assert newer.status(token).state is TokenState.COMMITTED
     assert (values(seen(newer, told)), values(seen(newer, untold))) == ([b"1"], [b"1", b"3"])
+    with pytest.raises(Fenced):
+        txn.commit()
 
 
 def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
@@ -263,6 +275,7 @@ def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
         cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
     writer._owner.require_clear([concrete(topic)], Deadline(SOON))
     assert number not in writer._owner._under_way
+    txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]
 
 
