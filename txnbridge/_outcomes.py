@@ -9,7 +9,14 @@ from txnbridge._deadline import Deadline
 from txnbridge._logs import Logs
 from txnbridge._token import Outcome, Status, Token, TokenState
 from txnbridge.capabilities import Capability
-from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.errors import (
+    BrokerUnavailable,
+    EvidenceLost,
+    InvalidState,
+    InvalidToken,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
 from txnbridge.spi import Writer
 
 # Between two tries to reach a broker for an answer: long enough not to burden one that is starting, short enough that a
@@ -95,7 +102,7 @@ class Outcomes:
                 except EvidenceLost as error:
                     error.token = str(token)
                     raise
-                except (OutcomeUnknown, BrokerUnavailable, InvalidState):  # the last one: closed meanwhile
+                except TxnBridgeError:  # whatever it is, nobody can tell while it lasts
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
                 if status.state is TokenState.COMMITTED:

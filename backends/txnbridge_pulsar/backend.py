@@ -42,6 +42,11 @@ CAPABILITIES = Capabilities(
         ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
         Capability.GROUP_ADMIN: absent("it is not built; `pulsar-admin topics stats` and `reset-cursor` do it"),
+        Capability.RESUME_SEQUENCE: Support(
+            Level.NATIVE,
+            "the broker forgets a name that nobody uses for 360 minutes, or as it is set"
+            " (brokerDeduplicationProducerInactivityTimeoutMinutes)",
+        ),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
         Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
     },

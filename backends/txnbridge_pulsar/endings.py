@@ -22,6 +22,7 @@ from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.markers import was_committed
 from txnbridge_pulsar.names import SUBSCRIPTION
 from txnbridge_pulsar.notices import Announced, Marked
+from txnbridge_pulsar.repair import had_committed
 from txnbridge_pulsar.wire import TxnId
 
 _log = logging.getLogger("txnbridge")
@@ -143,7 +144,9 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     else:
         outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
     if outcome is Outcome.COMMITTED:
-        tell_all(cluster, how.txn, True, how.reach, deadline)
+        # The marker's topic also where the token had no room for the others: what follows there ends on it.
+        topics = dict.fromkeys((how.marked.topic, *how.reach.topics))
+        tell_all(cluster, how.txn, True, Reach(tuple(topics), how.reach.subscriptions), deadline)
     return outcome
 
 
@@ -158,17 +161,22 @@ def outcome_by_marker(cluster: Cluster, txn: TxnId, marked: Marked, deadline: De
     return Outcome.COMMITTED if found else Outcome.ABORTED
 
 
-def confirm_by_marker(cluster: Cluster, ended: Announced, deadline: Deadline) -> None:
+def confirm_by_marker(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
     """Have the end of a transaction that may have been committed reach all that it touched, before late messages are
     shut out there: where it never arrived, that would take back what was committed.
+
+    False while nobody can tell whether it was: then nothing may end there.
     """
     try:
         committed = _by_marker(cluster, ended.marked, ended.txn, deadline)
     except EvidenceLost as lost:
         _log.debug("how %s ended: %s", ended.txn, lost)
-        return
+        committed = None
+    if committed is None and cluster.rest is not None:
+        committed = had_committed(cluster, cluster.rest, ended.txn, ended.topics, deadline)
     if committed:
         tell_all(cluster, ended.txn, True, Reach(ended.topics, ended.subscriptions), deadline)
+    return committed is not None
 
 
 def status_of(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:

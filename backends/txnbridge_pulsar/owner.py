@@ -7,14 +7,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Identity, Ledger, Writer
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Confirmer
-from txnbridge_pulsar.endings import Ended, confirm_by_marker, coordinator_state, end
+from txnbridge_pulsar.endings import Ended, coordinator_state, end
 from txnbridge_pulsar.errors import translated
 from txnbridge_pulsar.fence import Fence
 from txnbridge_pulsar.markers import remove
@@ -22,6 +22,7 @@ from txnbridge_pulsar.notices import Announced, Notice
 from txnbridge_pulsar.prepared import PreparedWriter, Slots
 from txnbridge_pulsar.refusal import Refuser
 from txnbridge_pulsar.tidying import Tidier
+from txnbridge_pulsar.unclear import Unclear
 from txnbridge_pulsar.wire import TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
@@ -46,7 +47,8 @@ class Owner:
         self.owned = identity.owned
         self.opening = secrets.token_hex(8)
         self.confirmer = Confirmer(cluster)
-        self.refuser = Refuser(cluster, self.confirmer)
+        self.unclear = Unclear(cluster)
+        self.refuser = Refuser(cluster, self.confirmer, self.unclear)
         self._cluster = cluster
         self._host = identity.host
         self._fence = Fence(cluster, identity.name, self.opening) if identity.owned else None
@@ -77,37 +79,60 @@ class Owner:
         # With all that was left, so that whoever comes after us finds it too, should we die on the way.
         with self._cluster.events.step("step:announce", opening=self.opening):
             fence.write(lambda: self._notice(at_risk), deadline)
-        for found in left:
-            self._clear(found, "" if before is None else before.host, deadline)
+        # What is forgotten first, and nothing is shut out before all are looked at: whatever ends on a topic takes back
+        # what was committed and never arrived there.
+        in_order = sorted(left, key=lambda found: self._is_open(found, deadline))
+        ended = [found for found in in_order if self._clear(found, "" if before is None else before.host, deadline)]
+        self._shut_out(ended, deadline)
         for found in at_risk:
             self.refuser.add(found, deadline)
         if self.refuser.at_risk:  # else it stands there as under way until the next announcement
             fence.write(self._notice, deadline)
 
-    def _clear(self, found: Announced, host: str, deadline: Deadline) -> None:
-        """A transaction of an older owner: prepared ones are left alone, others end here."""
+    def _shut_out(self, ended: Sequence[Announced], deadline: Deadline) -> None:
+        """Their writers may be about to send; also in those that they had ended themselves, or that had timed out."""
+        for found in ended:
+            self.refuser.add(found, deadline)
+            self.forget(found.txn)
+
+    def _is_open(self, found: Announced, deadline: Deadline) -> bool:
+        if found.prepared:
+            return False
+        try:
+            return bool(coordinator_state(self._cluster, found.txn, found.marked, deadline))
+        except BrokerUnavailable:
+            return True  # only the order depends on it
+
+    def _clear(self, found: Announced, host: str, deadline: Deadline) -> bool:
+        """A transaction of an older owner: prepared ones are left alone, others end here.
+
+        Whether it is known how it ended, so that what comes late can be shut out.
+        """
         if found.prepared:
             if coordinator_state(self._cluster, found.txn, found.marked, deadline):
                 self._slots.keep(found)
             else:
                 self.forget(found.txn)
-            return
+            return False
         try:
             with self._cluster.events.step("step:end", found.transaction, decision="abort"):
                 ended = end(self._cluster, found.txn, False, deadline)
         except OutcomeUnknown as error:
             raise BrokerUnavailable(f"opening {self.name}: {error}") from error
-        if ended is not Ended.ABORTED:
-            confirm_by_marker(self._cluster, found, deadline)
+        if ended is not Ended.ABORTED and not self.unclear.is_clear(found, deadline):
+            _log.error(
+                "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its"
+                " topics until that is known; look at what `txnbridge doctor` says of them",
+                *(self.name, found.transaction, found.txn, host),
+            )
+            return False
         if ended is Ended.ABORTED:
             _log.warning(
                 "%s: an older owner (%s) had transaction %s open: it is alive, or died in it. It is shut out now, and"
                 " the transaction is aborted",
                 *(self.name, host, found.transaction),
             )
-        # Its writer may be about to send; also in one that it had ended itself, or that had timed out.
-        self.refuser.add(found, deadline)
-        self.forget(found.txn)
+        return True
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
         """A writer for one transaction. Raises `DeadlineExceeded` if too many are unresolved."""
@@ -115,19 +140,27 @@ class Owner:
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
-    def new_transaction(self, ttl_ms: int, deadline: Deadline) -> TxnId:
-        """At each coordinator in turn. If the answer is lost, one is left that touched nothing and ends by itself."""
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
+        """At each coordinator in turn. If the answer is lost, one is left that touched nothing and ends by itself.
+
+        How long it may be open is asked before each try: what the tries before have taken is not to be had again.
+        """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
             self._coordinators = self._coordinators or transactions.coordinators(deadline.left())
             while True:
                 patience = min(deadline.left(), _BEGIN_SECONDS)
+                ttl_ms = max(1, int(seconds() * 1000))
                 try:
                     return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
                 except wire.PulsarError as error:
                     # Also of one that nobody has at the moment: another broker takes it up some seconds later.
                     if not (error.retriable or isinstance(error, wire.TimedOut)) or deadline.left() <= _PAUSE:
                         raise
+
+    def require_clear(self, topics: Sequence[str], deadline: Deadline) -> None:
+        """Raises `BrokerUnavailable` while one of these topics may hold something that our next end would take back."""
+        self._shut_out(self.unclear.require(topics, deadline), deadline)
 
     def announce(self, found: Announced, deadline: Deadline) -> None:
         """Return when whoever opens the id next knows of it. Raises `Fenced` if somebody has opened it already."""
@@ -162,7 +195,7 @@ class Owner:
 
     def close(self, deadline: Deadline) -> None:
         """Let go of the id; what is prepared lives on, and the next owner finds it on the fence topic."""
-        self.refuser.close()
+        self.refuser.close(deadline)
         self._tidier.close()
         deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
         self.confirmer.close(deadline)

@@ -159,20 +159,23 @@ class _Numbered:
         self._name = name
         self._current: _Line | None = None
         self._last = -1  # stored or on its way
+        self._settled = 0  # lines of which it is known that the broker removes duplicates there
         self.lines: list[_Line] = []
 
     def look(self, deadline: Deadline) -> None:
         """Open what is not open yet: partitions may be added."""
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.lines) :]:
-            line = _Line(self._cluster, name, self._name, deadline)
-            self.lines.append(line)
+            self.lines.append(_Line(self._cluster, name, self._name, deadline))
+        # Again by each call until it is known: else the next one would send without.
+        for name, line in list(zip(concrete, self.lines, strict=False))[self._settled :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise NotSupported(
                     f"sequences on topic {self._topic!r} are not kept, as far as can be told: the broker has to remove"
                     f" duplicates there (brokerDeduplicationEnabled). To be told, {NEEDS_REST}"
                 )
             self._last = max(self._last, line.last_stored)
+            self._settled += 1
 
     @property
     def last_stored(self) -> int | None:

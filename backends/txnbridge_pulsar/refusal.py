@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
@@ -21,6 +22,9 @@ from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Confirmer
 from txnbridge_pulsar.errors import translate, translated
 from txnbridge_pulsar.notices import Announced
+
+if TYPE_CHECKING:
+    from txnbridge_pulsar.unclear import Unclear
 
 _log = logging.getLogger("txnbridge")
 
@@ -83,9 +87,10 @@ def _is_refused(cluster: Cluster, txn: wire.TxnId, lamp: str, deadline: Deadline
 class Refuser:
     """Goes on in the background until all that is at risk is refused. Any thread may call."""
 
-    def __init__(self, cluster: Cluster, confirmer: Confirmer) -> None:
+    def __init__(self, cluster: Cluster, confirmer: Confirmer, unclear: Unclear) -> None:
         self._cluster = cluster
         self._confirmer = confirmer
+        self._unclear = unclear
         self._lock = threading.Lock()
         self._at_risk: list[Announced] = []
         self._stop = threading.Event()
@@ -107,6 +112,8 @@ class Refuser:
                 self._thread.start()
 
     def _try(self, ended: Announced, deadline: Deadline) -> bool:
+        if self._unclear.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
+            return False  # the end of an empty one would take those back as well
         try:
             self._confirmer.settle(set(ended.topics), deadline)
             return shut_out(self._cluster, ended, deadline)
@@ -127,12 +134,12 @@ class Refuser:
                     self._thread = None
                     return
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Stop; what is still at risk stands on the fence topic, for the next owner."""
         self._stop.set()
         thread = self._thread
         if thread is not None:
-            thread.join(_SECONDS_A_TURN)
+            thread.join(min(deadline.left(), _SECONDS_A_TURN))
 
 
 def _pauses() -> Iterator[float]:

@@ -7,6 +7,7 @@ aborts what was committed takes the committed messages away.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ from txnbridge_pulsar.newest import before
 from txnbridge_pulsar.refusal import lamp_name
 from txnbridge_pulsar.rest import Refused, Rest, path_of, unavailable
 from txnbridge_pulsar.wire import TxnId
+
+_log = logging.getLogger("txnbridge")
 
 _NUMBER = re.compile(r"(\d+):(\d+)")
 _REST = "/admin/v3/transactions"
@@ -240,6 +243,25 @@ def _proof_of_commit(
             if _can_be_read(cluster, rest, topic, txn, about, read_by):
                 return f"a message of it can be read on {short_name(topic)}"
     return None
+
+
+def had_committed(cluster: Cluster, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline) -> bool | None:
+    """Whether a transaction that its coordinator has forgotten had been committed, as `repair` finds out.
+
+    False if it holds back none of its topics any more: then nothing can take it back. None if nothing tells.
+    """
+    try:
+        for topic in topics:  # what no broker has loaded says of nothing that it is open
+            with translated(f"loading {topic}"):
+                cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
+        found = ((topic, _first_open(rest, topic, txn, deadline)) for topic in topics)
+        held = {topic: first for topic, first in found if first is not None}
+        if not held:
+            return False
+        return True if _proof_of_commit(cluster, rest, txn, held, deadline) else None
+    except (TxnBridgeError, Refused) as error:
+        _log.debug("how %s ended: %s", txn, error)
+        return None
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:

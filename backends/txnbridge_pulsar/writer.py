@@ -37,7 +37,7 @@ from txnbridge_pulsar.acks import AckContext, SentAcks
 from txnbridge_pulsar.backend import PulsarBackend
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Place
-from txnbridge_pulsar.endings import Ended, How, confirm_by_marker, coordinator_state, end, outcome_by_marker
+from txnbridge_pulsar.endings import Ended, How, coordinator_state, end, outcome_by_marker
 from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.markers import MARK, PRESENCE_SECONDS, Record, mark_presence, marker_topic
 from txnbridge_pulsar.messages import key_hash, to_properties, wire_key
@@ -205,6 +205,7 @@ class PulsarWriter(Writer):
         if not (wanted or pairs or first):
             return
         assert self._txn is not None and self.marked is not None
+        self._owner.require_clear([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
         for topic in wanted:
             self._line(topic).open(deadline)
         self._announced.update(dict.fromkeys(wanted))
@@ -226,11 +227,11 @@ class PulsarWriter(Writer):
 
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
         self.marked = self._presence(deadline)
-        ttl_ms = max(1, int(self._ttl(self._begun) * 1000))
         with self._cluster.events.step("step:begin", self._begun.transaction):
-            self._txn = self._owner.new_transaction(ttl_ms, deadline)
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begun), deadline)
         self._how = How(self._txn, self.marked, False)
-        guessed = self._last if len(self._last) <= _MOST_GUESSED else ()
+        is_right = len(self._last) <= _MOST_GUESSED and not self._owner.unclear.touching(self._last)
+        guessed = self._last if is_right else ()
         self._announced.update(dict.fromkeys((self.marked.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
@@ -246,7 +247,9 @@ class PulsarWriter(Writer):
         return self.marked
 
     def _mark_presence(self, transaction: str, deadline: Deadline) -> Marked:
-        topic = marker_topic(self._cluster, self.name, deadline)
+        name = self.name
+        while self._owner.unclear.touching([topic := marker_topic(self._cluster, name, deadline)]):
+            name += "+"
         self._line(topic).open(deadline)  # nobody clears up a topic that somebody may write to
         self._cluster.topics.keep(topic, deadline)  # somebody may have done so before
         return mark_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
@@ -348,14 +351,21 @@ class PulsarWriter(Writer):
 
     def _ask_marker(self, deadline: Deadline) -> None:
         """An answer was lost, and now the coordinator has forgotten the transaction."""
+        if self._by_marker(deadline) is Outcome.ABORTED:
+            raise self._ended_by_others(deadline)
+
+    def _by_marker(self, deadline: Deadline) -> Outcome:
+        """How a transaction ended whose commit was asked for. Raises `OutcomeUnknown` whatever keeps it from being
+        read: any other error would say that nothing was decided.
+        """
         assert self._txn is not None and self.marked is not None
         self.unknown = True
         try:
-            found = outcome_by_marker(self._cluster, self._txn, self.marked, deadline)
-        except BrokerUnavailable as error:
+            return outcome_by_marker(self._cluster, self._txn, self.marked, deadline)
+        except OutcomeUnknown:
+            raise
+        except TxnBridgeError as error:
             raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
-        if found is Outcome.ABORTED:
-            raise self._ended_by_others(deadline)
 
     def _store(self, deadline: Deadline) -> None:
         """Return when the broker has everything; if it never will, the transaction is aborted here."""
@@ -424,6 +434,8 @@ class PulsarWriter(Writer):
                 raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
         if ended is Ended.ABORTED:
             self._owner.confirmer.ended(self._txn, False, places, deadline)
+        elif self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
+            raise OutcomeUnknown("its commit had been asked for before, and came first")
         if not settled or ended is not Ended.ABORTED:
             self._shut_out(deadline)
         self._done()
@@ -454,12 +466,15 @@ class PulsarWriter(Writer):
         if self._txn is not None:
             try:
                 # Whichever way it ended: it has, before the next begins.
-                if end(self._cluster, self._txn, False, deadline) is not Ended.ABORTED and self._registered:
-                    confirm_by_marker(self._cluster, self._announcement(), deadline)
+                ended = end(self._cluster, self._txn, False, deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
-            self._shut_out(deadline)
-            self._done()
+            aborted = ended is Ended.ABORTED or not self._registered
+            if aborted or self._owner.unclear.is_clear(self._announcement(), deadline):
+                self._shut_out(deadline)
+                self._done()
+            else:
+                self._forget()  # it stays announced
         self._owner.check(deadline)
         self.marked = None  # a record that says that all before it has ended answers those who ask about it
 

@@ -17,6 +17,7 @@ from tests.core.toy import ToyBroker, ToyWriter, connect_toy
 from tests.in_time import within
 from txnbridge import (
     Abort,
+    AccessDenied,
     Bridge,
     BrokerUnavailable,
     Conflict,
@@ -207,6 +208,15 @@ def test_a_lost_answer_is_looked_up_before_anybody_is_told_unknown(toy: tuple[Br
     with bridge.transaction() as txn:
         txn.send("orders", b"1")
     assert txn.outcome is Outcome.COMMITTED
+
+
+def test_a_lost_answer_that_nobody_lets_us_look_up_is_unknown(toy: tuple[Bridge, ToyBroker]) -> None:
+    bridge, broker = toy
+    broker.writers[0].raises["commit"] = [OutcomeUnknown("no answer")]
+    broker.answers["status"] = [AccessDenied("the password has expired")]
+    with pytest.raises(OutcomeUnknown), bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    assert txn.outcome is Outcome.UNKNOWN
 
 
 def test_a_lost_answer_that_turns_out_aborted_is_raised_as_such(toy: tuple[Bridge, ToyBroker]) -> None:

@@ -25,7 +25,17 @@ from txnbridge_pulsar.wire import Transactions, TxnId
 from tests.pulsar.kit import SOON
 from tests.pulsar.wire_kit import admin
 from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, new_topic, unique, writer_of
-from txnbridge import Bridge, BrokerUnavailable, Conflict, Consumer, Outcome, TransactionAborted
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Conflict,
+    Consumer,
+    Fenced,
+    Outcome,
+    Token,
+    TokenState,
+    TransactionAborted,
+)
 from txnbridge.errors import InvalidToken
 from txnbridge.spi import Deadline
 
@@ -205,6 +215,68 @@ def test_who_opens_an_id_tells_what_its_dead_owner_had_committed(
         monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
         newer = open_bridge(transactional_id=name)
         assert values(seen(newer, topic)) == [b"1"]
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["proven", "by hand"])
+def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
+    open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
+) -> None:
+    name = unique("owned")
+    dead = open_bridge(transactional_id=name)
+    told, untold, other = new_topic(dead), new_topic(dead), new_topic(dead)
+    transactions = cluster_of(dead).client.transactions
+    txn = dead.transaction()
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        txn.send(told, b"1")
+        txn.send(untold, b"1")
+        number = flush(txn)
+    marked = writer_of(txn).marked
+    assert marked is not None
+    token = Token("pulsar", dead.cluster, txn.id, {**writer_of(txn).evidence().how, "a": True}, False)
+    transactions.end(number, True, SOON)
+    places = [concrete(topic) for topic in (told, untold)]
+    if shows:
+        transactions.end_on_partition(number, places[0], True, SOON)
+    newer = open_bridge(transactional_id=name, timeout=30)
+    if not shows:
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+                send(newer, untold, b"2")
+        send(newer, other, b"2")
+        assert newer.status(token).state is TokenState.UNKNOWN
+        for place in (*places, marked.topic):
+            transactions.end_on_partition(number, place, True, SOON)
+    send(newer, untold, b"3")
+    assert newer.status(token).state is TokenState.COMMITTED
+    assert (values(seen(newer, told)), values(seen(newer, untold))) == ([b"1"], [b"1", b"3"])
+    with pytest.raises(Fenced):
+        txn.commit()
+
+
+def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = new_topic(bridge)
+    txn = bridge.transaction()
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        txn.send(topic, b"1")
+        number = flush(txn)
+    writer = writer_of(txn)
+    assert writer.marked is not None
+    hidden = writer.marked.topic
+    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    writer.reopen(Deadline(SOON))
+    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+        writer._owner.require_clear([concrete(topic)], Deadline(SOON))
+    assert number in writer._owner._under_way
+    for place in (concrete(topic), hidden):
+        cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
+    writer._owner.require_clear([concrete(topic)], Deadline(SOON))
+    assert number not in writer._owner._under_way
+    txn.abort()
+    assert values(seen(bridge, topic)) == [b"1"]
 
 
 # --- a race with the real thing -------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
                 txn.send(topic, b"late")
         assert txn.outcome is Outcome.ABORTED, caught.value
         held.release()
+        held.answered()
         with open_bridge().transaction() as other:
             other.send(topic, b"next")
         assert read_all(client, concrete(topic)) == [b"next"]
@@ -224,6 +225,7 @@ def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
             txn.send_many(topic, [b"late" * 100] * 5_000)
             txn.abort()
         held.release()
+        held.answered()
         assert txn.outcome is Outcome.ABORTED
         assert read_all(client, concrete(topic)) == [b"1"]
         bridge.close()

@@ -1,0 +1,64 @@
+"""Transactions that have ended, and of which nobody can tell how: their marker topics never heard of it.
+
+On each topic that never heard of a commit the end of any later transaction takes back what was committed. So their
+owner ends nothing there until it is known how they ended, and uses other marker topics meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from txnbridge.errors import BrokerUnavailable
+from txnbridge.spi import Deadline
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.endings import confirm_by_marker
+from txnbridge_pulsar.notices import Announced
+from txnbridge_pulsar.wire import TxnId
+
+
+class Unclear:
+    """Those of one owner. Any thread may call."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._found: dict[TxnId, Announced] = {}
+
+    def is_clear(self, ended: Announced, deadline: Deadline) -> bool:
+        """Whether it can be told how a transaction ended; one that was committed is told everywhere then. Others are
+        kept here.
+        """
+        clear = confirm_by_marker(self._cluster, ended, deadline)
+        with self._lock:
+            if clear:
+                self._found.pop(ended.txn, None)
+            else:
+                self._found[ended.txn] = ended
+        return clear
+
+    def touching(self, topics: Iterable[str]) -> list[Announced]:
+        """Those that may still have something on one of these topics."""
+        if not self._found:
+            return []
+        wanted = set(topics)
+        with self._lock:
+            return [found for found in self._found.values() if not wanted.isdisjoint(_places(found))]
+
+    def require(self, topics: Iterable[str], deadline: Deadline) -> list[Announced]:
+        """Those that touch one of these topics, and have turned out clear; else `BrokerUnavailable` is raised, because
+        nothing may end there yet.
+        """
+        asked = self.touching(topics)
+        for found in asked:
+            if not self.is_clear(found, deadline):
+                raise BrokerUnavailable(
+                    f"nobody can tell how transaction {found.txn} of this id ended, and whatever ends behind it on its"
+                    " topics would take it back, had it been committed. `txnbridge doctor` names the topics; then:"
+                    f" txnbridge transactions repair {found.txn} --yes --reason TEXT"
+                )
+        return asked
+
+
+def _places(found: Announced) -> set[str]:
+    return {*found.topics, *(topic for topic, _ in found.subscriptions)}

@@ -1,0 +1,254 @@
+"""What writers, owners and publishers conclude from answers, and how long they take: without a broker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from txnbridge_pulsar import endings, refusal, writer
+from txnbridge_pulsar import owner as owner_module
+from txnbridge_pulsar import unclear as unclear_module
+from txnbridge_pulsar.endings import Ended, How
+from txnbridge_pulsar.notices import Announced, Marked, Notice
+from txnbridge_pulsar.owner import Owner
+from txnbridge_pulsar.publisher import PulsarPublisher
+from txnbridge_pulsar.refusal import Refuser
+from txnbridge_pulsar.unclear import Unclear
+from txnbridge_pulsar.wire import TimedOut, TxnId
+from txnbridge_pulsar.writer import PulsarWriter
+
+from txnbridge import (
+    AccessDenied,
+    BrokerUnavailable,
+    NotFound,
+    NotSupported,
+    Outcome,
+    OutcomeUnknown,
+    Token,
+    TxnBridgeError,
+)
+from txnbridge.spi import Begin, Deadline, Emitter, Identity
+
+pytestmark = pytest.mark.offline
+
+SOON = 60.0
+TXN = TxnId(0, 7)
+MARKED = Marked("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
+
+
+def cluster_with(**parts: Any) -> Any:
+    settings = SimpleNamespace(mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace="a/b", pack=None)
+    client = SimpleNamespace(hang_up=lambda lane: None)
+    return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
+
+
+# --- a commit whose answer was lost -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ready() -> PulsarWriter:
+    """A writer that has sent all of its transaction."""
+    confirmer = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, linger=lambda: None)
+    owner: Any = SimpleNamespace(
+        opening="o",
+        confirmer=confirmer,
+        refuser=SimpleNamespace(add=lambda *_: None),
+        check=lambda *_: None,
+        forget=lambda *_: None,
+    )
+    found = PulsarWriter(cluster_with(), owner, "w")
+    found.begin(Begin("app/host/1", Deadline(SOON), False, None))
+    found._txn, found.marked, found._how = TXN, MARKED, How(TXN, MARKED, False)
+    return found
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnBridgeError | None) -> None:
+    """The coordinator's answer to every end, and what the marker topic shows."""
+
+    def look(*_: object) -> bool | None:
+        if isinstance(marker, TxnBridgeError):
+            raise marker
+        return marker
+
+    monkeypatch.setattr(writer, "end", lambda *_: ended)
+    monkeypatch.setattr(endings, "_by_marker", look)
+
+
+@pytest.mark.parametrize("error", [AccessDenied("the token has expired"), NotFound("no such topic")], ids=repr)
+def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
+    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: TxnBridgeError
+) -> None:
+    answering(monkeypatch, Ended.UNCLEAR, error)
+    with pytest.raises(OutcomeUnknown):
+        ready.commit(Deadline(SOON))
+
+
+@pytest.mark.parametrize(
+    ("marker", "refused"),
+    [(True, True), (None, True), (False, False), (AccessDenied("no"), True)],
+    ids=["committed", "hidden", "aborted", "unreadable"],
+)
+def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
+    monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | TxnBridgeError | None, refused: bool
+) -> None:
+    answering(monkeypatch, Ended.BEFORE, marker)
+    ready._how = How(TXN, MARKED, True)
+    if refused:
+        with pytest.raises(OutcomeUnknown):
+            ready.abort(Deadline(SOON))
+    else:
+        ready.abort(Deadline(SOON))
+
+
+# --- prepared ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(endings, "end", lambda *_: Ended.COMMITTED)
+    monkeypatch.setattr(endings, "tell_all", lambda _, txn, commit, reach, deadline: told.extend(reach.topics))
+    token = Token("pulsar", "cluster", "app/host/1", How(TXN, MARKED).fields(), True)
+    ledger: Any = None
+    assert endings.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+    assert told == [MARKED.topic]
+
+
+# --- what a coordinator forgot ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def left(number: int, topic: str) -> Announced:
+        txn = TxnId(0, number)
+        marked = Marked(f"marker-{number}", (1, 0), "n0nce")
+        return Announced(f"app/host/{number}", txn, (topic, marked.topic), (), marked)
+
+    beside, unclear, elsewhere = left(1, "t"), left(2, "t"), left(3, "u")
+    told = {beside.txn: True, unclear.txn: False, elsewhere.txn: True}
+    swept: list[Announced] = []
+
+    def shut_out(cluster: object, ended: Announced, deadline: Deadline) -> bool:
+        swept.append(ended)
+        return True
+
+    monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
+    monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
+    monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
+    monkeypatch.setattr(refusal, "shut_out", shut_out)
+    before = Notice("older", "host", 0, (beside, unclear, elsewhere))
+    fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
+    ledger: Any = None
+    owner = Owner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
+    owner._open(fence, Deadline(SOON))
+    assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
+    owner.require_clear(["u"], Deadline(SOON))
+    with pytest.raises(BrokerUnavailable, match=f"repair {unclear.txn}"):
+        owner.require_clear(["t"], Deadline(SOON))
+    told[unclear.txn] = True
+    owner.require_clear(["t"], Deadline(SOON))
+    assert unclear in swept and not owner._under_way
+    owner.refuser.close(Deadline(SOON))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_transaction_waited_for_its_coordinator_is_taken_from_its_time() -> None:
+    asked: list[int] = []
+
+    def begin(ttl_ms: int, timeout: float, coordinator: int) -> TxnId:
+        asked.append(ttl_ms)
+        if len(asked) == 1:
+            raise TimedOut("no answer")
+        return TXN
+
+    transactions = SimpleNamespace(begin=begin, coordinators=lambda timeout: 1)
+    ledger: Any = None
+    cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
+    owner = Owner(cluster, Identity("w", owned=False, application="app", host="h"), ledger)
+    left = iter([30.0, 27.0])
+    assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
+    assert asked == [30_000, 27_000]
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuser]:
+    """A refuser whose broker has stopped answering."""
+    answer, asked = threading.Event(), threading.Event()
+
+    def shut_out(*_: object) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            return False
+        asked.set()
+        return answer.wait(SOON)
+
+    monkeypatch.setattr(refusal, "shut_out", shut_out)
+    confirmer: Any = SimpleNamespace(settle=lambda *_: None)
+    cluster = cluster_with()
+    found = Refuser(cluster, confirmer, Unclear(cluster))
+    found.add(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED), Deadline(SOON))
+    assert asked.wait(SOON)
+    yield found
+    answer.set()
+
+
+def test_closing_waits_for_no_longer_than_it_may(hanging: Refuser) -> None:
+    waited: list[float] = []
+    thread = hanging._thread
+    assert thread is not None
+    thread.join = lambda timeout=None: waited.append(timeout or 0.0)  # type: ignore[method-assign]
+    hanging.close(Deadline(0.5))
+    assert len(waited) == 1 and waited[0] <= 0.5
+
+
+# --- sequences --------------------------------------------------------------------------------------------------------
+
+
+def publisher_where(deduplicates: Any, last: int = -1) -> tuple[PulsarPublisher, list[int]]:
+    """A named publisher on a topic of one partition, and the sequences that it sends."""
+    sent: list[int] = []
+
+    def send(message: object, sequence_id: int, timeout: float) -> Any:
+        sent.append(sequence_id)
+        return SimpleNamespace(when_done=lambda _: None)
+
+    producer = SimpleNamespace(last_sequence_id=last, lost=None, send=send)
+    topics = SimpleNamespace(
+        concrete=lambda *_: ["t-partition-0"], require=lambda *_: ["t-partition-0"], deduplicates=deduplicates
+    )
+    client = SimpleNamespace(create_producer=lambda *_, **__: producer)
+    return PulsarPublisher(cluster_with(topics=topics, client=client), "name"), sent
+
+
+def send_one(publisher: PulsarPublisher, sequence: int) -> None:
+    publisher.send("t", b"x", None, None, None, None, sequence, Deadline(SOON))
+
+
+def test_where_sequences_are_not_kept_every_call_says_so() -> None:
+    publisher, sent = publisher_where(lambda *_: False)
+    for number in range(3):
+        with pytest.raises(NotSupported):
+            send_one(publisher, number)
+        with pytest.raises(NotSupported):
+            publisher.last_sequence("t", Deadline(SOON))
+    assert not sent
+
+
+def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -> None:
+    answers: list[Any] = [BrokerUnavailable("REST does not answer"), True]
+
+    def deduplicates(*_: object) -> bool:
+        if isinstance(answers[0], BrokerUnavailable):
+            raise answers.pop(0)
+        return True
+
+    publisher, sent = publisher_where(deduplicates, last=4)
+    with pytest.raises(BrokerUnavailable):
+        send_one(publisher, 3)
+    for number in (3, 4, 5):
+        send_one(publisher, number)
+    assert sent == [5]
