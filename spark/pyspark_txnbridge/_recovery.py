@@ -10,7 +10,7 @@ from typing import Any
 
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import Session
-from pyspark_txnbridge._sweep import decided, finish, mark_done, sweep, writer_ids
+from pyspark_txnbridge._sweep import decided, finish, mark_done, shut_out, sweep, writer_ids
 from pyspark_txnbridge._unit import BatchInDoubt
 from txnbridge import Decision, InvalidOption, TokenState
 from txnbridge.spi import OpenTransaction
@@ -106,4 +106,5 @@ def clear(session: Session, options: SinkOptions, path: tuple[str, str]) -> list
     """Abort what the query left open and nobody decided; the transactions. A driver that still runs is shut out."""
     opening = session.decisions.open(path, name=f"recovery-{uuid.uuid4()}")
     recover(session, path)
+    shut_out(session, options, path, opening.number)
     return sweep(session, options, path, opening.number)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._options import NAMELESS, SinkOptions
-from pyspark_txnbridge._session import Claim, Session
+from pyspark_txnbridge._session import Claim, Session, close_quietly, connect
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 from txnbridge import BrokerUnavailable, Decision, InvalidState, NotFound, Outcome, Token, TxnBridgeError
 
@@ -129,6 +129,24 @@ def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping
         decisions.done(("#lost", *path), batch)
     if batch:
         decisions.done(("#results", *path), batch - 1)
+
+
+def shut_out(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:
+    """Open the ids that tasks of this and older runs hold for a batch that is not done: those begin nothing any more.
+
+    Call it when what these runs decided is finished. A task that opens its id later than this asks for its run then.
+    What fails is logged: such a task ends what it has written by itself, or its time-out does.
+    """
+    held = {(int(claim.id[-2]), int(claim.id[-1])) for claim in session.decisions.claims(("#slots", *path))}
+    application = options.application(path[0])
+
+    def open_and_close(id: str) -> None:
+        try:
+            close_quietly(connect(options, application, id))
+        except TxnBridgeError as error:
+            _log.warning("a task of an older run may still write under %s: %s", id, error)
+
+    ask_all(open_and_close, [writer_id(options, path, run, str(slot)) for run, slot in sorted(held) if run <= up_to])
 
 
 def sweep(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns, Count
 from pyspark_txnbridge._session import Keeper, Opening, Session, close_quietly, connect, sessions
-from pyspark_txnbridge._sweep import decided, finish_decided, is_done, lost, sweep, writer_id
+from pyspark_txnbridge._sweep import decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
 
@@ -55,6 +55,7 @@ def _write(
     if partition == 0 and opening.number > 1 and writers.number != opening.number:
         # What the last run decided is finished first, and what it left open would hold readers back.
         finish_decided(session, unit.path)
+        shut_out(session, options, unit.path, opening.number - 1)
         sweep(session, options, unit.path, opening.number - 1)
     attempt = _attempt(unit, session)
     if attempt is None:
@@ -205,6 +206,8 @@ class Writers:
         id = writer_id(self.options, unit.path, self.number, str(number))
         bridge = connect(self.options, self.options.application(unit.query), id)
         self.slots.append(_Slot(number, bridge, unit.batch))
+        # A newer run shuts older ones out from the ids that they have opened: it may have done so before this one was.
+        session.decisions.open(unit.path, name=unit.run)
         return self.slots[-1]
 
     def close(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from pyspark_txnbridge import _driver
+from pyspark_txnbridge import _driver, _sweep, _task
+from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._unit import Unit
 
-from tests.spark.kit import left_open, new_run, options, published, run_batch, write
+from tests.spark.kit import forget, left_open, new_run, options, published, rows, run_batch, write
 from txnbridge import Fenced, TransactionAborted
-from txnbridge.testing import Child, tell
+from txnbridge.testing import Child, recorded, tell
 
 ROWS = [0, 1, 2, 3, 4]
 
@@ -63,3 +64,46 @@ def test_a_task_of_a_batch_that_was_given_up_leaves_nothing_open(sink, unit):
             task.result()
     assert left_open(sink, unit.query) == []
     assert published(sink) == []
+
+
+def write_and_tell_what_was_prepared(sink, unit):
+    with recorded() as events:
+        try:
+            write(sink, unit, [ROWS])
+        except Fenced:
+            tell([event.transaction for event in events if event.name == "prepare"])
+
+
+@pytest.mark.parametrize("asleep", ["transaction.begin/before", "bridge.open/before/2"], ids=["opened", "leased"])
+def test_a_task_of_an_older_run_begins_nothing_once_a_newer_run_has_looked(sink, unit, asleep):
+    """It might die before it could end what it prepared. With only a lease it has not opened its id yet."""
+    with Child(write_and_tell_what_was_prepared, sink, unit, pause=asleep) as task:
+        task.stopped()
+        written = write(sink, Unit(unit.query, "sink", 0, new_run()), [ROWS])
+        task.resume()
+        assert task.told() == []
+    _driver.commit(sink, written)
+    assert left_open(sink, unit.query) == []
+    assert published(sink) == ROWS
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["ours", "naive"])
+def test_runs_that_shared_their_ids_would_end_what_the_other_has_prepared(sink, unit, shared, monkeypatch):
+    name = _sweep.writer_id
+    if shared:
+        monkeypatch.setattr(_task, "writer_id", lambda options, path, number, slot: name(options, path, 1, slot))
+    write(sink, unit, [ROWS])
+    forget()
+    newer = Unit(unit.query, "sink", 0, new_run())
+    columns = Columns(frozenset({"value"}), sink.topic)
+    parts = []
+    # The task of partition 0 ends what older runs left open; one in another process was faster.
+    for partition, values in ((1, [5]), (0, ROWS)):
+        parts.append(_task.write_partition(newer, sink, columns, rows(values), partition, f"task {partition}"))
+        forget()
+    if shared:
+        with pytest.raises(TransactionAborted, match="before anybody decided"):
+            _driver.commit(sink, parts)
+    else:
+        _driver.commit(sink, parts)
+        assert published(sink) == [*ROWS, 5]
