@@ -32,7 +32,7 @@ read.select("value").write.format("txnbridge").options(**options, topic="second"
 
 
 @pytest.fixture
-def python(tmp_path) -> Path:
+def python(tmp_path: Path) -> Path:
     """An interpreter that finds all that is installed here but the project."""
     environment = tmp_path / "environment"
     venv.create(environment, symlinks=True)
@@ -45,7 +45,7 @@ def python(tmp_path) -> Path:
 
 
 @pytest.fixture
-def package(tmp_path) -> Path:
+def package(tmp_path: Path) -> Path:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "wheel")]
     subprocess.run(build, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = (tmp_path / "wheel").iterdir()
