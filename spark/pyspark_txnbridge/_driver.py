@@ -1,6 +1,6 @@
 """What runs on the driver when all tasks of a batch have succeeded: decide, then publish, then mark as done.
 
-Every step may be the last one of this process. Whoever comes next reads the log and goes on from there.
+Every step may be the last one of this process. The next driver, or `recover`, reads the log and goes on from there.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def _check_all(options: SinkOptions, application: str, with_log: bool) -> Bridge
 
 
 def _check_topic(bridge: Bridge, topic: str) -> None:
-    with suppress(AccessDenied):  # who may write need not be allowed to look
+    with suppress(AccessDenied):  # a query may have the right to write a topic, and not to ask about it
         try:
             bridge.admin.bounds(topic)
         except NotFound:
-            # Whoever writes makes it, where that is allowed; elsewhere this says what to do.
+            # Writing makes the topic where that is allowed; elsewhere the error says what to do.
             with bridge.transaction() as txn:
                 txn.send(topic, b"")
                 txn.abort()
@@ -264,7 +264,7 @@ def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
 
 
 def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
-    """What was in a batch that is done and comes again; None if nobody knows any more."""
+    """Rows and fingerprint of a batch that is done and comes again; None if the log has forgotten them."""
     _check_order(session, unit)
     claims = session.decisions.claims(("#results", *unit.path))
     return next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)

@@ -20,8 +20,8 @@ _log = logging.getLogger("txnbridge.spark")
 
 # Of one Arrow batch: what Spark itself puts into one by default.
 _ROWS = 10_000
-# What comes last before the end may be no message, but the mark that a transaction has ended: after so long without a
-# message the broker is asked whether anything is left. A message that is there takes less.
+# The last entry before the end may be no message but the mark that a transaction has ended: after so long without a
+# message the broker is asked whether any is left. A message that is there takes less.
 _WAIT_SECONDS = 0.02
 
 

@@ -31,7 +31,7 @@ class Range:
 
 
 def connect(options: SourceOptions) -> Bridge:
-    # Whoever reads makes no topics.
+    # A reader makes no topics.
     return txnbridge.connect(options.url, timeout=options.timeout, create_topics=0, **as_keywords(options.settings))
 
 
@@ -64,9 +64,9 @@ def resolve(name: str, wanted: Wanted, bounds: Bounds) -> Offsets:
 
 
 def ranges(start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions) -> list[Range]:
-    """What to read between two sets of positions. What is not there is reported as lost.
+    """The ranges to read between two sets of positions. Messages in between that the broker removed are lost, and told.
 
-    A partition that only the second one has begins there.
+    A partition that only the second set names begins there.
     """
     found = []
     for (topic, number), stop in end.items():

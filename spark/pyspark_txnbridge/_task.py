@@ -53,7 +53,7 @@ def _write(
 ) -> Written:
     opening = session.decisions.open(unit.path, name=unit.run)
     if partition == 0 and opening.number > 1 and writers.number != opening.number:
-        # What the last run decided is finished first, and what it left open would hold readers back.
+        # First the decisions of older runs are finished; all else that they left open would hold readers back.
         finish_decided(session, unit.path)
         shut_out(session, options, unit.path, opening.number - 1)
         sweep(session, options, unit.path, opening.number - 1)
@@ -110,7 +110,7 @@ def _attempt(unit: Unit, session: Session) -> int | None:
         return None
     known = decided(session, unit.batch_path)
     if known:
-        # What was lost of a decision is written again, with all the rest, and the driver picks it out.
+        # The tasks write everything again, and the driver picks out the parts of the decision that were lost.
         return int(known[-1].id[-1]) + 1 if lost(session, known[-1]) else None
     claims = session.decisions.claims(unit.batch_path)
     by_this_run = any(claim.opening == unit.run for claim in claims)
@@ -122,8 +122,8 @@ def _attempt(unit: Unit, session: Session) -> int | None:
 def _is_awaited(unit: Unit, session: Session, token: str) -> bool:
     """Whether somebody will still end what was prepared just now; if not, it is ended here.
 
-    What runs leave open is ended when a newer run has opened, or when the batch is done or given up. Who does that may
-    have looked before this transaction began.
+    A newer run, or the driver whose batch is done or given up, ends all that this run's tasks left open. It may have
+    looked for that before this transaction began.
     """
     try:
         session.decisions.open(unit.path, name=unit.run)
@@ -163,8 +163,8 @@ class _Slot:
 class Writers:
     """The writer ids that this process holds for one sink of one query.
 
-    An id is a slot of a run. Slots are leased for a batch in the decision log: the first claim has it. Whoever had one
-    for the last batch asks for it again, and finds its connections warm.
+    An id is a slot of a run. Slots are leased for a batch in the decision log: the first claim has it. A process that
+    had a slot for the last batch asks for the same one again, and finds its connections warm.
     """
 
     options: SinkOptions

@@ -29,7 +29,7 @@ class Unit:
 
     @property
     def path(self) -> tuple[str, str]:
-        """Whose openings are the runs, and whose numbers the batches."""
+        """The id in the decision log that each run opens, and that batches are numbered under."""
         return self.query, self.sink
 
     @property
@@ -45,9 +45,9 @@ class Unit:
 class Written:
     """What one attempt of a task wrote: a prepared transaction, or nothing.
 
-    `attempt` is the number under which it may be decided: earlier ones were given up, and what was written for them is
-    being ended. `settled`: the batch was decided before the task began, so nothing was written. Times are milliseconds
-    since 1970.
+    `attempt` is the number under which it may be decided: earlier ones were given up, and transactions written for
+    them are being ended. `settled`: the batch was decided before the task began, so nothing was written. Times are
+    milliseconds since 1970.
     """
 
     unit: Unit

@@ -7,8 +7,8 @@
         checkpoint="/data/checkpoints/totals", sql="select key, upper(string(value)) as value from input",
     )
 
-Where it stands is in the checkpoint and in the decision log. Whatever dies, the same call goes on: nothing comes twice,
-and nothing is left out. `txnbridge pipeline run` is the same on the command line, and
+The checkpoint and the decision log say how far it has come. Whichever process dies, the same call goes on: no message
+comes twice, and none is left out. `txnbridge pipeline run` is the same on the command line, and
 `spark-submit …/pyspark_txnbridge/pipeline.py` on a cluster.
 """
 
@@ -35,7 +35,7 @@ _FEEDS_ITSELF = "the pipeline would read what it writes"
 _COMES_BACK = (
     f"{_FEEDS_ITSELF}: a row's column topic names one that is read; name another one there, or give --to-topic"
 )
-# What a message is made of, so that it arrives as it was; the rest is where it was.
+# The parts of a message that arrive as they were; the other columns say where it was.
 _MESSAGE = ("key", "value", "headers")
 # Spark looks for something new without pause otherwise, and each look asks the broker.
 _PAUSE_SECONDS = 0.5
