@@ -108,10 +108,10 @@ def attack(
     folder: Path,
     topics: list[str],
     published: Callable[[str], Sequence[bytes]],
-    left: Callable[[], object],
+    left: Callable[[], Sequence[object]],
     kill_broker: Callable[[], object] | None = None,
 ) -> None:
-    """`published` is all that an independent reader finds in a topic, `left` whether anything is undecided."""
+    """`published` is all that an independent reader finds in a topic, `left` what is undecided."""
     sys.stderr.write(f"TXNBRIDGE_CHAOS_SEED={SEED}\n")  # shown with `pytest -s`, or when the test fails
     chance, path = random.Random(SEED), str(folder / "books.db")
     books, seeds = Books(path), itertools.count(SEED)
@@ -151,7 +151,7 @@ def attack(
         settled_by = time.monotonic() + SETTLING
         while left() and time.monotonic() < settled_by:
             time.sleep(0.5)
-    assert not left()
+    assert list(left()) == []
     sold = books.sold()
     sys.stderr.write(f"{sold.total()} sold; {dict(kills)}\n")
     for topic in topics:

@@ -132,10 +132,16 @@ class Checks:
         application = str(origin.log.get("log") or self._cluster.settings.application)
         ledger = self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        if claim is None and (is_over(origin.deadline) or _is_left(ledger, transaction, origin, deadline)):
+        if claim is not None or not self._is_own(half):
+            return claim
+        if is_over(origin.deadline) or _is_left(ledger, transaction, origin, deadline):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         return claim
+
+    def _is_own(self, half: Record) -> bool:
+        """Whether this is asked about it; about half messages of applications these are asked themselves."""
+        return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
         with self._lock:
@@ -153,7 +159,8 @@ class Checks:
         """A broker that has asked often enough puts a half aside, also while nobody was there to tell.
 
         What was decided about it still holds. It is ended by its copies in the half topic: the record here stands in
-        another queue, and a broker that is told to end that takes it for whatever half has the same offset.
+        another queue, and a broker that is told to end that takes it for whatever half has the same offset. Half
+        messages of applications about which nothing was decided wait to be resumed, or ended, by hand.
 
         Returns for how many seconds that is enough.
         """
@@ -166,7 +173,7 @@ class Checks:
                 transaction
                 for broker in brokers
                 for transaction, half in self._discarded(broker)
-                if not self._settles(transaction, [half]) and transaction not in self._lost
+                if not self._settles(transaction, [half]) and transaction not in self._lost and self._is_own(half)
             ]
             if not left:
                 pause = patience / 3
@@ -175,14 +182,15 @@ class Checks:
         return max(_LEAST_PAUSE, pause)
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, Record]]:
-        """One half of each transaction of this application that has some."""
+        """One half of each transaction that has some, of this application and of its half messages."""
+        groups = self._cluster.members.groups
         seen: set[str] = set()
         at: int | None = 0
         while at is not None:
             pulled = self._pull(broker, at)
             for record in pulled.records:
                 mark = mark_of(record)
-                if mark and mark.transaction not in seen and record.properties.get(Property.GROUP) == self._group:
+                if mark and mark.transaction not in seen and record.properties.get(Property.GROUP) in groups:
                     seen.add(mark.transaction)
                     yield mark.transaction, record
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None

@@ -23,14 +23,15 @@ from txnbridge.spi import (
     HalfStore,
     Identity,
     Ledger,
+    LedgerClaim,
     Outcome,
     Token,
 )
 from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared
 from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.halves import Halves, parts_as_json
+from txnbridge_rocketmq.halves import Halves, parts_as_json, parts_from_json
 from txnbridge_rocketmq.listing import Found, ask_again, list_open
-from txnbridge_rocketmq.marks import mark_of, origin_of
+from txnbridge_rocketmq.marks import Origin, mark_of, origin_of
 from txnbridge_rocketmq.messages import from_wire
 from txnbridge_rocketmq.owner import Owner
 from txnbridge_rocketmq.remoting import Check, Property, Record
@@ -50,7 +51,8 @@ class RocketMQHalves(HalfStore):
         self._ender = ender
         self._cluster = ender.cluster
         self._changed = threading.Condition()
-        self._asked: dict[str, OrderedDict[str, Record]] = {}  # by producer group: a half of each transaction
+        # By producer group: of each transaction the newest question about each of its halves.
+        self._asked: dict[str, OrderedDict[str, dict[str, Check]]] = {}
         self._lent: dict[str, float] = {}  # transactions, until when
         self._owners: dict[str, Owner] = {}
 
@@ -106,10 +108,12 @@ class RocketMQHalves(HalfStore):
         self._be_asked(name, deadline)
         found: list[Half] = []
         while not found and not deadline.expired:
-            for transaction, record in self._take(name, limit, deadline):
-                half = self._half(group, transaction, record, Deadline(_LENT_SECONDS))
+            for transaction, checks in self._take(name, limit, deadline):
+                half = self._half(group, transaction, checks, Deadline(_LENT_SECONDS))
                 if half is not None:
                     found.append(half)
+                else:
+                    self._give_back(transaction)
         return found
 
     def _be_asked(self, name: str, deadline: Deadline) -> None:
@@ -137,12 +141,12 @@ class RocketMQHalves(HalfStore):
             asked = self._asked.get(name, OrderedDict())
             for check in checks:
                 if (mark := mark_of(check.record)) is not None:
-                    asked[mark.transaction] = check.record
+                    asked.setdefault(mark.transaction, {})[check.half.unique_key] = check
                     if len(asked) > _REMEMBERED:
                         asked.popitem(last=False)
             self._changed.notify_all()
 
-    def _take(self, name: str, limit: int, deadline: Deadline) -> list[tuple[str, Record]]:
+    def _take(self, name: str, limit: int, deadline: Deadline) -> list[tuple[str, list[Check]]]:
         """Some that were asked about and that nobody here is at; it waits for one."""
         with self._changed:
             while True:
@@ -155,25 +159,41 @@ class RocketMQHalves(HalfStore):
             for transaction, _ in free:
                 del asked[transaction]
                 self._lent[transaction] = now + _LENT_SECONDS
-            return free
+            return [(transaction, list(checks.values())) for transaction, checks in free]
 
     def _give_back(self, transaction: str) -> None:
         with self._changed:
             self._lent.pop(transaction, None)
 
-    def _half(self, group: str, transaction: str, record: Record, deadline: Deadline) -> Half | None:
-        """What the application is asked about; None for what was never wholly stored: no work was done for that."""
+    def _half(self, group: str, transaction: str, checks: Sequence[Check], deadline: Deadline) -> Half | None:
+        """What the application is asked about; None for what is settled, or was not wholly stored.
+
+        For the latter no work was done. Of what is settled brokers may have made copies, about which they ask again.
+        """
+        record = checks[0].record
         origin = origin_of(record)
         if origin is None:
             return None
-        log = origin.log
-        ledger = self._ledger(transaction, str(log.get("log") or self._cluster.settings.application))
-        noted = [entry for entry in ledger.find(transaction, deadline) if entry.kind == PREPARE]
-        if not noted:
-            if time.time() * 1000 >= origin.deadline:
-                ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=log)
+        ledger = self._ledger_in(transaction, origin)
+        claim = ledger.decided(transaction, deadline, log=origin.log)
+        noted = _noted(ledger, transaction, deadline)
+        if claim is None and noted is None and time.time() * 1000 >= origin.deadline:
+            claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
+        if claim is not None and not self._is_left(transaction, claim, deadline):
+            home = self._cluster.topics.home
+            self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
-        prepared = Prepared.from_json(noted[0].data)
+        return None if noted is None else self._shown(group, transaction, record, origin, noted, deadline)
+
+    def _is_left(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
+        """Whether somebody decided to publish, and has not come to do all of it."""
+        if claim.decision is Decision.ABORT:
+            return False
+        return bool(self._ender.missing(transaction, parts_from_json(claim.data), deadline))
+
+    def _shown(
+        self, group: str, transaction: str, record: Record, origin: Origin, prepared: Prepared, deadline: Deadline
+    ) -> Half:
         copies = self._ender.copies(transaction, prepared.parts, deadline)
         return Half(
             group,
@@ -182,14 +202,24 @@ class RocketMQHalves(HalfStore):
             int(time.time() * 1000),
             origin.deadline,
             checks=int(record.properties.get(Property.CHECKS, 0) or 0),
-            how={"log": dict(log)},
+            how={"log": dict(origin.log)},
         )
+
+    def _ledger_in(self, transaction: str, origin: Origin) -> Ledger:
+        return self._ledger(transaction, str(origin.log.get("log") or self._cluster.settings.application))
 
     # --- what nobody answered for -----------------------------------------------------------------------------------
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        halves = (self._half(group, f.name, f.halves[0].record, deadline) for f in self._discarded(group, deadline))
-        return [half for half in halves if half is not None]
+        return [half for found in self._discarded(group, deadline) if (half := self._parked(group, found, deadline))]
+
+    def _parked(self, group: str, found: Found, deadline: Deadline) -> Half | None:
+        """None for what was not wholly stored: no work was done for that."""
+        record, origin = found.halves[0].record, found.origin
+        prepared = None if origin is None else _noted(self._ledger_in(found.name, origin), found.name, deadline)
+        if origin is None or prepared is None:
+            return None
+        return self._shown(group, found.name, record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[Found]:
         name = self._cluster.settings.half_group(group)
@@ -231,6 +261,14 @@ class _HalfWriter(PreparedWriter):
         """Nothing of it is to be published, ever."""
         with suppress(TxnBridgeError):  # no record names these halves, so they are dropped when the broker asks
             self.abort(deadline)
+
+
+def _noted(ledger: Ledger, transaction: str, deadline: Deadline) -> Prepared | None:
+    """What the record says that stands in the log once all halves are stored."""
+    for entry in ledger.find(transaction, deadline):
+        if entry.kind == PREPARE:
+            return Prepared.from_json(entry.data)
+    return None
 
 
 def _message(record: Record) -> HalfMessage:

@@ -32,6 +32,10 @@ class Members:
         self._questions = questions
         self._lock = threading.Lock()
 
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset(self._questions.answers)
+
     def answer_for(self, group: str, answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
         """Be asked about the halves of a producer group, from now on; those that came meanwhile come together."""
         with self._lock:
@@ -45,5 +49,5 @@ class Members:
             self._tell(deadline)
 
     def _tell(self, deadline: Deadline) -> None:
-        membership = Membership(frozenset(self._questions.answers))
+        membership = Membership(self.groups)
         again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)
