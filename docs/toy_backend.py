@@ -25,7 +25,7 @@ never: Any = None  # in the place of what is declared absent, which nobody calls
 
 
 class ToyBroker(spi.Broker, spi.Admin):
-    """All bridges to one name share it. Whoever holds `changed` may look and change; the others wait."""
+    """All bridges to one name share it. The thread that holds `changed` may look and change; the others wait."""
 
     limits, capabilities = spi.Limits(), CAPABILITIES
 
@@ -122,7 +122,7 @@ class ToyWriter(spi.Writer):
 
 
 class ToyReader(spi.Reader):
-    """Of each partition one member of a group is the reader: whoever asks first, until it leaves."""
+    """Of each partition one member of a group is the reader: the first that asks, until it leaves."""
 
     def __init__(self, broker: ToyBroker, wanted: spi.Subscription, listener: spi.ReaderListener) -> None:
         self._broker, self._wanted, self._listener, self.group = broker, wanted, listener, wanted.group or ""
