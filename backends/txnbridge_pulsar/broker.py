@@ -76,7 +76,9 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Somebody has to, after each restart of the brokers, or the deadlines of all transactions stand still."""
+        """Connect to the coordinators: until a client has, the deadlines of all transactions stand still after each
+        restart of the brokers.
+        """
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -92,16 +94,17 @@ class PulsarBroker(Broker):
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
-        return list(self._owner_of(identity, ledger).open_writers(count, deadline))
+        return list(self._owner_of(identity).open_writers(count, deadline))
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         self.capabilities.require(Capability.PREPARE)
-        return self._owner_of(identity, ledger).prepare_writer(deadline)
+        return self._owner_of(identity).prepare_writer(deadline)
 
-    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
+    def _owner_of(self, identity: Identity) -> Owner:
         from txnbridge_pulsar.owner import Owner
 
         if self._owner is None:
+            ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
             self._owner = Owner(self._cluster, identity, ledger)
         return self._owner
 

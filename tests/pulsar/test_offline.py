@@ -139,9 +139,9 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
     monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
     monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
     monkeypatch.setattr(refusal, "shut_out", shut_out)
-    before = Notice("older", "host", 0, (beside, unclear, elsewhere))
+    before = Notice("older", "host", 0, (beside, unclear, elsewhere), lineage="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
-    ledger: Any = None
+    ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
     owner = Owner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
     owner._open(fence, Deadline(SOON))
     assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
