@@ -61,7 +61,7 @@ class Owner:
         self._coordinators = 0
         self._turn = itertools.count(secrets.randbelow(1000))
         self._writers: list[PulsarWriter] = []
-        self._slots = Slots(cluster, cluster.settings.prepared_ids, self.forget)
+        self._slots = Slots(cluster, cluster.settings.prepared_ids, self.unclear, self.forget)
         self._tidier = Tidier(cluster, identity.name)
 
     # --- opening --------------------------------------------------------------------------------------------------
@@ -118,7 +118,8 @@ class Owner:
         Whether it has ended, and it is known how, so that late messages of it can be shut out.
         """
         if found.prepared:
-            if coordinator_state(self._cluster, found.txn, found.marked, deadline):
+            is_unresolved = bool(coordinator_state(self._cluster, found.txn, found.marked, deadline))
+            if is_unresolved or not self._is_clear(found, host, deadline):
                 self._slots.keep(found)
             else:
                 self.forget(found.txn)
@@ -128,12 +129,7 @@ class Owner:
                 ended = end(self._cluster, found.txn, False, deadline)
         except OutcomeUnknown as error:
             raise BrokerUnavailable(f"opening {self.name}: {error}") from error
-        if ended is not Ended.ABORTED and not self.unclear.is_clear(found, deadline):
-            _log.error(
-                "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its"
-                " topics until that is known; look at what `txnbridge doctor` says of them",
-                *(self.name, found.transaction, found.txn, host),
-            )
+        if ended is not Ended.ABORTED and not self._is_clear(found, host, deadline):
             return False
         if ended is Ended.ABORTED:
             _log.warning(
@@ -142,6 +138,17 @@ class Owner:
                 *(self.name, host, found.transaction),
             )
         return True
+
+    def _is_clear(self, found: Announced, host: str, deadline: Deadline) -> bool:
+        """Whether it can be told how a transaction ended that its coordinator has forgotten."""
+        if self.unclear.is_clear(found, deadline):
+            return True
+        _log.error(
+            "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its topics"
+            " until that is known; look at what `txnbridge doctor` says of them",
+            *(self.name, found.transaction, found.txn, host),
+        )
+        return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
         """A writer for one transaction. Raises `DeadlineExceeded` if too many are unresolved."""
