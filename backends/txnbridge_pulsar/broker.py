@@ -111,7 +111,8 @@ class PulsarBroker(Broker):
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
         from txnbridge_pulsar.publisher import PulsarPublisher
 
-        publisher = PulsarPublisher(self._cluster, name)
+        application = self._context.application
+        publisher = PulsarPublisher(self._cluster, name, lambda id: self._context.ledger(application, id))
         self._publishers.add(publisher)
         return publisher
 

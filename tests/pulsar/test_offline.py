@@ -12,6 +12,7 @@ from txnbridge_pulsar import endings, refusal, writer
 from txnbridge_pulsar import owner as owner_module
 from txnbridge_pulsar import unclear as unclear_module
 from txnbridge_pulsar.endings import Ended, How
+from txnbridge_pulsar.names import Namespace
 from txnbridge_pulsar.notices import Announced, Marked, Notice
 from txnbridge_pulsar.owner import Owner
 from txnbridge_pulsar.publisher import PulsarPublisher
@@ -20,9 +21,11 @@ from txnbridge_pulsar.unclear import Unclear
 from txnbridge_pulsar.wire import TimedOut, TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
+from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
+    EvidenceLost,
     NotFound,
     NotSupported,
     Outcome,
@@ -40,7 +43,9 @@ MARKED = Marked("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nc
 
 
 def cluster_with(**parts: Any) -> Any:
-    settings = SimpleNamespace(mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace="a/b", pack=None)
+    settings = SimpleNamespace(
+        mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace=Namespace("a", "b"), pack=None
+    )
     client = SimpleNamespace(hang_up=lambda lane: None)
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
 
@@ -208,8 +213,9 @@ def test_closing_waits_for_no_longer_than_it_may(hanging: Refuser) -> None:
 # --- sequences --------------------------------------------------------------------------------------------------------
 
 
-def publisher_where(deduplicates: Any, last: int = -1) -> tuple[PulsarPublisher, list[int]]:
+def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
     """A named publisher on a topic of one partition, and the sequences that it sends."""
+    ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
 
     def send(message: object, sequence_id: int, timeout: float) -> Any:
@@ -221,7 +227,7 @@ def publisher_where(deduplicates: Any, last: int = -1) -> tuple[PulsarPublisher,
         concrete=lambda *_: ["t-partition-0"], require=lambda *_: ["t-partition-0"], deduplicates=deduplicates
     )
     client = SimpleNamespace(create_producer=lambda *_, **__: producer)
-    return PulsarPublisher(cluster_with(topics=topics, client=client), "name"), sent
+    return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 
 
 def send_one(publisher: PulsarPublisher, sequence: int) -> None:
@@ -252,3 +258,31 @@ def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -
     for number in (3, 4, 5):
         send_one(publisher, number)
     assert sent == [5]
+
+
+@pytest.mark.parametrize("last", [-1, 3], ids=["nothing", "less"])
+def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: int) -> None:
+    publisher, sent = publisher_where(lambda *_: True, last, Kept(stored=4))
+    for number in (0, 5):
+        with pytest.raises(EvidenceLost, match="under another name"):
+            send_one(publisher, number)
+        with pytest.raises(EvidenceLost):
+            publisher.last_sequence("t", Deadline(SOON))
+    assert not sent
+
+
+def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
+    ledger = Kept(stored=2)
+    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
+    for number in range(6):
+        send_one(publisher, number)
+    assert sent == [5] and ledger.newest[1] == {"stored": 4}
+
+
+def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def denied(*_: object) -> Any:
+        raise AccessDenied("no right")
+
+    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
+    send_one(publisher, 5)
+    assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
