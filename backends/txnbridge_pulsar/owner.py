@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import BrokerUnavailable, DeliveryFailed, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Identity, Ledger, Writer
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.cluster import Cluster
@@ -33,6 +33,8 @@ _log = logging.getLogger("txnbridge")
 _COURTESY_SECONDS = 3.0
 # A coordinator that has as many transactions as it may never answers a request for another, nor when one has ended.
 _BEGIN_SECONDS = 3.0
+# Half of what an entry can hold as Pulsar comes: the next owner says all of it again, and what is at risk besides.
+_MOST_NOTICE_BYTES = 2_500_000
 _PAUSE = 0.05  # with less left nothing is begun any more
 
 
@@ -180,12 +182,36 @@ class Owner:
         self._shut_out(self.unclear.require(topics, deadline), deadline)
 
     def announce(self, found: Announced, deadline: Deadline) -> None:
-        """Return when the next owner of the id would find the transaction. Raises `Fenced` if there is a newer owner."""
+        """Return when the next owner of the id would find the transaction.
+
+        Raises `Fenced` if there is a newer owner already, and `DeliveryFailed`, with nothing announced, if one record
+        cannot hold all unresolved transactions.
+        """
         with self._lock:
+            before = self._under_way.get(found.txn)
             self._under_way[found.txn] = found
-        if self._fence is not None:
+        if self._fence is None:
+            return
+        try:
+            self._require_room()
             with self._cluster.events.step("step:announce", found.transaction, prepared=found.prepared):
                 self._fence.write(self._notice, deadline)
+        except DeliveryFailed:
+            with self._lock:
+                self._under_way.pop(found.txn, None)
+                if before is not None:
+                    self._under_way[found.txn] = before
+            raise
+
+    def _require_room(self) -> None:
+        notice = self._notice()
+        size = len(notice.pack())
+        if size > _MOST_NOTICE_BYTES:
+            raise DeliveryFailed(
+                f"the topics of all {len(notice.under_way)} transactions of {self.name} that have not ended make a"
+                f" record of {size} bytes, and it can have {_MOST_NOTICE_BYTES}: write to fewer topics in one"
+                " transaction, or commit or abort prepared ones first (`txnbridge transactions` lists them)"
+            )
 
     def _notice(self, at_risk: Sequence[Announced] = ()) -> Notice:
         with self._lock:

@@ -14,6 +14,7 @@ from txnbridge_pulsar import unclear as unclear_module
 from txnbridge_pulsar.endings import Ended, How
 from txnbridge_pulsar.names import Namespace
 from txnbridge_pulsar.notices import Announced, Marked, Notice
+from txnbridge_pulsar.outgoing import Line
 from txnbridge_pulsar.owner import Owner
 from txnbridge_pulsar.publisher import PulsarPublisher
 from txnbridge_pulsar.refusal import Refuser
@@ -25,6 +26,7 @@ from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
+    DeliveryFailed,
     EvidenceLost,
     NotFound,
     NotSupported,
@@ -157,6 +159,49 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
     owner.require_clear(["t"], Deadline(SOON))
     assert unclear in swept and not owner._under_way
     owner.refuser.close(Deadline(SOON))
+
+
+# --- announcing -------------------------------------------------------------------------------------------------------
+
+
+def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[Owner, list[Notice]]:
+    """An owner whose records have room for a few topics, and what it writes."""
+    monkeypatch.setattr(owner_module, "_MOST_NOTICE_BYTES", 1000)
+    written: list[Notice] = []
+    ledger: Any = None
+    owner = Owner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
+    fence: Any = SimpleNamespace(write=lambda make, _: written.append(make()))
+    owner._fence = fence
+    return owner, written
+
+
+def over(number: int, *topics: str) -> Announced:
+    return Announced(f"app/host/{number}", TxnId(0, number), (*topics, MARKED.topic), (), MARKED)
+
+
+def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner, written = announcing(monkeypatch)
+    many = [f"persistent://public/default/topic-{number}" for number in range(100)]
+    first, second = over(1, "t"), over(2, "t")
+    owner.announce(first, Deadline(SOON))
+    for too_much in (over(3, *many), over(1, *many)):
+        with pytest.raises(DeliveryFailed, match="fewer topics"):
+            owner.announce(too_much, Deadline(SOON))
+    owner.announce(second, Deadline(SOON))
+    assert [list(notice.under_way) for notice in written] == [[first], [first, second]]
+
+
+def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, written = announcing(monkeypatch)
+    monkeypatch.setattr(Line, "open", lambda *_: None)
+    found = PulsarWriter(owner._cluster, owner, "w")
+    found._txn, found.marked = TXN, MARKED
+    found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
+    with pytest.raises(DeliveryFailed):
+        found._cover([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
+    assert list(found._announced) == [MARKED.topic] and not written
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
