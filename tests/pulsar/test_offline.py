@@ -11,6 +11,7 @@ import pytest
 from txnbridge_pulsar import endings, refusal, writer
 from txnbridge_pulsar import owner as owner_module
 from txnbridge_pulsar import unclear as unclear_module
+from txnbridge_pulsar.doctor import check_settings
 from txnbridge_pulsar.endings import Ended, How
 from txnbridge_pulsar.names import Namespace
 from txnbridge_pulsar.notices import Announced, Marked, Notice
@@ -331,3 +332,18 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
     publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
     send_one(publisher, 5)
     assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> None:
+    told = {"backlogQuotaDefaultRetentionPolicy": "consumer_backlog_eviction", "backlogQuotaDefaultLimitGB": "10"}
+    rest: Any = SimpleNamespace(get=lambda *_: told)
+
+    def found() -> list[str]:
+        return [each.text for each in check_settings(rest, Deadline(SOON)) if each.level == "problem"]
+
+    assert len(found()) == 1 and "backlog quota" in found()[0]
+    told["backlogQuotaDefaultLimitGB"] = "-1"
+    assert not found()
