@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from txnbridge.errors import DeadlineExceeded, InvalidState
+from txnbridge.errors import DeadlineExceeded, InvalidState, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Reach
@@ -21,10 +22,14 @@ from txnbridge_pulsar.writer import PulsarWriter
 if TYPE_CHECKING:
     from txnbridge_pulsar.owner import Owner
 
+_log = logging.getLogger("txnbridge")
+
 # While all marker topics are taken: how often to look whether one is free.
 _LOOK_SECONDS = 0.2
 # So many unresolved transactions are asked about before another topic is made, which takes longer than all of that.
 _ASKED_FIRST = 4
+# So long is looked how one of them ended: for its marker, and then for whatever else tells.
+_CLEAR_SECONDS = 10.0
 
 
 class Slots:
@@ -100,11 +105,18 @@ class Slots:
     def _is_resolved(self, found: Announced, deadline: Deadline) -> bool:
         if coordinator_state(self._cluster, found.txn, found.marked, deadline):
             return False
-        if self._unclear.is_clear(found, deadline):
+        if self._is_clear(found, Deadline(min(_CLEAR_SECONDS, deadline.left()))):
             return True
         with self._lock:
             self._hidden.add(found.txn)
         return False
+
+    def _is_clear(self, found: Announced, deadline: Deadline) -> bool:
+        try:
+            return self._unclear.is_clear(found, deadline)
+        except TxnBridgeError as error:  # its broker may be away, and other slots are free
+            _log.debug("how transaction %s ended: %s", found.transaction, error)
+            return False
 
     def _all_taken(self, name: str) -> str:
         with self._lock:

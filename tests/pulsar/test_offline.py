@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_pulsar import endings, refusal, writer
+from txnbridge_pulsar import endings, prepared, refusal, writer
 from txnbridge_pulsar import owner as owner_module
 from txnbridge_pulsar import unclear as unclear_module
 from txnbridge_pulsar.doctor import check_settings
@@ -122,6 +122,26 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     ledger: Any = None
     assert endings.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
     assert told == [MARKED.topic]
+
+
+@pytest.mark.parametrize("told", [True, False, BrokerUnavailable("the marker topic is being moved")], ids=repr)
+def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, told: bool | TxnBridgeError
+) -> None:
+    def is_clear(*_: object) -> bool:
+        if isinstance(told, TxnBridgeError):
+            raise told
+        return told
+
+    monkeypatch.setattr(prepared, "coordinator_state", lambda *_: "")
+    resolved: list[TxnId] = []
+    unclear: Any = SimpleNamespace(is_clear=is_clear)
+    slots = prepared.Slots(cluster_with(), 8, unclear, resolved.append)
+    assert slots.take("id", Deadline(SOON)) == 0
+    slots.keep(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED, slot=0, prepared=True))
+    slots.release(0)
+    assert slots.take("id", Deadline(SOON)) == (0 if told is True else 1)
+    assert resolved == ([TXN] if told is True else [])
 
 
 # --- what a coordinator forgot ----------------------------------------------------------------------------------------
