@@ -214,14 +214,17 @@ class Fence:
 
         It is for good: no later opening by this process may take the id back.
         """
-        host = None
+        host, is_gone = None, False
         try:
             found = newest_notice(self._cluster, self.topic, deadline)
+            is_gone = found is None
             # Between taking the topic and saying so, the newer owner's name is not there yet.
             host = found[1].host if found is not None and found[1].opening != self._opening else None
         except Exception as error:
             _log.debug("who has opened %s cannot be read: %s", self._name, error)
         text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
+        if is_gone:
+            text = f"the fence topic of {self._name} was deleted: this owner must stop"
         self._fenced = Fenced(text, newer=host)
         return self._again(self._fenced)
 

@@ -201,6 +201,18 @@ def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_the
             txn.send(topic, b"zombie")
 
 
+def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
+) -> None:
+    owner = open_bridge(transactional_id=id)
+    topic = new_topic(owner)
+    admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(owner))}?force=true")
+    for _ in range(2):
+        with pytest.raises(Fenced, match="was deleted"):
+            with owner.transaction() as txn:
+                txn.send(topic, b"x")
+
+
 def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str
 ) -> None:
