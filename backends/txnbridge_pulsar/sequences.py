@@ -14,6 +14,9 @@ from txnbridge.spi import Deadline, Ledger
 
 _log = logging.getLogger("txnbridge")
 
+# Messages are stored whether that is noted or not: no flush waits longer for a log whose broker is away.
+_NOTE_SECONDS = 3.0
+
 
 class Noted:
     """The highest sequence that the log knows to be stored; there may be more, where a publisher has died."""
@@ -41,11 +44,15 @@ class Noted:
             )
 
     def note(self, stored: int, deadline: Deadline) -> None:
-        """Have the log know that all up to this sequence is stored, if it can be told: errors are not raised."""
+        """Have the log know that all up to this sequence is stored, if it can be told soon: errors are not raised, and
+        after one the next publisher of the name does it.
+        """
+        deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
         try:
             while not self._blind and self._last < stored:
                 self._append(stored, deadline)
         except TxnBridgeError as error:
+            self._blind = True
             _log.debug("what publisher %r has stored on %s is not noted: %s", self._name, self._topic, error)
 
     def note_first(self, stored: int, deadline: Deadline) -> None:

@@ -27,6 +27,7 @@ from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
     NotFound,
@@ -343,6 +344,20 @@ def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
     for number in range(6):
         send_one(publisher, number)
     assert sent == [5] and ledger.newest[1] == {"stored": 4}
+
+
+def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
+    tried: list[object] = []
+
+    def opened(data: object, deadline: Deadline) -> str:
+        tried.append(data)
+        raise DeadlineExceeded("the log's broker is away")
+
+    ledger = SimpleNamespace(newest_opening=lambda _: None, opened=opened)
+    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
+    for number in (5, 6):
+        send_one(publisher, number)
+    assert sent == [5, 6] and tried == [{"stored": 4}]
 
 
 def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
