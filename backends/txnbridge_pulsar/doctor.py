@@ -47,7 +47,8 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
         Advice(
             "warning",
             "acknowledgements",
-            "acknowledgmentAtBatchIndexLevelEnabled is false: of messages that came in one batch the last one decides",
+            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may deliver again what was acknowledged, where"
+            " other messages of the same entry were not",
             _CONF,
         ),
     )
