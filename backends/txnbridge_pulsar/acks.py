@@ -65,7 +65,7 @@ class AckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements. What goes wrong from the first byte on is raised by `SentAcks.settle`.
+        """Send acknowledgements. Errors after the first byte has left are raised by `SentAcks.settle`.
 
         Raises `Conflict`, with nothing sent, for a position that is not in this reader's hands: given back, or
         delivered under an assignment that has ended.
@@ -145,9 +145,11 @@ class SentAcks:
             self._hold_what_can_be_held(sent, deadline)
 
     def _hold_what_can_be_held(self, sent: _Sent, deadline: Deadline) -> None:
-        """The transaction is lost. But a shared subscription forgets that it delivered what it refused, all of a
-        command, and so never does again. What the transaction holds comes back by its abort: one by one, it gets all
-        but those that somebody else has.
+        """Acknowledge once more one by one, although the transaction is lost: its abort brings all these messages back,
+        but for those that another transaction has.
+
+        A shared subscription forgets that it has delivered the messages of an acknowledgement that it refused, and
+        would never deliver them again.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection everything comes again

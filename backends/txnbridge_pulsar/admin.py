@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,9 +30,11 @@ from txnbridge_pulsar.repair import end_by_hand, is_number, repair
 from txnbridge_pulsar.rest import Refused, path_of, unavailable
 from txnbridge_pulsar.topics import NEEDS_REST
 
+_log = logging.getLogger("txnbridge")
+
 # How often is looked whether a new topic or partition is known.
 _LOOK_SECONDS = 0.05
-# What is kept is asked for each topic by itself, and there may be thousands.
+# The retention of each topic is a question by itself, and there may be thousands of topics.
 _SIDE_BY_SIDE = 8
 _MINUTE, _MEGABYTE = 60, 1024 * 1024
 # Topics of Pulsar's own, and what it keeps beside a subscription.
@@ -65,6 +68,12 @@ class PulsarAdmin(Admin):
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         if created and policy is not None:
             self._set_retention(name, policy, deadline)
+        elif created and 0 in self._kept(name, deadline):
+            _log.warning(
+                "topic %r has a retention of 0: brokers delete what no subscription needs, also what is open or"
+                " prepared. Make the subscription before the first message, or create the topic with a retention",
+                name,
+            )
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
@@ -221,7 +230,7 @@ class PulsarAdmin(Admin):
         parts: tuple[Callable[[], Iterable[Advice]], ...] = (
             lambda: doctor.check_settings(rest, deadline),
             lambda: doctor.check_namespace(rest, self._settings, deadline),
-            lambda: doctor.check_kept(self._cluster, rest, self.topics(deadline), deadline),
+            lambda: doctor.check_topics(self._cluster, rest, self.topics(deadline), deadline),
             lambda: self._look_at_open(deadline),
             lambda: doctor.check_held_back(self._cluster, rest, deadline),
         )

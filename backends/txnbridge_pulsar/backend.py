@@ -45,7 +45,7 @@ CAPABILITIES = Capabilities(
         Capability.RESUME_SEQUENCE: Support(
             Level.NATIVE,
             "the broker forgets a name that nobody uses for 360 minutes, or as it is set"
-            " (brokerDeduplicationProducerInactivityTimeoutMinutes)",
+            " (brokerDeduplicationProducerInactivityTimeoutMinutes); then nothing is sent under it any more",
         ),
         Capability.DECISION_LOG: emulated("a topic without partitions in which the first record for an id counts"),
         Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
@@ -60,6 +60,12 @@ WITHOUT_REST: Mapping[Capability, Support] = {
     Capability.RESUME_SEQUENCE: absent(
         "it needs the option admin_url: only REST tells whether the broker removes duplicates, by which sequences are"
         " kept"
+    ),
+}
+WITHOUT_DEDUPLICATION: Mapping[Capability, Support] = {
+    Capability.RESUME_SEQUENCE: absent(
+        "brokers do not remove duplicates in this namespace, and only where they do they keep sequences:"
+        " brokerDeduplicationEnabled, or pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE"
     ),
 }
 _OFF = "transactions are off in this cluster (transactionCoordinatorEnabled)"

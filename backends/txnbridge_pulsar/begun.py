@@ -1,9 +1,10 @@
 """What REST tells of a group's subscriptions: whether those that it has begun to read are still there, and whether open
 transactions hold some of their messages.
 
-Brokers drop those that nobody uses, where they are told to, and administrators delete them. Whoever subscribes makes a
-missing one anew, and so would read everything again, or skip what is there. The decision log says how many partitions
-of a topic a group has begun to read, and REST whether there is a subscription: the binary protocol cannot ask.
+Brokers drop subscriptions that nobody uses, where they are told to, and administrators delete them. A member that
+subscribes makes a missing one anew, and so would read everything again, or skip messages that are there. The decision
+log says how many partitions of a topic a group has begun to read, and REST whether there is a subscription: the binary
+protocol cannot ask.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from txnbridge_pulsar.rest import Refused, Rest, path_of
 
 _log = logging.getLogger("txnbridge")
 
-# Nobody waits longer for what only tells what should not be: reading does not depend on REST.
+# Reading does not depend on REST: no member waits longer for an answer that only tells of a lost subscription.
 _ASK_SECONDS = 3.0
 # Partitions are asked for one by one, and there may be many.
 _SILENT_SECONDS = 30.0

@@ -27,7 +27,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_pulsar import wire
-from txnbridge_pulsar.backend import WITHOUT_REST, WITHOUT_TRANSACTIONS
+from txnbridge_pulsar.backend import WITHOUT_DEDUPLICATION, WITHOUT_REST, WITHOUT_TRANSACTIONS
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.coordinators import Watch
 from txnbridge_pulsar.errors import again, needing, translate
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
+# Connecting waits no longer for this, because each topic is asked again before a sequence is sent there.
+_ASK_SECONDS = 1.0
 # Coordinators are looked up like the partitions of a topic there.
 COORDINATORS = "pulsar/system"
 
@@ -65,18 +67,23 @@ class PulsarBroker(Broker):
             topics = Topics(settings, self._client, rest)
             self._load_coordinators(deadline)
             self.cluster = cluster_id(settings, self._client, topics, deadline)
+            keeps_no_sequences = rest is not None and _is_deduplication_off(settings, topics, deadline)
         except BaseException:
             self._client.close()
             raise
         if rest is None:
             self.capabilities = self.capabilities.but(WITHOUT_REST)
+        if keeps_no_sequences:
+            self.capabilities = self.capabilities.but(WITHOUT_DEDUPLICATION)
         self._cluster = Cluster(self.cluster, settings, self._client, topics, rest, context.events)
         self._watch = Watch(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
         self._owner: Owner | None = None
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Somebody has to, after each restart of the brokers, or the deadlines of all transactions stand still."""
+        """Connect to the coordinators: until a client has, the deadlines of all transactions stand still after each
+        restart of the brokers.
+        """
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -92,23 +99,25 @@ class PulsarBroker(Broker):
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self.capabilities.require(Capability.ATOMIC_TOPICS)
-        return list(self._owner_of(identity, ledger).open_writers(count, deadline))
+        return list(self._owner_of(identity).open_writers(count, deadline))
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         self.capabilities.require(Capability.PREPARE)
-        return self._owner_of(identity, ledger).prepare_writer(deadline)
+        return self._owner_of(identity).prepare_writer(deadline)
 
-    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
+    def _owner_of(self, identity: Identity) -> Owner:
         from txnbridge_pulsar.owner import Owner
 
         if self._owner is None:
+            ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
             self._owner = Owner(self._cluster, identity, ledger)
         return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
         from txnbridge_pulsar.publisher import PulsarPublisher
 
-        publisher = PulsarPublisher(self._cluster, name)
+        application = self._context.application
+        publisher = PulsarPublisher(self._cluster, name, lambda id: self._context.ledger(application, id))
         self._publishers.add(publisher)
         return publisher
 
@@ -159,6 +168,18 @@ class PulsarBroker(Broker):
         if self._watch is not None:
             self._watch.close()
         self._client.close()
+
+
+def _is_deduplication_off(settings: Settings, topics: Topics, deadline: Deadline) -> bool:
+    """Whether brokers remove no duplicates in the namespace, as a topic of our own there tells: to ask about a topic
+    needs no more rights than to use it.
+    """
+    topic = settings.namespace.full_name(settings.cluster_topic)
+    try:
+        return topics.deduplication(topic, Deadline(min(_ASK_SECONDS, deadline.left()))) == "Disabled"
+    except TxnBridgeError as error:
+        _log.debug("whether %s removes duplicates: %s", settings.namespace, error)
+        return False
 
 
 def open_client(settings: Settings) -> wire.Client:

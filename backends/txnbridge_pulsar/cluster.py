@@ -1,4 +1,4 @@
-"""What every part of a bridge to one cluster shares."""
+"""The parts that everything in a bridge to one cluster shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from txnbridge_pulsar.topics import Topics
 class Cluster:
     """The settings, and the ways to ask.
 
-    What is opened in a lane of `client` shares no connection with other lanes: whatever may be fenced has its own.
+    Producers and consumers in one lane of `client` share no connection with those in other lanes: each producer that
+    may be fenced has a lane of its own.
     `rest` is None without an `admin_url`.
     """
 

@@ -2,12 +2,12 @@
 
 A coordinator passes the end on to the brokers that serve them. While one of those lets go of a topic, which it does
 whenever topics are moved or unloaded, the coordinator takes "being unloaded" for "was deleted", and the end for done:
-it never arrives. What was committed there stays hidden, and the end of a later transaction on the same topic makes it
-an abort: messages are lost, and acknowledged ones processed twice.
+it never arrives. Committed messages stay hidden there, and the end of a later transaction on the same topic makes an
+abort of the commit: messages are lost, and acknowledged ones processed twice.
 
-Who has a producer or a consumer there is told that it is closed. So each of our transactions is remembered for some
-time after its end was confirmed, and ended once more on whatever was let go of. A process that dies in between tells
-nobody; what ends on the topic before, by other programs, cannot be undone.
+The broker tells each producer and consumer on such a topic that it is closed. So each of our transactions is remembered
+for some time after its end was confirmed, and ended once more on every topic that was let go of. A process that dies in
+between tells no topic; and if another program ends a transaction on the topic before us, that cannot be undone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _log = logging.getLogger("txnbridge")
 # Topics are closed within milliseconds of being let go of; those of a large bundle one after the other.
 _KEEP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-# What is with a broker that was killed is asked for again and again, until others miss it.
+# Topics of a broker that was killed are asked for again and again, until the other brokers miss it.
 _TURN_SECONDS = 2.0
-# Who closes right behind a commit stays so long, to hear of what was let go of meanwhile.
+# A writer that is closed right after a commit stays so long, to hear which topics were let go of meanwhile.
 _LINGER_SECONDS = 0.02
 # A token has room for 4,096 in all, some of it lost to its encoding.
 _MOST_TOKEN_CHARACTERS = 1800
@@ -43,7 +43,9 @@ _TOLD_AT_ONCE = 8
 
 
 class Place(NamedTuple):
-    """A topic that a transaction wrote to, or a subscription on it, and which of our clients is told if it goes."""
+    """A topic that a transaction wrote to, or a subscription on it, and which of our clients the broker tells when it
+    lets go of the topic.
+    """
 
     topic: str
     subscription: str | None
@@ -53,14 +55,16 @@ class Place(NamedTuple):
     @property
     def has_moved(self) -> bool:
         lost = self.user.lost
-        # Of what was closed on this side nobody is told any more; see `linger`.
+        # The broker does not tell a client that was closed on this side; see `linger`.
         ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
         return self.user.generation != self.generation or (lost is not None and not ours)
 
 
 @dataclass(frozen=True)
 class Reach:
-    """All that a transaction wrote to and acknowledged on, for who ends it from elsewhere and has no clients there."""
+    """All that a transaction wrote to and acknowledged on, for a process that ends it by its token and has no clients
+    there.
+    """
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
@@ -104,7 +108,8 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 
 
 def tell_all(cluster: Cluster, txn: TxnId, commit: bool, reach: Reach, deadline: Deadline) -> None:
-    """End a transaction everywhere once more: nobody here would have been told of what moved meanwhile.
+    """End a transaction everywhere once more: this process may have no client there, and so no broker would tell it
+    which topics moved meanwhile.
 
     Raises nothing: that it has ended is decided. With authorization on, only a superuser may.
     """
@@ -181,7 +186,7 @@ class Confirmer:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
     def _tell(self, missed: Place, deadline: Deadline) -> None:
-        """What could not be told stays, to be tried again."""
+        """End everything once more on one topic. Ends that fail are kept, to be tried again."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
@@ -237,7 +242,7 @@ class Confirmer:
                 del self._recent[each]
 
     def linger(self) -> None:
-        """To be called before producers are closed: return when they have heard of what was being let go of."""
+        """To be called before producers are closed: return when they have heard which topics were being let go of."""
         time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:

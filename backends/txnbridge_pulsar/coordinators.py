@@ -1,7 +1,8 @@
 """Keeping the transaction coordinators awake.
 
-After a restart of the brokers no transaction's time runs until some client has connected to its coordinator: what a
-dead process left open would hold readers back for ever. So each bridge connects, now and then, as long as it is open.
+After a restart of the brokers no transaction's time runs until some client has connected to its coordinator: a
+transaction that a dead process left open would hold readers back for ever. So each bridge connects, now and then, as
+long as it is open.
 """
 
 from __future__ import annotations

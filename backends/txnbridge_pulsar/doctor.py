@@ -1,29 +1,40 @@
-"""What weakens a promise on a Pulsar cluster, or holds its readers back."""
+"""The doctor: settings and states of a Pulsar cluster that weaken a promise, or hold its readers back."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from txnbridge.errors import AccessDenied
 from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
 from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.fence import at_risk
+from txnbridge_pulsar.fence import at_risk, fence_prefix
 from txnbridge_pulsar.listing import Found
+from txnbridge_pulsar.markers import marker_prefix
+from txnbridge_pulsar.names import SUBSCRIPTION
 from txnbridge_pulsar.repair import held_back
 from txnbridge_pulsar.rest import Refused, Rest, path_of
 from txnbridge_pulsar.settings import Settings
 
-# What stands open for longer is worth a look: nothing behind it can be read.
+# A transaction that is open for longer is worth a look: nothing behind it can be read.
 _LONG_SECONDS = 60
 # Copies of each record that are stored before it counts, where losing one machine may lose nothing.
 _COPIES = 2
+# A prepared transaction with less than this part of its time left is told of, while it can still be committed.
+_LAST_PART = 0.25
+_NOBODY_TELLS = ""
+# Topics are asked about one by one, and there may be thousands.
+_SIDE_BY_SIDE = 8
 _CONF = "set it in broker.conf, and restart the brokers"
+_EVICTING = "consumer_backlog_eviction"
+_QUOTA = "the backlog quota drops what is not acknowledged, the decision log's records among it"
 
 
 def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """What the brokers were told."""
+    """The settings of the brokers."""
     found: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
     yield from _wanted(
         found,
@@ -36,7 +47,8 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
         Advice(
             "warning",
             "acknowledgements",
-            "acknowledgmentAtBatchIndexLevelEnabled is false: of messages that came in one batch the last one decides",
+            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may deliver again what was acknowledged, where"
+            " other messages of the same entry were not",
             _CONF,
         ),
     )
@@ -59,24 +71,35 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
             "set it to 2 with a write quorum of 3, where there are three bookies",
         )
     yield from _losing("the brokers", found, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
+    limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
+    evicts = found.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
+    if evicts and any(_number(found, name, -1) > 0 for name in limits):
+        yield Advice("problem", "the brokers", _QUOTA, f"backlogQuotaDefaultRetentionPolicy: {_CONF}")
 
 
 def check_namespace(rest: Rest, settings: Settings, deadline: Deadline) -> Iterator[Advice]:
-    """What the namespace was told."""
+    """The policies of the namespace."""
     name = settings.namespace
     policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
     yield from _losing(f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes")
     for quota in (policies.get("backlog_quota_map") or {}).values():
-        if quota.get("policy") == "consumer_backlog_eviction":
+        if quota.get("policy") == _EVICTING:
             yield Advice(
                 "problem",
                 f"namespace {name}",
-                "its backlog quota drops what is not acknowledged, the decision log's records among it",
+                _QUOTA,
                 f"pulsar-admin namespaces set-backlog-quota --policy producer_exception ... {name}",
             )
 
 
-def check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def check_topics(cluster: Cluster, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics that lose messages, or records of our own."""
+    yield from _check_kept(cluster, rest, topics, deadline)
+    yield from _check_own(cluster, rest, topics, deadline)
+    yield from _check_expiring(cluster, rest, topics, deadline)
+
+
+def _check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Users' topics that keep no more than subscriptions need, and have none."""
     namespace = cluster.settings.namespace
     dropped = [
@@ -84,7 +107,7 @@ def check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadli
         for topic in topics
         if not topic.internal
         and 0 in (topic.retention_seconds, topic.retention_bytes)
-        and not all(_is_subscribed(rest, each, deadline) for each in cluster.topics.look(topic.name, deadline))
+        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.look(topic.name, deadline))
     ]
     if dropped:
         yield Advice(
@@ -97,18 +120,81 @@ def check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadli
         )
 
 
-def _is_subscribed(rest: Rest, concrete: str, deadline: Deadline) -> bool:
-    """Also where nobody tells: then it is not known that anything is lost."""
+def _check_own(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics of our own whose subscription somebody has deleted."""
+    settings = cluster.settings
+    own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        found = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
+        for topic, names in zip(own, found, strict=True):
+            if not names & {SUBSCRIPTION, _NOBODY_TELLS}:
+                yield Advice(
+                    "problem",
+                    settings.namespace.short_name(topic),
+                    f"the subscription {SUBSCRIPTION!r} of this topic of our own is gone: brokers delete what tells how"
+                    " transactions ended, and which ones have not, and when nobody uses it the topic itself",
+                    f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
+                    f" {shlex.quote(topic)}; and find out who deletes subscriptions",
+                )
+
+
+def _kept_by_us(cluster: Cluster, names: Sequence[str]) -> Iterator[str]:
+    """Topics of our own that must have their subscription. Marker topics of bridges without a transactional id need
+    not: without REST such a bridge takes the subscription away as it closes, and the broker deletes the topic.
+    """
+    fence, marker = fence_prefix(cluster), marker_prefix(cluster)
+    ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
+    for name in names:
+        id, _, _ = name.removeprefix(marker).rpartition(".")
+        if name.startswith(cluster.settings.prefix) and (not name.startswith(marker) or id in ids):
+            yield name
+
+
+def _check_expiring(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics with a time-to-live of their own; that of the namespace is told of there."""
+    settings = cluster.settings
+    asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
+    names = [settings.namespace.full_name(topic.name) for topic in asked]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        found = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
+        for topic, name, seconds in zip(asked, names, found, strict=True):
+            if seconds:
+                yield Advice(
+                    "problem" if topic.internal else "warning",
+                    topic.name,
+                    f"messages expire on this topic after {seconds} s: "
+                    + (
+                        "decisions, and what tells how transactions ended, are lost with them"
+                        if topic.internal
+                        else "what a group has not acknowledged by then is taken from it, and it is not told"
+                    ),
+                    f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
+                )
+
+
+def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
+    """In seconds; 0 without one, and where nobody tells."""
+    try:
+        return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
+    except (Refused, AccessDenied):
+        return 0
+
+
+def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
+    """The durable ones, because a reader's keeps nothing. One without a name where nobody tells: then it is not known
+    that anything is lost.
+    """
     try:
         found = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except Refused:
-        return True
-    return any(each.get("durable") for each in found.values())  # that of a reader keeps nothing
+        return {_NOBODY_TELLS}
+    return {name for name, each in found.items() if each.get("durable")}
 
 
 def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
     now = time.time() * 1000
     for found in transactions:
+        yield from _check_expiry(found, now)
         seconds = (now - (found.since or now)) / 1000
         if seconds > _LONG_SECONDS:
             topics = ", ".join(sorted({topic for topic, _ in found.partitions})) or "no topic of users"
@@ -121,11 +207,25 @@ def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
             )
 
 
-def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Deadline) -> Iterator[Advice]:
-    """Topics where brokers cannot refuse yet what comes late for a transaction that somebody else has ended.
+def _check_expiry(found: OpenTransaction, now: float) -> Iterator[Advice]:
+    if found.state != "prepared" or not found.since or not found.expires_at:
+        return
+    left = found.expires_at - now
+    if left < _LAST_PART * (found.expires_at - found.since):
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner} is prepared, and the broker aborts it in {max(0, left) / 1000:.0f} s",
+            f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT; for more"
+            " time, connect with a larger hold and longest_transaction",
+        )
 
-    As long as an older one of its coordinator is open that is certain; afterwards its owner sees to it, and nobody
-    else can tell whether it has.
+
+def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Deadline) -> Iterator[Advice]:
+    """Topics where brokers cannot refuse yet the late messages of a transaction that was ended for its owner.
+
+    That is certain as long as its coordinator has an older transaction open; afterwards the newer owner has them
+    refused, and no other process can tell whether it has done so.
     """
     oldest: dict[int, Found] = {}
     for each in sorted(transactions, key=lambda found: found.txn):
@@ -144,7 +244,7 @@ def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Dea
 
 
 def check_held_back(cluster: Cluster, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Partitions with something open that no coordinator has: it never ends by itself."""
+    """Partitions with an open transaction that no coordinator knows: it never ends by itself."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",

@@ -1,7 +1,8 @@
 """What became of a transaction, and ending one by its number: its coordinator while that knows it, then the marker.
 
 A coordinator forgets a transaction as soon as it has ended, and then says the same of committed, aborted, timed out and
-never begun. What was asked and not answered is asked again; only a record that stands inside the transaction tells.
+never begun ones. A request that was not answered is repeated; but then only a record that stands inside the transaction
+tells how it ended.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, deadline: Deadline) -> Ended
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
-    under_way: Ended | None = None  # what it said that it is doing: this is then what comes of it
+    under_way: Ended | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
             cluster.client.transactions.end(txn, commit, min(deadline.left(), patience))
@@ -144,7 +145,7 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     else:
         outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
     if outcome is Outcome.COMMITTED:
-        # The marker's topic also where the token had no room for the others: what follows there ends on it.
+        # The marker topic also where the token had no room for the others: the next transaction of its slot ends on it.
         topics = dict.fromkeys((how.marked.topic, *how.reach.topics))
         tell_all(cluster, how.txn, True, Reach(tuple(topics), how.reach.subscriptions), deadline)
     return outcome
@@ -162,10 +163,10 @@ def outcome_by_marker(cluster: Cluster, txn: TxnId, marked: Marked, deadline: De
 
 
 def confirm_by_marker(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
-    """Have the end of a transaction that may have been committed reach all that it touched, before late messages are
-    shut out there: where it never arrived, that would take back what was committed.
+    """Have the end of a transaction that may have been committed reach all topics and subscriptions that it touched,
+    before anything else ends there: where the commit has not arrived, another end would take it back.
 
-    False while nobody can tell whether it was: then nothing may end there.
+    False while nobody can tell whether the transaction was committed: then nothing may end there.
     """
     try:
         committed = _by_marker(cluster, ended.marked, ended.txn, deadline)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from txnbridge.errors import DeadlineExceeded, EvidenceLost, Fenced
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.cluster import Cluster
@@ -44,7 +44,7 @@ def newest_notice(cluster: Cluster, topic: str, deadline: Deadline) -> tuple[wir
 
 
 def at_risk(cluster: Cluster, deadline: Deadline) -> list[Announced]:
-    """What the owners of all transactional ids of the namespace say to be at risk, as `Notice` has it."""
+    """The transactions that the owners of all transactional ids of the namespace call at risk, as `Notice` has it."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as reading:
@@ -56,7 +56,7 @@ def _at_risk(cluster: Cluster, topic: str, deadline: Deadline) -> Sequence[Annou
     try:
         newest = newest_notice(cluster, topic, deadline)
     except EvidenceLost:
-        return ()  # whoever opens that id is told
+        return ()  # the process that opens that id is told
     return () if newest is None else newest[1].at_risk
 
 
@@ -78,7 +78,7 @@ class Fence:
         self.topic = ""
 
     def take(self, deadline: Deadline) -> Notice | None:
-        """Shut out the owner before; what it said last, None if there was none."""
+        """Shut out the older owner, and return its last notice; None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._seize(deadline)
@@ -111,7 +111,8 @@ class Fence:
     def write(self, make: Callable[[], Notice], deadline: Deadline) -> None:
         """Store what `make` says at the moment of sending; two that write at once store the later state last.
 
-        Raises `Fenced` if there is a newer owner. After any other error it may be stored or not.
+        Raises `Fenced` if there is a newer owner, and `DeliveryFailed`, with nothing stored, for what is too large for
+        the broker. After any other error it may be stored or not.
         """
         while True:
             generation, send = self._send(make, deadline)
@@ -139,13 +140,15 @@ class Fence:
                 raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
             except wire.ConnectionLost:
                 return self._generation, None
+            except wire.MessageTooLarge as error:
+                raise DeliveryFailed(f"writing to {self.topic}: {error} (maxMessageSize of the broker)") from error
             except wire.PulsarError as error:
                 raise translate(error, f"writing to {self.topic}") from error
         finally:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """By any thread, so perhaps not in order: what is trimmed has a later record that is stored for certain."""
+        """Called by any thread, perhaps not in order: a record is trimmed only when a later one is certainly stored."""
         before, id = self._last, receipt.message_id
         self._check_alone(receipt)
         self._written += 1
@@ -195,7 +198,7 @@ class Fence:
         self._gap = (-1, 0)
         found = newest_notice(self._cluster, self.topic, deadline)
         if found is None or found[1].opening != self._opening:
-            # The topic was deleted and made anew, and with it the epoch: what says who the owner is are the records.
+            # The topic was deleted and made anew, and its epoch with it: the records tell who the owner is.
             raise self._shut_out(deadline)
 
     def check(self, deadline: Deadline) -> None:
@@ -207,15 +210,21 @@ class Fence:
             raise self._shut_out(deadline)
 
     def _shut_out(self, deadline: Deadline) -> Fenced:
-        """Who has it now, as far as can be read. For good: no later opening of this process may take it back."""
-        host = None
+        """The error that names the newer owner, as far as its notice can be read.
+
+        It is for good: no later opening by this process may take the id back.
+        """
+        host, is_gone = None, False
         try:
             found = newest_notice(self._cluster, self.topic, deadline)
+            is_gone = found is None
             # Between taking the topic and saying so, the newer owner's name is not there yet.
             host = found[1].host if found is not None and found[1].opening != self._opening else None
         except Exception as error:
             _log.debug("who has opened %s cannot be read: %s", self._name, error)
         text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
+        if is_gone:
+            text = f"the fence topic of {self._name} was deleted: this owner must stop"
         self._fenced = Fenced(text, newer=host)
         return self._again(self._fenced)
 

@@ -72,7 +72,7 @@ class Found:
 
 
 def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
-    """What has begun and not ended, of all programs. Raises `NotSupported` without REST, and `Unlisted`."""
+    """The transactions of all programs that have not ended. Raises `NotSupported` without REST, and `Unlisted`."""
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {found.owner for found in listed if found.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
@@ -155,7 +155,7 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: Cluster, owner: str, deadline: Deadline) -> tuple[Announced, ...]:
-    """What the newest owner of a transactional id has announced; nothing for a name that a bridge made up."""
+    """The transactions that the newest owner of an id has announced; none for a name that a bridge made up."""
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.look(name, deadline):
         return ()

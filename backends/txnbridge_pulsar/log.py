@@ -25,9 +25,9 @@ from txnbridge_pulsar.topics import Topics
 
 T = TypeVar("T")
 
-# Records have 900,000 bytes at most; what a reading has fetched ahead is a few of those.
+# Records have 900,000 bytes at most; a reader fetches a few of those ahead.
 _AHEAD_BYTES = 4_000_000
-# What closing may take: whoever is not told that we left finds it out by himself.
+# Closing may take so long: a broker that is not told that we left finds it out by itself.
 _CLOSE_SECONDS = 1.0
 # With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
 _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.TopicTerminated)
@@ -36,7 +36,7 @@ _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.
 class PulsarLog(DecisionLog):
     """One log. A position is (ledger, entry).
 
-    Whoever opens it creates its topic if that is missing. Raises `AccessDenied` saying what an administrator must do.
+    Opening it creates its topic if that is missing. Raises `AccessDenied` saying what an administrator must do.
     """
 
     def __init__(self, client: wire.Client, topics: Topics, topic: str, deadline: Deadline, events: Emitter) -> None:
@@ -98,7 +98,7 @@ class PulsarLog(DecisionLog):
             if self._producer is None:
                 self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
             elif self._producer.lost is not None:
-                self._producer.forget()  # who sent that was told that nobody knows
+                self._producer.forget()  # the callers whose records these were have got `OutcomeUnknown`
                 self._producer.reopen(deadline.left())
             return self._producer
 
@@ -230,10 +230,11 @@ def _before(position: Position) -> wire.MessageId:
 
 
 def cluster_id(settings: Settings, client: wire.Client, topics: Topics, deadline: Deadline) -> str:
-    """What tells a cluster from all others: Pulsar's own names are the same everywhere.
+    """A name that tells a cluster from all others: Pulsar's own names are the same everywhere.
 
-    The first record of a topic of our own says it. Whoever finds none writes one, unless there are other topics of
-    ours: then there was one, and `StorageFailed` is raised rather than all tokens made another cluster's.
+    The first record of a topic of our own says it. A bridge that finds none writes one, unless there are other topics
+    of ours: then there was one, and `StorageFailed` is raised, because with a new name all tokens would be another
+    cluster's.
     """
     log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
     try:

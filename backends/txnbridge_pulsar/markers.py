@@ -31,7 +31,7 @@ HERE, MARK, PROBE = "here", "mark", "probe"
 PRESENCE_SECONDS = 300.0
 # Entries a turn when reading; each is small.
 _A_TURN = 1000
-# What is there comes in milliseconds; waiting longer for what is not only delays the probe.
+# Entries that are there come in milliseconds; waiting longer for more only delays the probe.
 _A_LOOK = 0.05
 
 
@@ -47,8 +47,8 @@ def marker_topic(cluster: Cluster, writer: str, deadline: Deadline) -> str:
 
 @dataclass(frozen=True)
 class Record:
-    """What stands on a marker topic: `HERE` before a writer's first transaction, `MARK` inside each, `PROBE` of who
-    asks. The first says what transaction is to follow where it is for one alone, which is to be prepared.
+    """One record on a marker topic: `HERE` before a writer's first transaction, `MARK` inside each, `PROBE` by a
+    process that asks how one ended. Before a transaction that is to be prepared, `HERE` is for it alone and names it.
     """
 
     kind: str
@@ -131,8 +131,8 @@ def _verdict(entry: wire.Entry, txn: wire.TxnId, until: int, probe: str | None) 
     if record.kind == MARK:
         return True if entry.txn == txn else None
     if record.kind == HERE:
-        # A writer that comes later has made sure that all before it on this topic have ended; unless its record came
-        # late, behind a later one. Whoever takes no notice of one asks by a probe.
+        # A writer says so only when all transactions before on this topic have ended; unless its record was stored
+        # late, behind that of a later writer, and then the probe tells.
         return False if record.until > until else None
     return False if record.nonce == probe else None
 
@@ -158,9 +158,10 @@ def write_plain(cluster: Cluster, topic: str, record: Record, deadline: Deadline
 
 
 def mark_presence(cluster: Cluster, topic: str, transaction: str, owned: bool, deadline: Deadline) -> Marked:
-    """What a writer does before its first transaction there, and again for those that begin after `PRESENCE_SECONDS`.
+    """Write the plain record that the evidence of a writer's transactions begins with: before the first one there, and
+    again before one that begins after `PRESENCE_SECONDS`.
 
-    It must know that all before on this topic have ended.
+    The writer must know that all transactions before on this topic have ended.
     """
     nonce = new_nonce()
     until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
@@ -169,7 +170,9 @@ def mark_presence(cluster: Cluster, topic: str, transaction: str, owned: bool, d
 
 
 def remove(cluster: Cluster, topic: str, deadline: Deadline) -> None:
-    """A marker topic that nobody will ask. Without REST the broker deletes it by itself, being unused."""
+    """Delete a marker topic that no process will ask any more. Without REST its subscription is deleted: then the
+    broker deletes the topic by itself, because it is not used.
+    """
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
         return
@@ -203,5 +206,5 @@ def _first(entries: Iterator[wire.Entry | None]) -> wire.Entry:
 
 
 def record_of(entry: wire.Entry) -> Record | None:
-    """What an entry on a marker topic holds; None if it is none of ours."""
+    """The record in an entry on a marker topic; None if it is none of ours."""
     return Record.unpack(entry.messages()[0].value)

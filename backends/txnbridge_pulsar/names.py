@@ -38,7 +38,7 @@ class Namespace(NamedTuple):
         return full
 
     def short_name(self, full: str) -> str:
-        """The other way round: what a user calls a topic."""
+        """The other way round: the name that users have for a topic."""
         return full.removeprefix(f"{_PERSISTENT}{self}/")
 
 
@@ -70,5 +70,5 @@ def encoded(text: str) -> str:
 
 
 def decoded(text: str) -> str:
-    """What was encoded so."""
+    """The text that was encoded so."""
     return unquote(text.replace("=", "%"), errors="surrogatepass")

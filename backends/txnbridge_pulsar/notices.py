@@ -1,4 +1,4 @@
-"""What stands on a fence topic: who owns a transactional id, and which of its transactions have not ended.
+"""The records on a fence topic: who owns a transactional id, and which of its transactions have not ended.
 
 Each record says all of it, so that the last one suffices and all before it can go.
 """
@@ -19,10 +19,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Marked:
-    """Where the record is that a transaction puts inside itself: its evidence.
+    """Where the record stands that a transaction puts inside itself: its evidence.
 
-    `since` is the position of a plain record with a random `nonce`, which its writer has put there before: a topic
-    that does not begin with it is not the one that it was.
+    `since` is the position of a plain record with a random `nonce`, which the writer has stored there before: a topic
+    that does not begin with that record has lost some, or was made anew.
     """
 
     topic: str  # its full name
@@ -34,7 +34,7 @@ class Marked:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Marked:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what is none."""
+        """Raises `KeyError`, `TypeError` or `ValueError` for other fields."""
         ledger, entry = fields["s"]
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
@@ -43,7 +43,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Announced:
-    """One transaction: all that anybody needs to end it, and to shut out what may still be on its way to it."""
+    """One transaction: all that a process needs to end it, and to have the brokers refuse its late messages."""
 
     transaction: str
     txn: TxnId
@@ -99,10 +99,11 @@ class Announced:
 
 @dataclass(frozen=True)
 class Notice:
-    """One record: the owner since when, and what has not ended as far as it knows.
+    """One record: who the owner is and since when, and its transactions that have not ended as far as it knows.
 
-    `at_risk` were ended by others than their writers, whose last messages are not yet refused everywhere: one that
-    comes late blocks its topic for all readers.
+    Those `at_risk` were ended by other processes than their writers, and brokers do not yet refuse everywhere what
+    these writers may still send: a message that comes late blocks its topic for all readers. `lineage` is the same in
+    all notices of an id; see `Lineage`.
     """
 
     opening: str
@@ -110,6 +111,7 @@ class Notice:
     at: int  # milliseconds since 1970
     under_way: Sequence[Announced] = field(default=())
     at_risk: Sequence[Announced] = field(default=())
+    lineage: str = ""  # of notices of earlier versions
 
     def pack(self) -> bytes:
         fields = {
@@ -119,12 +121,13 @@ class Notice:
             "w": self.at,
             "u": [each.fields() for each in self.under_way],
             "r": [each.fields() for each in self.at_risk],
+            "l": self.lineage,
         }
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
     def unpack(cls, data: bytes | None) -> Notice:
-        """Raises `EvidenceLost` for what is none of ours: nobody knows then what is unresolved."""
+        """Raises `EvidenceLost` for a record that is not ours: nobody knows then which transactions are unresolved."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -135,6 +138,7 @@ class Notice:
                 at=_number(fields["w"]),
                 under_way=tuple(Announced.read(each) for each in fields["u"]),
                 at_risk=tuple(Announced.read(each) for each in fields["r"]),
+                lineage=str(fields.get("l", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error

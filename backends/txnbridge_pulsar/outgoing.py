@@ -1,4 +1,4 @@
-"""What a writer has on its way: messages gathered into entries, entries without a receipt, and what went wrong."""
+"""The way out of a writer: messages are gathered into entries, and entries are counted until they have receipts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dropped(wire.PulsarError):
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """What a writer says when an entry has no receipt and gets none; to be raised `from` the client's own error."""
+    """The error of a writer whose entry has no receipt and gets none; to be raised `from` the client's own error."""
     return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
 
 
@@ -55,7 +55,7 @@ class Tally:
             self._changed.notify_all()
 
     def found(self, line: Line) -> None:
-        """What was lost on this line is on its way again."""
+        """The entries that were lost on this line are on their way again."""
         with self._changed:
             self.lost.pop(line, None)
 
@@ -108,17 +108,17 @@ class Line:
                 return
 
     def _go_on(self, error: wire.ConnectionLost, tally: Tally, deadline: Deadline) -> None:
-        """The producer is to be reopened, and what has no receipt is to be sent again before anything else is."""
+        """Reopen the producer, and send entries without a receipt again before anything else is sent."""
         deadline.check(f"sending to {self.concrete}")
-        settled = tally.wait(deadline, self)  # who is told of the loss one after the other
+        settled = tally.wait(deadline, self)  # the tally hears of each lost entry by itself
         if settled and self not in tally.lost:
             self._reopen(deadline)
         elif not settled or not self.recover(tally, deadline):
             raise not_stored(error) from error
 
     def open(self, deadline: Deadline) -> wire.Producer:
-        """Also before the topic is named in a transaction: a broker that has not loaded it may then not answer who asks
-        what is open.
+        """The producer. To be opened before the topic is named in a transaction: while a broker has not loaded a topic
+        that one names, it may list no open transactions.
         """
         if self._producer is None:
             try:
@@ -137,7 +137,7 @@ class Line:
 
     @property
     def place(self) -> Place | None:
-        """What a transaction wrote to; None if this was never used."""
+        """The place that a transaction wrote to by this line; None if it was never used."""
         return None if self._producer is None else place(self.concrete, None, self._producer)
 
     def _watch(self, send: wire.Send, tally: Tally, again: bool) -> None:
@@ -216,7 +216,7 @@ class Buffer:
     def _start(self) -> None:
         self._batch = wire.Batch()
         self._key: str | bytes | None = None  # of all in the batch
-        self._plain: list[bytes] = []  # what comes after the batch: payloads alone are added many at a time
+        self._plain: list[bytes] = []  # payloads that come after the batch: they are added many at a time
         self._left = ENTRY_BYTES
 
     @property
@@ -265,7 +265,7 @@ class Buffer:
             self._plain = []
 
     def take(self) -> list[wire.Batch]:
-        """What is in it, as entries; it is empty then."""
+        """Empty the buffer, and return its messages as entries."""
         found = []
         if self._is_split:
             found.append(self._batch)

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from txnbridge.errors import DeadlineExceeded, InvalidState
+from txnbridge.errors import DeadlineExceeded, InvalidState, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Reach
 from txnbridge_pulsar.endings import coordinator_state, note_prepared
 from txnbridge_pulsar.notices import Announced, Marked
+from txnbridge_pulsar.unclear import Unclear
 from txnbridge_pulsar.wire import TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
 if TYPE_CHECKING:
     from txnbridge_pulsar.owner import Owner
 
+_log = logging.getLogger("txnbridge")
+
 # While all marker topics are taken: how often to look whether one is free.
 _LOOK_SECONDS = 0.2
-# So many unresolved ones are asked about before another topic is made, which takes longer than all of them.
+# So many unresolved transactions are asked about before another topic is made, which takes longer than all of that.
 _ASKED_FIRST = 4
+# So long is looked how one of them ended: for its marker, and then for whatever else tells.
+_CLEAR_SECONDS = 10.0
 
 
 class Slots:
     """The marker topics of an owner's prepared transactions, by number. Any thread may call.
 
-    One is used again when its last transaction has ended: an open one would hide how the next ended.
+    One is used again when its marker topic tells how its last transaction ended. That the coordinator has forgotten
+    the transaction does not suffice: the end of the next one there would take back a commit that the topic has not yet
+    been told of, and the token of a committed transaction would tell that it was aborted.
     """
 
-    def __init__(self, cluster: Cluster, count: int, resolved: Callable[[TxnId], None]) -> None:
+    def __init__(self, cluster: Cluster, count: int, unclear: Unclear, resolved: Callable[[TxnId], None]) -> None:
         self._cluster = cluster
         self._count = count
+        self._unclear = unclear
         self._told_resolved = resolved
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._unresolved: dict[int, Announced] = {}
+        self._hidden: set[TxnId] = set()  # of those: the coordinator has forgotten them, and no marker tells more
         self._used = 0  # all below have been used by this owner
 
     def keep(self, found: Announced) -> None:
-        """An unresolved transaction holds this slot until its coordinator says that it has ended."""
+        """An unresolved transaction holds this slot until it is known how it ended."""
         if found.slot is not None:
             with self._lock:
                 self._unresolved[found.slot] = found
@@ -77,15 +87,36 @@ class Slots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Ask about the oldest unresolved ones whether they have ended."""
+        """Ask about the oldest unresolved ones whether they have ended; about those whose markers are hidden, which
+        takes seconds each, only when all slots are taken.
+        """
         with self._lock:
-            asked = [found for slot, found in self._unresolved.items() if slot not in self._taken][:most]
+            asked = [found for slot, found in self._unresolved.items() if slot not in self._taken]
+            if most < self._count:
+                asked = [found for found in asked if found.txn not in self._hidden][:most]
         for found in asked:
-            if not coordinator_state(self._cluster, found.txn, found.marked, deadline):
+            if self._is_resolved(found, deadline):
                 with self._lock:
+                    self._hidden.discard(found.txn)
                     if found.slot is not None and self._unresolved.get(found.slot) is found:
                         del self._unresolved[found.slot]
                 self._told_resolved(found.txn)
+
+    def _is_resolved(self, found: Announced, deadline: Deadline) -> bool:
+        if coordinator_state(self._cluster, found.txn, found.marked, deadline):
+            return False
+        if self._is_clear(found, Deadline(min(_CLEAR_SECONDS, deadline.left()))):
+            return True
+        with self._lock:
+            self._hidden.add(found.txn)
+        return False
+
+    def _is_clear(self, found: Announced, deadline: Deadline) -> bool:
+        try:
+            return self._unclear.is_clear(found, deadline)
+        except TxnBridgeError as error:  # its broker may be away, and other slots are free
+            _log.debug("how transaction %s ended: %s", found.transaction, error)
+            return False
 
     def _all_taken(self, name: str) -> str:
         with self._lock:
@@ -108,7 +139,7 @@ class PreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> Marked:
-        """One for each, because its topic was another's before; it tells which transaction is open behind it."""
+        """A record for each transaction, because its topic was another's before; it names the transaction behind it."""
         return self._mark_presence(self._begun.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:
@@ -133,7 +164,7 @@ class PreparedWriter(PulsarWriter):
             self._cover((), (), deadline)
             self._store(deadline)
         assert self._txn is not None and self.marked is not None
-        # Its time may have been over before the last message came: the broker takes those without a word.
+        # Its time may have been over before the last message came: the broker takes late messages without a word.
         if note_prepared(self._cluster, self._txn, self.marked, deadline) != "OPEN":
             raise self._ended_by_others(deadline)
         found = replace(self._announcement(), prepared=True, messages=self.messages)
@@ -141,7 +172,7 @@ class PreparedWriter(PulsarWriter):
             with self._cluster.events.step("step:record", self._begun.transaction):
                 self._owner.announce(found, deadline)
         except BaseException:
-            # It may be stored all the same, and would spare what nobody has a token of.
+            # The record may be stored all the same, and would spare a transaction that nobody has a token of.
             self._owner.withdraw(self._announcement())
             self._abort_quietly(deadline)
             raise
@@ -153,6 +184,6 @@ class PreparedWriter(PulsarWriter):
 
     def close(self) -> None:
         if self._txn is not None and not self._prepared:
-            self._slots.keep(self._announcement())  # it could not be ended: nobody may use its topic before it has
+            self._slots.keep(self._announcement())  # it could not be ended: its topic is not free before it has
         super().close()
         self._slots.release(self._number)

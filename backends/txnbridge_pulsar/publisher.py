@@ -16,14 +16,15 @@ from txnbridge.errors import (
     NotSupported,
     TxnBridgeError,
 )
-from txnbridge.spi import Deadline, Publisher, RawHeaders
+from txnbridge.spi import Deadline, Ledger, Publisher, RawHeaders
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.errors import again, needing, translate
 from txnbridge_pulsar.messages import key_hash, to_properties, wire_key
+from txnbridge_pulsar.sequences import Noted
 from txnbridge_pulsar.topics import NEEDS_REST
 
-# Messages without a key go to one partition for so long: changing it waits for what is on its way, where sequences are.
+# So many messages without a key go to one partition in a row: with sequences, a change waits until all are stored.
 _A_TURN = 1000
 _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
@@ -31,13 +32,14 @@ _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 class PulsarPublisher(Publisher):
     """Sends at once. After a failure nothing more is taken.
 
-    What has no receipt when a connection is lost is sent again where it is known that the broker drops what it has
-    already; where it is not, that is a failure, because it may be stored.
+    When a connection is lost, messages without a receipt are sent again where it is known that the broker drops
+    duplicates. Elsewhere the loss is a failure, because they may be stored.
     """
 
-    def __init__(self, cluster: Cluster, name: str | None) -> None:
+    def __init__(self, cluster: Cluster, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
         self._cluster = cluster
         self._name = name
+        self._ledger_of = ledger_of  # the ledger of any id
         self._lock = threading.Lock()
         self._plain: dict[str, _Line] = {}  # by concrete topic
         self._numbered: dict[str, _Numbered] = {}  # by topic
@@ -86,7 +88,9 @@ class PulsarPublisher(Publisher):
             raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
         found = self._numbered.get(topic)
         if found is None:
-            found = self._numbered[topic] = _Numbered(self._cluster, topic, self._name)
+            full = self._cluster.settings.namespace.full_name(topic)
+            ledger = self._ledger_of(f"sequence/{self._cluster.id}/{full}/{self._name}")
+            found = self._numbered[topic] = _Numbered(self._cluster, topic, self._name, ledger)
         found.look(deadline)
         return found
 
@@ -100,6 +104,8 @@ class PulsarPublisher(Publisher):
     def _settle(self, deadline: Deadline) -> None:
         for line in self._lines():
             self._watched(lambda line=line: line.settle(deadline))  # type: ignore[misc]
+        for numbered in self._numbered.values():
+            numbered.note_first(deadline)
 
     def _lines(self) -> list[_Line]:
         return [*self._plain.values(), *(line for each in self._numbered.values() for line in each.lines)]
@@ -125,13 +131,15 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """As the contract says. Raises what `flush` raises; what is not stored then is given up."""
+        """As the contract says. Raises the errors of `flush`; messages that are not stored then are given up."""
         with self._lock:
             if self._closed:
                 return
             try:
                 self._check()
                 self._settle(deadline)
+                for numbered in self._numbered.values():
+                    numbered.note(deadline)
             finally:
                 self._closed = True
                 for line in self._lines():
@@ -139,7 +147,7 @@ class PulsarPublisher(Publisher):
 
 
 class _Failure(Exception):
-    """What ends a publisher; `cause` is the client's own error."""
+    """The failure that ends a publisher; `cause` is the client's own error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -149,25 +157,27 @@ class _Failure(Exception):
 class _Numbered:
     """One topic under a publisher's name, whose sequences are counted over all its partitions.
 
-    Each partition counts for itself. So what is to go to another partition waits until everything is stored that went
-    before: then whatever is below the highest that any partition has is stored somewhere.
+    Each partition counts for itself. So a message for another partition waits until all messages before it are stored:
+    then every sequence below the highest one of any partition is stored somewhere.
     """
 
-    def __init__(self, cluster: Cluster, topic: str, name: str) -> None:
+    def __init__(self, cluster: Cluster, topic: str, name: str, ledger: Ledger) -> None:
         self._cluster = cluster
         self._topic = topic
         self._name = name
+        self._noted = Noted(name, topic, ledger)
+        self._is_checked = False
         self._current: _Line | None = None
         self._last = -1  # stored or on its way
         self._settled = 0  # lines of which it is known that the broker removes duplicates there
         self.lines: list[_Line] = []
 
     def look(self, deadline: Deadline) -> None:
-        """Open what is not open yet: partitions may be added."""
+        """Open the partitions that are not open yet: some may have been added."""
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.lines) :]:
             self.lines.append(_Line(self._cluster, name, self._name, deadline))
-        # Again by each call until it is known: else the next one would send without.
+        # Asked by each call until it is known that duplicates are removed: else the next call would send without.
         for name, line in list(zip(concrete, self.lines, strict=False))[self._settled :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise NotSupported(
@@ -176,6 +186,20 @@ class _Numbered:
                 )
             self._last = max(self._last, line.last_stored)
             self._settled += 1
+        if not self._is_checked:
+            self._noted.check(self._last, deadline)
+            self._is_checked = True
+            self.note(deadline)
+
+    def note(self, deadline: Deadline) -> None:
+        """Have the decision log know what is stored."""
+        if self._is_checked and self.last_stored is not None:
+            self._noted.note(self.last_stored, deadline)
+
+    def note_first(self, deadline: Deadline) -> None:
+        """The same, if it knows nothing yet."""
+        if self._is_checked and self.last_stored is not None:
+            self._noted.note_first(self.last_stored, deadline)
 
     @property
     def last_stored(self) -> int | None:
@@ -226,7 +250,7 @@ class _Line:
                 send = self._producer.send(message, sequence_id=sequence, timeout=deadline.left())
             except wire.ConnectionLost as error:
                 if error.may_have_had_effect:
-                    return  # it is among what is sent again
+                    return  # the message is among those that are sent again
                 if isinstance(error, wire.TimedOut):
                     raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
@@ -239,7 +263,7 @@ class _Line:
         send.when_done(lambda send: self._became(send, again))
 
     def _became(self, send: wire.Send, again: bool) -> None:
-        """Called by the thread that reads receipts. What was lost is looked after by whoever sends or settles next."""
+        """Called by the thread that reads receipts. The next `send` or `settle` looks after a lost connection."""
         try:
             receipt = send.result(0)
         except wire.ConnectionLost:
@@ -267,7 +291,7 @@ class _Line:
                 return
 
     def _recover(self, deadline: Deadline) -> None:
-        """Open again, and send what has no receipt once more, where that makes no copies."""
+        """Open again, and send messages without a receipt once more, where that makes no copies."""
         again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
             return
@@ -284,10 +308,10 @@ class _Line:
         except wire.TimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.ConnectionLost:
-            return  # with what it has not sent; the next look finds that
+            return  # the next call finds the connection lost, and sends the rest
 
     def _is_remembered(self, deadline: Deadline) -> bool:
-        """A broker that remembers what this name has sent drops what it gets again."""
+        """Whether the broker remembers what this producer has sent, and so drops copies."""
         if self._name is not None:
             return True  # that was asked before its first message
         if self._stored >= 0:

@@ -31,18 +31,18 @@ _IDLE_SECONDS = 0.25
 _LOOK_SECONDS = 3.0
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
-# Partitions come together: who reads until all that it holds is read takes the first for all. A broker says whose a
-# partition is at once, or a second after it took it from another member, a busy one later; past this time nobody waits
-# for its word.
+# Partitions come together: a member that reads until all its partitions are read would else take the first for all. A
+# broker says at once which member has a partition, or a second after it took that from another one, a busy broker
+# later; past this time the reader does not wait for its word.
 _TOGETHER_SECONDS = 10.0
 # How soon is asked again whether open transactions still hold messages in front, and how late coordinators may be to
 # abort those whose time is over.
 _HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
-# What waits to be handed out, over all partitions; as much again may be with those that were taken in.
+# So many bytes wait to be handed out, over all partitions; entries that were taken in may hold as many again.
 READ_BYTES = 32 * 1024 * 1024
 # Entries that are taken in at once: of large ones there are never so many.
 _MOST_ENTRIES = 500
-# One poll hands out so many bytes at most: nobody asks for 10,000 messages to hold as many megabytes.
+# One poll hands out so many bytes at most: a program that asks for 10,000 messages has no room for as many megabytes.
 _ENOUGH_BYTES = 16 * 1024 * 1024
 # Opening a partition is a matter of some milliseconds of waiting for the broker.
 _OPENED_AT_ONCE = 16
@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _Found:
-    """What came of the work behind a reader: partitions that begin, and those that were added."""
+    """The results of the work behind a reader: partitions that begin, and those that were added."""
 
     begun: Mapping[Cursor, Position] = field(default_factory=dict)
     added: Sequence[Cursor] = ()
@@ -252,7 +252,7 @@ class PulsarReader(Reader):
                 self._cluster.client.hang_up(self._lane)
 
     def _concrete(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """A group may wait for a topic that nobody has written yet; whoever only looks makes none."""
+        """A group may wait for a topic that nobody has written yet; a reader without a group makes none."""
         create, found = self._subscription.group is not None, self._cluster.topics
         return {topic: found.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
@@ -290,7 +290,7 @@ class PulsarReader(Reader):
         source = self._listener.assigned(cursor.partition)
         with self._guard:
             cursor.arrive(source, first)
-        if cursor.waits_until is not None:  # what has come meanwhile is what was behind
+        if cursor.waits_until is not None:  # the messages that have come meanwhile are those behind
             cursor.waits_until = None
             cursor.drop()
             with suppress(wire.ConnectionLost):

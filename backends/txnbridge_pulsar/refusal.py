@@ -36,7 +36,9 @@ _SECONDS_A_TURN = 10.0
 
 
 def lamp_name(cluster: Cluster) -> str:
-    """A topic that nobody reads: what a broker refuses there it refuses wherever else it was told the same."""
+    """A topic that nobody reads. A late message that brokers refuse there they refuse on all topics of the same empty
+    transaction.
+    """
     return f"{cluster.settings.prefix}lamp"
 
 
@@ -61,7 +63,9 @@ def shut_out(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
 def _let_go(
     transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
 ) -> None:
-    """What a subscription holds for a transaction that has ended can only have come late: it is delivered again."""
+    """Have a subscription deliver again what it holds for a transaction that has ended: those acknowledgements can only
+    have come late.
+    """
     try:
         transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
     except wire.ServerError as error:  # where rights are checked, only a superuser may
@@ -85,7 +89,7 @@ def _is_refused(cluster: Cluster, txn: wire.TxnId, lamp: str, deadline: Deadline
 
 
 class Refuser:
-    """Goes on in the background until all that is at risk is refused. Any thread may call."""
+    """Goes on in the background until late messages of all transactions at risk are refused. Any thread may call."""
 
     def __init__(self, cluster: Cluster, confirmer: Confirmer, unclear: Unclear) -> None:
         self._cluster = cluster
@@ -113,7 +117,7 @@ class Refuser:
 
     def _try(self, ended: Announced, deadline: Deadline) -> bool:
         if self._unclear.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
-            return False  # the end of an empty one would take those back as well
+            return False  # the end of the empty transaction would take back the unclear ones as well
         try:
             self._confirmer.settle(set(ended.topics), deadline)
             return shut_out(self._cluster, ended, deadline)
@@ -135,7 +139,7 @@ class Refuser:
                     return
 
     def close(self, deadline: Deadline) -> None:
-        """Stop; what is still at risk stands on the fence topic, for the next owner."""
+        """Stop. Transactions that are still at risk stand on the fence topic, for the next owner."""
         self._stop.set()
         thread = self._thread
         if thread is not None:

@@ -1,8 +1,8 @@
 """Transactions that no coordinator knows, and that hold readers back all the same.
 
-A message that comes after the end of its transaction opens it again on its topic, where nobody ends it any more; on a
-topic that was never named in its transaction nobody ends it either. It is ended there by hand, as it had ended: who
-aborts what was committed takes the committed messages away.
+A message that comes after the end of its transaction opens the transaction again on its topic, where no coordinator
+ends it any more; nor does one on a topic that was never named in the transaction. An administrator ends it there by
+hand, as it had ended: aborting a transaction that was committed takes its committed messages away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("txnbridge")
 
 _NUMBER = re.compile(r"(\d+):(\d+)")
 _REST = "/admin/v3/transactions"
-# What a coordinator knows it says in milliseconds.
+# A coordinator that knows a transaction answers in milliseconds.
 _PATIENCE = 3.0
 _COMMIT_MARKER = "21"
 # How many entries before a late message are looked at for the marker of its transaction's end; each is a request.
@@ -78,7 +78,7 @@ def repair(cluster: Cluster, rest: Rest, transaction: str, deadline: Deadline) -
     if proof is None:
         raise InvalidState(
             f"{txn} holds back {where}, and nothing was found that tells whether it had been committed; if it had, an"
-            " abort takes committed messages away. Nothing was changed; whoever knows how it had ended says so by:"
+            " abort takes committed messages away. Nothing was changed; if you know how it had ended, say so by:"
             f" txnbridge transactions abort {txn} --yes --reason TEXT, or commit {txn}"
         )
     _end(cluster, txn, held, True, deadline)
@@ -103,7 +103,7 @@ def _find_held(
     if number is None:
         raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))
-    # Asked first: what is open somewhere after its coordinator has forgotten it stays open.
+    # The coordinator is asked first: a transaction that is open on a topic once it has forgotten it stays open there.
     if _is_known(rest, txn, _connect(cluster, deadline), deadline):
         raise InvalidState(
             f"transaction {txn} has a coordinator that knows it, so there is nothing to repair; end it with:"
@@ -164,7 +164,7 @@ def _first_open(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple
 
 
 def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
-    """What stands behind all that can be read."""
+    """The transaction of the first message that readers cannot see yet."""
     try:
         stats = rest.get(f"{_REST}/transactionBufferStats/{path_of(topic)}", deadline)
         if not stats.get("ongoingTxnSize"):
@@ -238,7 +238,7 @@ def _proof_of_commit(
     markers = f"persistent://{cluster.settings.namespace}/{marker_prefix(cluster)}"
     read_by = Deadline(deadline.left() / 2)  # the rest is for its end
     for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
-        # What cannot be read tells nothing, nor does what there is no time for.
+        # A topic that cannot be read tells nothing, nor does one that there is no time for.
         with suppress(TxnBridgeError, Refused):
             if _can_be_read(cluster, rest, topic, txn, about, read_by):
                 return f"a message of it can be read on {short_name(topic)}"
@@ -251,7 +251,7 @@ def had_committed(cluster: Cluster, rest: Rest, txn: TxnId, topics: Collection[s
     False if it holds back none of its topics any more: then nothing can take it back. None if nothing tells.
     """
     try:
-        for topic in topics:  # what no broker has loaded says of nothing that it is open
+        for topic in topics:  # a topic that no broker has loaded does not say what is open there
             with translated(f"loading {topic}"):
                 cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
         found = ((topic, _first_open(rest, topic, txn, deadline)) for topic in topics)

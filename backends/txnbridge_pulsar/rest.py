@@ -1,4 +1,4 @@
-"""The brokers' REST interface: what the binary protocol has no word for. Only with an `admin_url`."""
+"""The brokers' REST interface, for what the binary protocol has no word for. Only with an `admin_url`."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> Refused |
 
 
 def _reason(body: bytes) -> str:
-    """What a broker says why, without the places in its code; of a page of HTML, nothing."""
+    """The reason that a broker gives, without the places in its code; nothing for a page of HTML."""
     try:
         text = str(json.loads(body)["reason"])
     except (ValueError, TypeError, KeyError):

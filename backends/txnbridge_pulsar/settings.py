@@ -1,4 +1,4 @@
-"""What a bridge to Pulsar was told, once."""
+"""The settings of a bridge to Pulsar, read once from its URL and options."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
-    """What a URL and our options say together. Raises `InvalidOption`."""
+    """The settings that a URL and our options make together. Raises `InvalidOption`."""
     for name in context.client_options:
         raise InvalidOption(
             f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"

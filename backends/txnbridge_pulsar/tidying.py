@@ -1,7 +1,7 @@
-"""Clearing up marker topics: what no token that lives can need is dropped, and topics whose writers died are deleted.
+"""Clearing up marker topics: records that no living token can need are dropped, and topics whose writers died deleted.
 
 Each writer says on its marker topic, before its transactions, until when any of them can be open. An hour after that
-their tokens tell nothing more. Nothing else decides: not how old a record looks, nor who seems to be alive.
+their tokens tell nothing more. Nothing else decides: not how old a record looks, nor which writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SECONDS_A_TOPIC = 30.0
 
 
 def tidy(cluster: Cluster, topic: str, now_ms: float, deadline: Deadline) -> None:
-    """Drop from a marker topic, by its full name, what is over; delete it if that is all, and it is of no id.
+    """Drop the records from a marker topic, by its full name, that are over; delete the topic if no other is left and
+    it belongs to no transactional id.
 
     Raises `NotFound` for a missing one. A topic that somebody writes to is not deleted. If time is short, the rest is
     left for the next time.
@@ -88,7 +89,7 @@ def _look_through(
 
 
 def _entries(consumer: wire.Consumer, deadline: Deadline) -> Iterator[wire.Entry]:
-    """What can be read now."""
+    """The entries that can be read now."""
     last, dropped = consumer.progress(deadline.left())
     at = wire.EARLIEST if dropped is None else dropped
     while at[:2] < last[:2] and not deadline.expired:
@@ -138,5 +139,5 @@ class Tidier:
                 _log.debug("%s is not cleared up: %s", topic, error)
 
     def close(self) -> None:
-        """Stop; what is under way ends with the client."""
+        """Stop. A look that is under way ends with the client."""
         self._stop.set()

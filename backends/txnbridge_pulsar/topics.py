@@ -107,7 +107,7 @@ class Topics:
         return found
 
     def partition_of(self, concrete: str) -> Partition:
-        """What a user calls it."""
+        """The topic and the number of a partition, as users name it."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
@@ -218,12 +218,12 @@ class Topics:
     def _keep(self, full: str, deadline: Deadline) -> None:
         if self._partitions(full, deadline):
             raise InvalidOption(f"topic {full} has partitions and must have none: it is not ours")
-        with suppress(wire.ConsumerBusy):  # then somebody else is at it, so it is there
+        with suppress(wire.ConsumerBusy):  # then another process has the subscription, so it is there
             keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
             keeper.close(deadline.left())
 
     def _make_by_producing(self, full: str, deadline: Deadline) -> None:
-        """A broker makes a topic for whoever wants to write, where its settings allow that."""
+        """Have the broker make a topic for a producer, where its settings allow that."""
         what = f"creating topic {full}"
         try:
             self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
@@ -244,13 +244,17 @@ class Topics:
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
         """Whether it is known that the broker drops what a producer sends it twice; only REST tells."""
+        return self.deduplication(concrete, deadline) == "Enabled"
+
+    def deduplication(self, concrete: str, deadline: Deadline) -> str:
+        """The broker's word for it, among them "Enabled" and "Disabled"; empty where nobody tells."""
         if self._rest is None:
-            return False
+            return ""
         try:
             stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)
         except (Refused, AccessDenied):
-            return False
-        return bool(stats.get("deduplicationStatus") == "Enabled")
+            return ""
+        return str(stats.get("deduplicationStatus", ""))
 
 
 def _refusal(refused: Refused, what: str) -> TxnBridgeError:

@@ -1,7 +1,7 @@
-"""Transactions that have ended, and of which nobody can tell how: their marker topics never heard of it.
+"""Transactions that have ended, and of which nobody can tell how: their marker topics never heard of the end.
 
-On each topic that never heard of a commit the end of any later transaction takes back what was committed. So their
-owner ends nothing there until it is known how they ended, and uses other marker topics meanwhile.
+On a topic that never heard of a commit, the end of any later transaction takes back what was committed. So the owner of
+such transactions ends nothing on their topics until it is known how they ended, and uses other marker topics meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from txnbridge_pulsar.wire import TxnId
 
 
 class Unclear:
-    """Those of one owner. Any thread may call."""
+    """The unclear transactions of one owner. Any thread may call."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -26,8 +26,8 @@ class Unclear:
         self._found: dict[TxnId, Announced] = {}
 
     def is_clear(self, ended: Announced, deadline: Deadline) -> bool:
-        """Whether it can be told how a transaction ended; one that was committed is told everywhere then. Others are
-        kept here.
+        """Whether it can be told how a transaction ended; one that was committed is then committed on all its topics
+        once more. A transaction of which it cannot be told is kept here.
         """
         clear = confirm_by_marker(self._cluster, ended, deadline)
         with self._lock:
@@ -38,7 +38,7 @@ class Unclear:
         return clear
 
     def touching(self, topics: Iterable[str]) -> list[Announced]:
-        """Those that may still have something on one of these topics."""
+        """The unclear transactions that have touched one of these topics."""
         if not self._found:
             return []
         wanted = set(topics)
@@ -46,8 +46,9 @@ class Unclear:
             return [found for found in self._found.values() if not wanted.isdisjoint(_places(found))]
 
     def require(self, topics: Iterable[str], deadline: Deadline) -> list[Announced]:
-        """Those that touch one of these topics, and have turned out clear; else `BrokerUnavailable` is raised, because
-        nothing may end there yet.
+        """The transactions on these topics that have turned out to be clear.
+
+        Raises `BrokerUnavailable` if one has not: nothing may end on its topics yet.
         """
         asked = self.touching(topics)
         for found in asked:

@@ -15,7 +15,7 @@ from txnbridge_pulsar import wire
 from txnbridge_pulsar.cursor import BEGIN, Cursor, behind
 from txnbridge_pulsar.errors import needing
 
-# Messages that may wait for one partition: what a poll takes by default, ten times over.
+# So many messages may wait for one partition: ten times what a poll takes by default.
 _PERMITS = 5000
 # How soon somebody else is asked again who has a subscription for himself for a moment.
 _BUSY_SECONDS = 0.05
@@ -158,7 +158,7 @@ class Ordered(Way):
             if first and isinstance(start, int):
                 self._begin_at(topic, start, deadline)
             try:
-                # What was added to a topic later is read from its beginning.
+                # A partition that was added later is read from its beginning.
                 latest = first and start == "latest"
                 return self._subscribe(
                     topic,
@@ -198,7 +198,7 @@ class Ordered(Way):
             if passed is not None:
                 # The answer to a seek says that it is kept. An acknowledgement is forgotten by a broker that lets go of
                 # the topic at once.
-                with suppress(wire.ConsumerBusy):  # who comes between the seek and its end finds it done
+                with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the seek done
                     alone.seek(_next_to(passed), deadline.left())
         finally:
             alone.close(deadline.left())
@@ -266,7 +266,7 @@ class Shared(Ordered):
 
     def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
         held = cursor.give_back(positions)
-        # What an aborted transaction had acknowledged the broker delivers again by itself, unless it had refused it.
+        # The broker delivers again by itself what an aborted transaction had acknowledged, unless it had refused that.
         wanted = positions if cursor.refused else held
         cursor.refused = False
         with suppress(wire.ConnectionLost):

@@ -54,7 +54,7 @@ _ABORT_GRACE = 2.0
 # Entries on their way when a transaction aborts get so long for their receipts: one that comes after the end may
 # block its topic, and has to be shut out.
 _SETTLE_BEFORE_ABORT = 0.5
-# What would tell how a transaction ended is read from the writer's last plain record on; so there is one now and then.
+# The outcome of a transaction is read from the writer's last plain record on; so one is written now and then.
 _MARKS_A_PRESENCE = 1000
 # Partitions that the last transaction wrote to are named together with the first of the next, if they are so few.
 _MOST_GUESSED = 16
@@ -63,9 +63,9 @@ _MOST_TIMESTAMP = (1 << 63) - 1
 
 
 class PulsarWriter(Writer):
-    """Says what it will touch, touches it, and asks for the end when the broker has said that it has everything.
+    """Names the topics of a transaction, writes to them, and asks for the end when the broker has everything.
 
-    The broker checks nothing of that order, and takes back what was committed when a message comes late.
+    The broker does not check that order, and takes back what was committed when a message comes late.
     """
 
     not_taken = (NotPlain, KeyError, TypeError)
@@ -73,7 +73,7 @@ class PulsarWriter(Writer):
     def __init__(self, cluster: Cluster, owner: Owner, name: str, slot: int | None = None) -> None:
         self.name = name
         self.marked: Marked | None = None
-        self.unknown = False  # whether somebody holds a token that is to be answered by our marker topic
+        self.unknown = False  # whether there may be a token whose outcome only our marker topic tells
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
@@ -85,7 +85,7 @@ class PulsarWriter(Writer):
         self._marks = 0
         self._marked_at = 0.0
         self._turn = 0
-        self._last: tuple[str, ...] = ()  # what the last transaction wrote to
+        self._last: tuple[str, ...] = ()  # the topics that the last transaction wrote to
         self._begun = Begin("", Deadline(0), False, None)
         self._forget()
         self._how = How(None, None, False)
@@ -194,8 +194,8 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _cover(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
-        """Begin at the broker if that was not done, and name what is to be touched: first to whoever opens the id
-        next, then to the coordinator. Nothing is sent or acknowledged there before.
+        """Begin at the broker if that was not done, and name the topics and subscriptions that are to be touched: first
+        on the fence topic, then to the coordinator. Nothing is sent or acknowledged there before.
         """
         if self._txn is None:
             self._open(topics, deadline)
@@ -208,9 +208,7 @@ class PulsarWriter(Writer):
         self._owner.require_clear([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
         for topic in wanted:
             self._line(topic).open(deadline)
-        self._announced.update(dict.fromkeys(wanted))
-        self._subscriptions.update(dict.fromkeys(pairs))
-        self._owner.announce(self._announcement(), deadline)
+        self._announce(wanted, pairs, deadline)
         named = list(self._announced) if first else wanted
         try:
             with self._cluster.events.step("step:register", self._begun.transaction, topics=len(named)):
@@ -224,6 +222,16 @@ class PulsarWriter(Writer):
         if first:
             mark = wire.Single(Record(MARK, transaction=self._begun.transaction).pack())
             self._line(self.marked.topic).send(mark, self._txn, self._tally, deadline)
+
+    def _announce(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        before = self._announced, self._subscriptions
+        self._announced = {**self._announced, **dict.fromkeys(topics)}
+        self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
+        try:
+            self._owner.announce(self._announcement(), deadline)
+        except DeliveryFailed:  # too much to announce, also with all that may come after it
+            self._announced, self._subscriptions = before
+            raise
 
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
         self.marked = self._presence(deadline)
@@ -250,8 +258,8 @@ class PulsarWriter(Writer):
         name = self.name
         while self._owner.unclear.touching([topic := marker_topic(self._cluster, name, deadline)]):
             name += "+"
-        self._line(topic).open(deadline)  # nobody clears up a topic that somebody may write to
-        self._cluster.topics.keep(topic, deadline)  # somebody may have done so before
+        self._line(topic).open(deadline)  # a topic with a producer is not cleared up
+        self._cluster.topics.keep(topic, deadline)  # it may have been cleared up before
         return mark_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
 
     def _announcement(self) -> Announced:
@@ -272,7 +280,7 @@ class PulsarWriter(Writer):
         return found
 
     def _look_after_lost(self, deadline: Deadline) -> None:
-        """Raise what went wrong with entries, and send again what may be; others wait for it behind."""
+        """Raise the error of an entry that failed, and send lost entries again where that makes no copies."""
         if isinstance(self._tally.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._ended_by_others(deadline) from self._tally.failure
         if self._tally.failure is not None:
@@ -355,8 +363,10 @@ class PulsarWriter(Writer):
             raise self._ended_by_others(deadline)
 
     def _by_marker(self, deadline: Deadline) -> Outcome:
-        """How a transaction ended whose commit was asked for. Raises `OutcomeUnknown` whatever keeps it from being
-        read: any other error would say that nothing was decided.
+        """How a transaction ended whose commit was asked for.
+
+        Raises `OutcomeUnknown` whatever keeps the marker from being read: any other error would say that nothing was
+        decided.
         """
         assert self._txn is not None and self.marked is not None
         self.unknown = True
@@ -371,7 +381,7 @@ class PulsarWriter(Writer):
         """Return when the broker has everything; if it never will, the transaction is aborted here."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
-            # Asked behind the abort: whoever slept beyond the deadline hears only now what happened meanwhile.
+            # Asked after the abort: a process that slept beyond its deadline hears only now what happened meanwhile.
             if any(sent.partitions_left for sent in acks):
                 raise _partitions_left()
         deadline.check("the transaction")
@@ -392,7 +402,7 @@ class PulsarWriter(Writer):
             _log.debug("transaction %s stays open until its time is over: %s", self._begun.transaction, error)
 
     def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
-        """The broker says that a transaction of which no commit was asked for has ended: why, as far as can be told."""
+        """The error that says why a transaction has ended of which no commit was asked for, as far as can be told."""
         if deadline.left() < _ABORT_GRACE:
             deadline = Deadline(_ABORT_GRACE)
         left = any(sent.partitions_left for sent in self._acks)
@@ -453,7 +463,7 @@ class PulsarWriter(Writer):
         return settled
 
     def _done(self) -> None:
-        """It has ended, in whichever way."""
+        """The transaction has ended, in whichever way."""
         if self._txn is not None:
             self._owner.forget(self._txn)
             self._last = tuple(self._sent)
@@ -465,7 +475,7 @@ class PulsarWriter(Writer):
         self._hang_up()
         if self._txn is not None:
             try:
-                # Whichever way it ended: it has, before the next begins.
+                # Whichever way it ends: it has to, before the next one begins.
                 ended = end(self._cluster, self._txn, False, deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
@@ -476,16 +486,16 @@ class PulsarWriter(Writer):
             else:
                 self._forget()  # it stays announced
         self._owner.check(deadline)
-        self.marked = None  # a record that says that all before it has ended answers those who ask about it
+        self.marked = None  # the next plain record tells that all transactions before it have ended
 
     def _hang_up(self) -> None:
-        """Nothing more leaves this writer; what was written before may still arrive."""
+        """Send nothing more by this writer; messages that it has sent before may still arrive."""
         self._owner.confirmer.linger()
         self._cluster.client.hang_up(self._lane)
         self._lines.clear()
 
     def close(self) -> None:
-        """Let go; what is open dies by its time, or when the id is opened again."""
+        """Let go. An open transaction is aborted when its time is over, or when the id is opened again."""
         self._hang_up()
 
 

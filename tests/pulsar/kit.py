@@ -13,7 +13,7 @@ from txnbridge_pulsar.rest import Rest
 from txnbridge_pulsar.settings import Settings
 from txnbridge_pulsar.topics import Topics
 
-from txnbridge.spi import Emitter
+from txnbridge.spi import Deadline, Emitter
 
 # Far more than anything takes, also on a busy machine.
 SOON = 30.0
@@ -23,6 +23,20 @@ def url_of(broker: brokers.Pulsar, **options: object) -> str:
     """A bridge's URL, with the REST interface."""
     query = "&".join(f"{name}={value}" for name, value in {"admin_url": broker.admin_url, **options}.items())
     return f"{broker.url}?{query}"
+
+
+class Kept:
+    """A ledger that keeps the newest opening."""
+
+    def __init__(self, **data: Any) -> None:
+        self.newest: Any = ("opening", data) if data else None
+
+    def newest_opening(self, deadline: Deadline) -> Any:
+        return self.newest
+
+    def opened(self, data: Any, deadline: Deadline) -> str:
+        self.newest = ("opening", data)
+        return "opening"
 
 
 def settings_for(url: str, **given: Any) -> Settings:

@@ -276,6 +276,67 @@ def test_the_doctor_tells_which_topics_lose_what_nobody_has_read_yet(pulsar_brok
     assert found[0].text.startswith("half-grouped, unread: their retention is 0")
 
 
+def waited_for(found, what):
+    """What is told of policies, which take a moment."""
+    deadline = soon()
+    while not (told := found()):
+        deadline.check(what)
+    return told
+
+
+def test_who_makes_a_topic_that_keeps_nothing_is_warned(pulsar_broker, admin, namespace, caplog):
+    admin.create_topic("kept", 1, soon())
+    assert "retention of 0" not in caplog.text
+    nothing = {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}
+    ask(pulsar_broker, "POST", f"namespaces/public/{namespace}/retention", nothing)
+    waited_for(lambda: admin.topics(soon())[0].retention_seconds == 0, "the policy")
+    admin.create_topic("given", 1, soon(), retention_seconds=3600)
+    assert "retention of 0" not in caplog.text
+    admin.create_topic("dropped", 1, soon())
+    assert "topic 'dropped' has a retention of 0" in caplog.text
+
+
+def test_the_doctor_tells_of_messages_that_expire_on_single_topics(pulsar_broker, admin, client, namespace):
+    admin.create_topic("mine", 1, soon())
+    admin._topics.internal("_txnbridge-log-mine", soon())
+    for topic, seconds in (("mine", 60), ("_txnbridge-log-mine", 70)):
+        ask(pulsar_broker, "POST", f"persistent/public/{namespace}/{topic}/messageTTL?messageTTL={seconds}")
+        (found,) = waited_for(lambda topic=topic: advice(admin, topic), "the policy")
+        assert found.level == ("warning" if topic == "mine" else "problem")
+        assert f"after {seconds} s" in found.text and "remove-message-ttl" in found.remedy
+
+
+def test_the_doctor_tells_which_topics_of_our_own_lost_their_subscription(
+    pulsar_broker, open_bridge, client, namespace
+):
+    url, id = pulsar_broker.url.replace("/default", f"/{namespace}"), unique("owner")
+    with open_bridge(url, transactional_id=id) as bridge:
+        topic = new_topic(bridge)
+        with bridge.transaction() as txn:
+            txn.send(topic, b"x")
+        names = {f"_txnbridge-fence-{id}", f"_txnbridge-marker-{id}.0"}
+        assert not names & {each.subject for each in bridge.admin.check()}
+        for name in names:
+            ask(pulsar_broker, "DELETE", f"persistent/public/{namespace}/{name}/subscription/txnbridge?force=true")
+        found = {each.subject: each for each in bridge.admin.check()}
+        for name in names:
+            assert found[name].level == "problem" and "create-subscription" in found[name].remedy
+
+
+def test_the_doctor_tells_of_what_is_prepared_and_soon_aborted(pulsar_broker, open_bridge, client, namespace):
+    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
+    topic = new_topic(bridge)
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"x")
+    subject = f"transaction {txn.id}"
+    assert subject not in {each.subject for each in bridge.admin.check()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "_LAST_PART", 1)
+        found = {each.subject: each for each in bridge.admin.check()}
+    assert found[subject].level == "problem" and "is prepared, and the broker aborts it in" in found[subject].text
+    assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
+
+
 def test_while_a_transaction_names_a_deleted_subscription_it_is_said_why_none_is_listed(
     pulsar_broker, admin, client, namespace
 ):

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from txnbridge_conformance import plugin
+from txnbridge_conformance import brokers, plugin
 from txnbridge_conformance.looking import take, values
 
 import txnbridge
-from tests.pulsar.wire_kit import SOON, service
-from txnbridge import Outcome
+from tests.pulsar.wire_kit import SOON, admin, service
+from tests.pulsar.writing_kit import Connect, unique
+from txnbridge import NotSupported, Outcome
+from txnbridge.capabilities import Capability
 
 MILLISECONDS = int(SOON * 1000)
 topic = plugin.topic  # the wire client's tests have another one
@@ -84,3 +86,16 @@ def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(c
 def test_a_url_of_pulsar_finds_its_backend(txnbridge_url):
     with txnbridge.connect(txnbridge_url) as bridge:
         assert bridge.capabilities.broker == "Pulsar"
+
+
+def test_where_brokers_remove_no_duplicates_no_sequences_are_promised(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect
+) -> None:
+    assert open_bridge().capabilities[Capability.RESUME_SEQUENCE]
+    namespace = unique("doubling")
+    admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")
+    admin(pulsar_broker, "POST", f"namespaces/public/{namespace}/deduplication", False)
+    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
+    assert not bridge.capabilities[Capability.RESUME_SEQUENCE]
+    with pytest.raises(NotSupported, match="set-deduplication --enable"):
+        bridge.publisher("name")

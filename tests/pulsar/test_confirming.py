@@ -24,7 +24,7 @@ from txnbridge_pulsar.wire import Transactions, TxnId
 
 from tests.pulsar.kit import SOON
 from tests.pulsar.wire_kit import admin
-from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, new_topic, unique, writer_of
+from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, how_of, new_topic, unique, writer_of
 from txnbridge import (
     Bridge,
     BrokerUnavailable,
@@ -277,6 +277,48 @@ def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
     assert number not in writer._owner._under_way
     txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]
+
+
+def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, TxnId]:
+    """The token of what was prepared, and then committed so that no topic has heard of it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        with bridge.transaction(prepare=True) as txn:
+            txn.send(topic, b"1")
+    token = str(txn.token)
+    number = how_of(token).txn
+    assert number is not None
+    # As by a process that died before it told the topics.
+    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    return token, number
+
+
+@pytest.mark.parametrize("by", ["its owner", "a newer owner"])
+def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_how_that_ended(
+    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    name = unique("owned")
+    bridge = open_bridge(transactional_id=name)
+    topic, other = new_topic(bridge), new_topic(bridge)
+    first, number = prepare_and_forget(bridge, topic, monkeypatch)
+    if by == "a newer owner":
+        bridge = open_bridge(transactional_id=name)
+    assert bridge.abort(prepare(bridge, other)) is Outcome.ABORTED
+    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+        send(bridge, topic, b"2")
+    assert bridge.status(first).state is TokenState.UNKNOWN
+    marked = how_of(first).marked
+    assert marked is not None
+    cluster_of(bridge).client.transactions.end_on_partition(number, marked.topic, True, SOON)
+    send(bridge, topic, b"3")
+    assert bridge.status(first).state is TokenState.COMMITTED
+    assert values(seen(bridge, topic)) == [b"1", b"3"]
+
+
+def prepare(bridge: Bridge, topic: str) -> str:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    return str(txn.token)
 
 
 # --- a race with the real thing -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from txnbridge_pulsar.markers import HERE, MARK, Record
 from txnbridge_pulsar.notices import Announced, Marked, Notice
@@ -27,14 +29,14 @@ ANNOUNCED = Announced(
     prepared=True,
     messages=3,
 )
-NOTICE = Notice("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), ())
+NOTICE = Notice("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage")
 GOLDEN = (
     b'{"v":1,"o":"0pening","h":"host pid 1","w":1700000000000,"u":[{"t":"billing/1/2","x":[0,0],'
     b'"p":{"persistent://public/default/_txnbridge-marker-billing.p0":[-1],'
     b'"persistent://public/default/orders":[0,3]},'
     b'"a":[["persistent://public/default/input-partition-1","shipping"]],'
     b'"k":{"m":"persistent://public/default/_txnbridge-marker-billing.p0","s":[7,8],"n":"n0nce"},'
-    b'"i":0,"e":1700000030000,"d":true,"c":3}],"r":[]}'
+    b'"i":0,"e":1700000030000,"d":true,"c":3}],"r":[],"l":"l1neage"}'
 )
 
 
@@ -44,6 +46,10 @@ def test_a_notice_is_written_as_ever() -> None:
 
 def test_a_notice_is_read_as_it_was_written() -> None:
     assert Notice.unpack(GOLDEN) == NOTICE
+
+
+def test_a_notice_of_before_there_were_lineages_is_read() -> None:
+    assert Notice.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, lineage="")
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"[]", b"1", GOLDEN.replace(b'"v":1', b'"v":2'), GOLDEN[:-9]])

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_pulsar import endings, refusal, writer
+from txnbridge_pulsar import endings, prepared, refusal, writer
 from txnbridge_pulsar import owner as owner_module
 from txnbridge_pulsar import unclear as unclear_module
+from txnbridge_pulsar.doctor import check_settings
 from txnbridge_pulsar.endings import Ended, How
+from txnbridge_pulsar.names import Namespace
 from txnbridge_pulsar.notices import Announced, Marked, Notice
+from txnbridge_pulsar.outgoing import Line
 from txnbridge_pulsar.owner import Owner
 from txnbridge_pulsar.publisher import PulsarPublisher
 from txnbridge_pulsar.refusal import Refuser
@@ -20,9 +23,13 @@ from txnbridge_pulsar.unclear import Unclear
 from txnbridge_pulsar.wire import TimedOut, TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
+from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
     NotFound,
     NotSupported,
     Outcome,
@@ -40,7 +47,9 @@ MARKED = Marked("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nc
 
 
 def cluster_with(**parts: Any) -> Any:
-    settings = SimpleNamespace(mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace="a/b", pack=None)
+    settings = SimpleNamespace(
+        mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace=Namespace("a", "b"), pack=None
+    )
     client = SimpleNamespace(hang_up=lambda lane: None)
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
 
@@ -116,6 +125,26 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     assert told == [MARKED.topic]
 
 
+@pytest.mark.parametrize("told", [True, False, BrokerUnavailable("the marker topic is being moved")], ids=repr)
+def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, told: bool | TxnBridgeError
+) -> None:
+    def is_clear(*_: object) -> bool:
+        if isinstance(told, TxnBridgeError):
+            raise told
+        return told
+
+    monkeypatch.setattr(prepared, "coordinator_state", lambda *_: "")
+    resolved: list[TxnId] = []
+    unclear: Any = SimpleNamespace(is_clear=is_clear)
+    slots = prepared.Slots(cluster_with(), 8, unclear, resolved.append)
+    assert slots.take("id", Deadline(SOON)) == 0
+    slots.keep(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED, slot=0, prepared=True))
+    slots.release(0)
+    assert slots.take("id", Deadline(SOON)) == (0 if told is True else 1)
+    assert resolved == ([TXN] if told is True else [])
+
+
 # --- what a coordinator forgot ----------------------------------------------------------------------------------------
 
 
@@ -139,9 +168,9 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
     monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
     monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
     monkeypatch.setattr(refusal, "shut_out", shut_out)
-    before = Notice("older", "host", 0, (beside, unclear, elsewhere))
+    before = Notice("older", "host", 0, (beside, unclear, elsewhere), lineage="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
-    ledger: Any = None
+    ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
     owner = Owner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
     owner._open(fence, Deadline(SOON))
     assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
@@ -152,6 +181,49 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
     owner.require_clear(["t"], Deadline(SOON))
     assert unclear in swept and not owner._under_way
     owner.refuser.close(Deadline(SOON))
+
+
+# --- announcing -------------------------------------------------------------------------------------------------------
+
+
+def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[Owner, list[Notice]]:
+    """An owner whose records have room for a few topics, and what it writes."""
+    monkeypatch.setattr(owner_module, "_MOST_NOTICE_BYTES", 1000)
+    written: list[Notice] = []
+    ledger: Any = None
+    owner = Owner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
+    fence: Any = SimpleNamespace(write=lambda make, _: written.append(make()))
+    owner._fence = fence
+    return owner, written
+
+
+def over(number: int, *topics: str) -> Announced:
+    return Announced(f"app/host/{number}", TxnId(0, number), (*topics, MARKED.topic), (), MARKED)
+
+
+def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner, written = announcing(monkeypatch)
+    many = [f"persistent://public/default/topic-{number}" for number in range(100)]
+    first, second = over(1, "t"), over(2, "t")
+    owner.announce(first, Deadline(SOON))
+    for too_much in (over(3, *many), over(1, *many)):
+        with pytest.raises(DeliveryFailed, match="fewer topics"):
+            owner.announce(too_much, Deadline(SOON))
+    owner.announce(second, Deadline(SOON))
+    assert [list(notice.under_way) for notice in written] == [[first], [first, second]]
+
+
+def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, written = announcing(monkeypatch)
+    monkeypatch.setattr(Line, "open", lambda *_: None)
+    found = PulsarWriter(owner._cluster, owner, "w")
+    found._txn, found.marked = TXN, MARKED
+    found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
+    with pytest.raises(DeliveryFailed):
+        found._cover([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
+    assert list(found._announced) == [MARKED.topic] and not written
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -208,8 +280,9 @@ def test_closing_waits_for_no_longer_than_it_may(hanging: Refuser) -> None:
 # --- sequences --------------------------------------------------------------------------------------------------------
 
 
-def publisher_where(deduplicates: Any, last: int = -1) -> tuple[PulsarPublisher, list[int]]:
+def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tuple[PulsarPublisher, list[int]]:
     """A named publisher on a topic of one partition, and the sequences that it sends."""
+    ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
 
     def send(message: object, sequence_id: int, timeout: float) -> Any:
@@ -221,7 +294,7 @@ def publisher_where(deduplicates: Any, last: int = -1) -> tuple[PulsarPublisher,
         concrete=lambda *_: ["t-partition-0"], require=lambda *_: ["t-partition-0"], deduplicates=deduplicates
     )
     client = SimpleNamespace(create_producer=lambda *_, **__: producer)
-    return PulsarPublisher(cluster_with(topics=topics, client=client), "name"), sent
+    return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 
 
 def send_one(publisher: PulsarPublisher, sequence: int) -> None:
@@ -252,3 +325,60 @@ def test_after_a_first_look_that_failed_what_is_stored_is_known_all_the_same() -
     for number in (3, 4, 5):
         send_one(publisher, number)
     assert sent == [5]
+
+
+@pytest.mark.parametrize("last", [-1, 3], ids=["nothing", "less"])
+def test_a_broker_that_knows_less_than_was_stored_has_forgotten_the_name(last: int) -> None:
+    publisher, sent = publisher_where(lambda *_: True, last, Kept(stored=4))
+    for number in (0, 5):
+        with pytest.raises(EvidenceLost, match="under another name"):
+            send_one(publisher, number)
+        with pytest.raises(EvidenceLost):
+            publisher.last_sequence("t", Deadline(SOON))
+    assert not sent
+
+
+def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
+    ledger = Kept(stored=2)
+    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
+    for number in range(6):
+        send_one(publisher, number)
+    assert sent == [5] and ledger.newest[1] == {"stored": 4}
+
+
+def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
+    tried: list[object] = []
+
+    def opened(data: object, deadline: Deadline) -> str:
+        tried.append(data)
+        raise DeadlineExceeded("the log's broker is away")
+
+    ledger = SimpleNamespace(newest_opening=lambda _: None, opened=opened)
+    publisher, sent = publisher_where(lambda *_: True, 4, ledger)
+    for number in (5, 6):
+        send_one(publisher, number)
+    assert sent == [5, 6] and tried == [{"stored": 4}]
+
+
+def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    def denied(*_: object) -> Any:
+        raise AccessDenied("no right")
+
+    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
+    send_one(publisher, 5)
+    assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> None:
+    told = {"backlogQuotaDefaultRetentionPolicy": "consumer_backlog_eviction", "backlogQuotaDefaultLimitGB": "10"}
+    rest: Any = SimpleNamespace(get=lambda *_: told)
+
+    def found() -> list[str]:
+        return [each.text for each in check_settings(rest, Deadline(SOON)) if each.level == "problem"]
+
+    assert len(found()) == 1 and "backlog quota" in found()[0]
+    told["backlogQuotaDefaultLimitGB"] = "-1"
+    assert not found()

@@ -26,7 +26,7 @@ from tests.pulsar.writing_kit import (
     unique,
     writer_of,
 )
-from txnbridge import Bridge, Fenced, Outcome, TokenState, Transaction
+from txnbridge import Bridge, EvidenceLost, Fenced, Outcome, TokenState, Transaction
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child, tell
 
@@ -193,11 +193,55 @@ def test_an_owner_whose_fence_topic_was_made_anew_is_shut_out_by_what_stands_the
     older = open_bridge(transactional_id=id)
     topic = new_topic(older)
     admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(older))}?force=true")
-    newer = open_bridge(transactional_id=id)  # with the first epoch again, which the older one has, too
+    # By a log that knows nothing of the older one; with the first epoch again, which the older one has, too.
+    newer = open_bridge(transactional_id=id, application=unique("other"))
     newer.close()
     with pytest.raises(Fenced):
         with older.transaction() as txn:
             txn.send(topic, b"zombie")
+
+
+def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, id: str
+) -> None:
+    owner = open_bridge(transactional_id=id)
+    topic = new_topic(owner)
+    admin(pulsar_broker, "DELETE", f"{path_of(fence_topic(owner))}?force=true")
+    for _ in range(2):
+        with pytest.raises(Fenced, match="was deleted"):
+            with owner.transaction() as txn:
+                txn.send(topic, b"x")
+
+
+def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str
+) -> None:
+    older = open_bridge(transactional_id=id)
+    topic = new_topic(older)
+    txn, _ = leave_open(older, topic)  # nobody who opens the id would find it
+    deleted = f"{path_of(fence_topic(older))}?force=true"
+    admin(pulsar_broker, "DELETE", deleted)
+    for _ in range(2):
+        with pytest.raises(EvidenceLost, match="another transactional_id"):
+            open_bridge(transactional_id=id)
+    open_bridge(transactional_id=id, application=unique("other")).close()  # whose log has never heard of it
+    with pytest.raises(EvidenceLost, match="another transactional_id"):
+        open_bridge(transactional_id=id)
+    other = open_bridge(transactional_id=unique("owner"))
+    txn.abort()
+    with other.transaction() as mine:
+        mine.send(topic, b"1")
+    assert read_all(client, concrete(topic)) == [b"1"]
+
+
+def test_an_id_is_opened_again_and_again(open_bridge: Connect, client: Client, id: str) -> None:
+    topic = new_topic(open_bridge())
+    for value in (b"1", b"2", b"3"):
+        bridge = open_bridge(transactional_id=id)
+        with bridge.transaction() as txn:
+            txn.send(topic, value)
+        bridge.close()
+    assert read_all(client, concrete(topic)) == [b"1", b"2", b"3"]
 
 
 def test_of_many_that_open_an_id_at_once_one_is_the_owner(

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,9 +16,17 @@ from txnbridge_conformance import faults
 from txnbridge_pulsar.publisher import PulsarPublisher
 
 from tests.in_time import takes
-from tests.pulsar.kit import SOON, Connection, open_cluster
+from tests.pulsar.kit import SOON, Connection, Kept, open_cluster
 from tests.pulsar.wire_kit import admin, everything
-from txnbridge.errors import DeadlineExceeded, DeliveryFailed, InvalidOption, InvalidState, NotFound, NotSupported
+from txnbridge.errors import (
+    DeadlineExceeded,
+    DeliveryFailed,
+    EvidenceLost,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    NotSupported,
+)
 from txnbridge.spi import Deadline
 
 
@@ -26,14 +36,19 @@ def name():
 
 
 @pytest.fixture
-def publisher(pulsar_broker):
+def ledgers() -> Mapping[str, Kept]:
+    return defaultdict(Kept)
+
+
+@pytest.fixture
+def publisher(pulsar_broker, ledgers):
     """Open a publisher; its connection is closed in the end."""
     connections = []
 
     def opened(name=None, url=None, admin_url=None, **given):
         given["admin_url"] = pulsar_broker.admin_url if admin_url is None else admin_url
         connections.append(Connection(url or pulsar_broker.url, **given))
-        return PulsarPublisher(open_cluster(connections[-1]), name)
+        return PulsarPublisher(open_cluster(connections[-1]), name, lambda id: ledgers[id])
 
     yield opened
     for connection in connections:
@@ -131,6 +146,40 @@ def test_a_sequence_goes_on_behind_a_publisher_that_was_cut_off(pulsar_broker, p
     assert stored(client, topic) == numbered(15)
 
 
+def test_a_name_that_the_broker_knows_no_more_publishes_nothing_twice(
+    pulsar_broker, publisher, new_topic, client, name
+):
+    """As a broker that was not used by that name for hours: also one that made the topic anew answers that it knows
+    nothing.
+    """
+    topic = new_topic()
+    first = publisher(name)
+    send_all(first, topic, numbered(3), sequences=True)
+    first.close(Deadline(SOON))
+    admin(pulsar_broker, "DELETE", f"persistent/public/default/{topic}/partitions?force=true")
+    new_topic()
+    later = publisher(name)
+    with pytest.raises(EvidenceLost, match="under another name"):
+        later.last_sequence(topic, Deadline(SOON))
+    with pytest.raises(EvidenceLost, match="under another name"):
+        send(later, topic, b"0", sequence=0)
+    later.close(Deadline(SOON))
+    other = publisher(f"{name}-2")
+    send_all(other, topic, numbered(5, 3), sequences=True)
+    assert stored(client, topic) == numbered(5, 3)
+
+
+def test_what_a_publisher_that_died_had_stored_is_noted_by_its_first_flush(publisher, ledgers, new_topic, name):
+    topic = new_topic()
+    dead = publisher(name)
+    send_all(dead, topic, numbered(3), sequences=True)
+    assert [ledger.newest[1] for ledger in ledgers.values()] == [{"stored": 2}]
+    send_all(dead, topic, numbered(5, 3), sequences=True)
+    assert [ledger.newest[1] for ledger in ledgers.values()] == [{"stored": 2}]
+    dead.close(Deadline(SOON))
+    assert [ledger.newest[1] for ledger in ledgers.values()] == [{"stored": 4}]
+
+
 def test_sequences_count_over_all_partitions(publisher, new_topic, client, name):
     topic = new_topic(3)
     first = publisher(name)
@@ -197,12 +246,12 @@ def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, n
 
 PUBLISHING = """
 import sys
-from tests.pulsar.kit import Connection, open_cluster
+from tests.pulsar.kit import Connection, Kept, open_cluster
 from tests.pulsar.test_publisher import send
 from txnbridge.spi import Deadline
 from txnbridge_pulsar.publisher import PulsarPublisher
 url, admin_url, topic, name, count = sys.argv[1:]
-publisher = PulsarPublisher(open_cluster(Connection(url, admin_url=admin_url)), name)
+publisher = PulsarPublisher(open_cluster(Connection(url, admin_url=admin_url)), name, lambda id: Kept())
 last = publisher.last_sequence(topic, Deadline(90))
 for number in range(0 if last is None else last + 1, int(count)):
     send(publisher, topic, b"%d" % number, sequence=number, seconds=90)

@@ -1,4 +1,4 @@
-"""Who we are: credentials as the broker asks for them, at each connection and again when they expire."""
+"""Credentials, as the broker asks for them: at each connection, and again when they expire."""
 
 from __future__ import annotations
 

@@ -359,7 +359,7 @@ class Connection:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self) -> None:
-        """Hang up. Whoever waits gets `ConnectionLost`; nobody is waited for but the reading thread, for a moment."""
+        """Hang up. Calls that wait get `ConnectionLost`; this waits for the reading thread only, and for a moment."""
         with self._lock:
             self._reason = self._reason or Closed("it was closed on this side")
         self._transport.interrupt()

@@ -1,4 +1,4 @@
-"""Who serves what: a topic's broker, through redirects and proxies, and how many partitions it has."""
+"""Finding a topic's broker, through redirects and proxies, and how many partitions the topic has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Lookup:
         self._current = next(self._turn)
 
     def connection(self, topic: str, lane: str, deadline: Deadline) -> Connection:
-        """A connection to the broker that serves a topic. One attempt: who then asks that broker has to repeat both."""
+        """A connection to the broker that serves a topic. One attempt: a caller whose request that broker refuses has
+        to repeat both.
+        """
         return self._pool.get(self._target(full_topic_name(topic), deadline), lane, deadline)
 
     def partitions(self, topic: str, deadline: Deadline) -> int:

@@ -38,12 +38,12 @@ from .sending import Budget, Content, Receipt, Send
 
 
 class AccessMode(IntEnum):
-    """Who else may produce to the topic."""
+    """Which other producers the topic may have."""
 
     SHARED = 0
-    EXCLUSIVE = 1  # nobody; refused with `ProducerFenced` if somebody has it
-    WAIT_FOR_EXCLUSIVE = 2  # nobody; waits its turn
-    EXCLUSIVE_WITH_FENCING = 3  # nobody; who has it loses it, and with its next send its whole connection
+    EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has it
+    WAIT_FOR_EXCLUSIVE = 2  # none; waits its turn
+    EXCLUSIVE_WITH_FENCING = 3  # none; the one that has it loses it, and with its next send its whole connection
 
 
 class ProducerOptions(NamedTuple):

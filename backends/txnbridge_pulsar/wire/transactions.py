@@ -36,7 +36,7 @@ _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """The coordinators of a cluster. Any thread. Whoever knows a transaction's id may do anything with it."""
+    """The coordinators of a cluster. Any thread. A client that knows a transaction's id may do anything with it."""
 
     def __init__(self, lookup: Lookup, lane: str = "") -> None:
         self._lookup = lookup

@@ -76,7 +76,7 @@ class Transport:
         self._flush_waiting()
 
     def _flush_waiting(self) -> None:
-        # Whoever holds the lock looks again after letting go of it, so nothing is left behind.
+        # The thread that holds the lock looks again after letting go of it, so nothing is left behind.
         while self._waiting and self._writing.acquire(blocking=False):
             try:
                 while self._push() and self._waiting:
