@@ -207,4 +207,4 @@ def _is_left(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadlin
     newest = ledger.newest_opening(deadline)
     if newest is None or newest[0] == origin.opening:
         return False
-    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline))
+    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline, log=origin.log))

@@ -30,6 +30,7 @@ class RocketMQLog(DecisionLog):
     """One log. A position is the record's offset in its queue. Any thread may call."""
 
     origin = (0,)
+    numbered = True
 
     def __init__(self, client: remoting.Client, queue: Queue, keeps: float | None = None) -> None:
         """The queue is the only one of its topic, which is there (`Topics.internal`)."""

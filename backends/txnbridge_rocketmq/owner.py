@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from txnbridge.errors import Fenced
-from txnbridge.spi import Deadline, Decision, Identity, Ledger, LedgerClaim, Writer
+from txnbridge.spi import Deadline, Identity, Ledger, Writer
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.endings import publish_decided
 from txnbridge_rocketmq.ends import Ender
@@ -57,12 +57,7 @@ class Owner:
 
         Each of its writers published one transaction before it began the next.
         """
-        claims = [found for found in self.ledger.claims(deadline) if found[1].decision is Decision.COMMIT]
-        last: dict[object, tuple[str, LedgerClaim]] = {}
-        for transaction, claim in claims:
-            if claim.opening == claims[-1][1].opening:
-                last[claim.data.get("writer")] = transaction, claim
-        for transaction, claim in last.values():
+        for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)
 
     def check(self, deadline: Deadline) -> None:

@@ -212,7 +212,8 @@ class Decisions:
         """
         deadline = self._deadline(timeout)
         question = Question(id, path_of(id), begin_of(begin))
-        with self._engine.follower.following(deadline, may_create=question.begin is None) as state:
+        follower = self._engine.follower_of(question.begin, deadline)
+        with follower.following(deadline, may_create=question.begin is None) as state:
             if question.begin is not None:
                 return Reading(self._claim_of(question, state), False, None, None)
             require_founded(state)

@@ -30,6 +30,7 @@ from txnbridge._decisions.records import (
     decode,
     digest,
     load_json,
+    read_begin,
     read_path,
     read_position,
     read_under,
@@ -39,6 +40,7 @@ from txnbridge._token import Decision
 
 # The one kind of ledger entry that has a meaning here: it makes a transaction independent of its owner.
 PREPARE = "prepare"
+_HOUR = 3_600_000
 
 _AboutId = Opened | Entry | Claimed | Done
 _Transaction = tuple[Path, Begin]
@@ -64,6 +66,31 @@ class Winner:
     by: Under | None
     body: Mapping[str, Any] | None
     acked: Acked | None = None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that its author may not have carried out yet.
+
+    `certain`: everything from the transaction's presence on was read, so that no earlier claim on it was missed.
+    """
+
+    id: Path
+    begin: Begin
+    winner: Winner
+    certain: bool
+
+    def to_json(self) -> list[Any]:
+        winner = self.winner
+        by = winner.by and _under_json(winner.by)
+        begin = {"at": list(self.begin.at), "id": self.begin.id}
+        return [list(self.id), begin, list(winner.position), winner.nonce, by, winner.body, self.certain]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Commit:
+        id, begin, position, nonce, by, body, certain = value
+        winner = Winner(read_position(position), nonce, Decision.COMMIT, by and read_under(by), body)
+        return cls(read_path(id), read_begin(begin), winner, bool(certain))
 
 
 @dataclass(frozen=True)
@@ -204,6 +231,10 @@ class IdFold:
     done: dict[Path, int] = field(default_factory=dict)
     claims: dict[Path, Winner] = field(default_factory=dict)
     groups: dict[Place, Position] = field(default_factory=dict)  # where each stands: the next position to read
+    # What their authors may have died over: the last commit of each writer of an id's owner, and the last one that
+    # acknowledged on each partition of a group.
+    commits: dict[Path, dict[str | int | None, Commit]] = field(default_factory=dict)
+    movers: dict[Place, Commit] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
         """Take an opening; whether it counts."""
@@ -222,10 +253,25 @@ class IdFold:
         self.claims.setdefault(record.id, winner)
         return True
 
-    def acknowledge(self, acked: Acked, by: Under | None) -> None:
-        """Take what the counting claim of a transaction acknowledges."""
-        if by is None or stands(self.openings, by):
-            self.groups.update({each.place: each.end for each in acked.ranges})
+    def commit(self, record: Claimed, commit: Commit) -> None:
+        """Take the counting claim that commits a transaction with a token, and what it acknowledges."""
+        if record.by is None or stands(self.openings, record.by):
+            self.remember(record, commit)
+            if record.acked is not None:
+                self.groups.update({each.place: each.end for each in record.acked.ranges})
+
+    def remember(self, record: Claimed, commit: Commit) -> None:
+        """Take a commit as the last one of its writer, and of the partitions on which it acknowledges.
+
+        A writer carries out one commit before it claims the next, and an owner those of the owner before.
+        """
+        if (by := record.by) is not None:
+            last = self.commits.get(by.id, {})
+            self.commits[by.id] = {writer: other for writer, other in last.items() if other.winner.by == by}
+            writer = (commit.winner.body or {}).get("writer")
+            self.commits[by.id][writer if isinstance(writer, str | int) else None] = commit
+        if record.acked is not None:
+            self.movers.update({each.place: commit for each in record.acked.ranges})
 
     def finish(self, id: Path, up_to: int) -> None:
         """Take a done mark: what it covers is settled, and its claims are of no more use."""
@@ -241,8 +287,8 @@ class IdFold:
                 return True
         return False
 
-    def to_json(self, log: str) -> dict[str, Any]:
-        """The body of a snapshot."""
+    def to_json(self, log: str, since: Position = ()) -> dict[str, Any]:
+        """The body of a snapshot. Commits in front of `since` are left out: nobody can carry them out any more."""
         return {
             "log": log,
             "opened": [
@@ -255,6 +301,21 @@ class IdFold:
                 for id, c in self.claims.items()
             ],
             "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
+            **self._commits_json(since),
+        }
+
+    def _commits_json(self, since: Position) -> dict[str, Any]:
+        owners = [(writer, c) for last in self.commits.values() for writer, c in last.items()]
+        recent = {c.winner.nonce: c for _, c in [*owners, *self.movers.items()] if c.winner.position >= since}
+        index = {nonce: number for number, nonce in enumerate(recent)}  # one commit may move many partitions
+        return {
+            "commits": [commit.to_json() for commit in recent.values()],
+            "owners": [[writer, index[c.winner.nonce]] for writer, c in owners if c.winner.nonce in index],
+            "movers": [
+                [group, *partition, index[c.winner.nonce]]
+                for (group, partition), c in self.movers.items()
+                if c.winner.nonce in index
+            ],
         }
 
     @classmethod
@@ -272,7 +333,17 @@ class IdFold:
             fold.claims[read_path(id)] = winner
         for group, topic, number, position in body.get("groups", ()):  # version 1 had none
             fold.groups[str(group), (str(topic), int(number))] = read_position(position)
+        fold._read_commits(body)
         return fold
+
+    def _read_commits(self, body: Mapping[str, Any]) -> None:
+        commits = [Commit.from_json(each) for each in body.get("commits", ())]  # older snapshots had none
+        for writer, index in body.get("owners", ()):
+            commit = commits[index]
+            assert commit.winner.by is not None
+            self.commits.setdefault(commit.winner.by.id, {})[writer] = commit
+        for group, topic, number, index in body.get("movers", ()):
+            self.movers[str(group), (str(topic), int(number))] = commits[index]
 
 
 def _under_json(under: Under) -> dict[str, Any]:
@@ -306,6 +377,10 @@ class State:
         self.tokens = TokenFold()
         self.ids = IdFold()
         self.founded = False  # whether `ids` holds
+        self.knows_living = False  # whether the snapshot on which it is founded lists the presences in front of it
+        self.strangers = False  # whether a record in front of that snapshot belongs to another log
+        self._living: dict[Position, int] = {}  # until when each presence may be needed
+        self._logs: set[str] = set()  # as which the records in front of that snapshot know this log
         self.records_since_snapshot = 0
         self.bytes_since_snapshot = 0
         self.records_since_forgetting = 0
@@ -339,6 +414,8 @@ class State:
             self._take_first(position, record)
         if not self.founded:
             self._digests[position] = digest(raw)
+            if record.log is not None:
+                self._logs.add(record.log)
         elif record.log not in (None, self.log) and not isinstance(record, Birth):
             if self._origin is not None:
                 # This log's beginning is beyond doubt: its writer still uses a log that was there before this one.
@@ -365,6 +442,7 @@ class State:
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
             self.tokens.presences[position] = record
+            self._living[position] = record.until
         elif isinstance(record, Snapshot):
             return self._take_snapshot(record)
         return True
@@ -398,8 +476,9 @@ class State:
         self._tell(record.nonce, position, counts)
         if record.acked is not None:
             self._windows.append((position, record.acked.read_up_to))
-            if counts and self.tokens.claims[record.id][record.begin] is winner:
-                self._judge(position, record, winner)
+        leaves_work = record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)
+        if leaves_work and counts and self.tokens.claims[record.id][record.begin] is winner:
+            self._judge(position, record, winner)
 
     def _assemble(self, stored: Stored) -> Mapping[str, Any] | None:
         raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
@@ -418,14 +497,19 @@ class State:
             counts = self.ids.open(position, record)
         elif isinstance(record, Done):
             self.ids.finish(record.id, record.up_to)
-        elif isinstance(record, Claimed) and record.acked is not None:
-            self.ids.acknowledge(record.acked, record.by)
+        elif isinstance(record, Claimed) and record.begin is not None and winner is not None:
+            self.ids.commit(record, self._commit(record.id, record.begin, winner))
             return  # whether it counts was told: that does not depend on the log's beginning
         elif isinstance(record, Claimed):
             counts = winner is not None and self.ids.claim(record, winner)
         elif not (counts := stands(self.ids.openings, record.under)):
             self.tokens.strike(position, record)
         self._tell(record.nonce, position, counts)
+
+    def _commit(self, id: Path, begin: Begin, winner: Winner) -> Commit:
+        assert self.start is not None
+        # Who acknowledges has read that nothing stands on the transaction in front of what he had read.
+        return Commit(id, begin, winner, certain=winner.acked is not None or begin.at >= self.start)
 
     def _take_snapshot(self, record: Snapshot) -> bool:
         covers_what_is_here = self.founded or self._digests.get(record.covers) == record.digest
@@ -454,15 +538,19 @@ class State:
         try:
             self.ids = IdFold.from_json(body)
             self.log, self.born = str(body["log"]), record.born
-        except (ValueError, TypeError, KeyError):
+            self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise Unreadable("the snapshot is damaged") from None
         self.founded, self.doubt = True, ""
+        self.strangers = bool(self._logs - {self.log})
+        self.knows_living = "living" in body
         waiting, self._waiting, self._digests = self._waiting, [], {}
         for position, late, winner in waiting:
             if position > record.covers:
                 self._judge(position, late, winner)
-            elif isinstance(late, Claimed) and late.acked is not None:
-                pass  # the snapshot has it
+            elif isinstance(late, Claimed) and late.begin is not None and winner is not None:
+                if "commits" not in body and (late.by is None or stands(self.ids.openings, late.by)):
+                    self.ids.remember(late, self._commit(late.id, late.begin, winner))
             elif isinstance(late, Opened | Entry) and not stands(self.ids.openings, late.under):
                 # Void from the start, or overtaken since: the snapshot does not tell which.
                 self._tell(late.nonce, position, None)
@@ -471,6 +559,11 @@ class State:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
+    @property
+    def begins_with_snapshot(self) -> bool:
+        """Whether all that was read so far is judged, and a snapshot tells all that matters of what is in front."""
+        return self.founded and self.knows_living and not (self.strangers or self.misled or self.blocked)
+
     def holds(self, begin: Begin) -> bool:
         """Whether this reading includes exactly this presence record, and so everything behind it."""
         presence = self.tokens.presences.get(begin.at)
@@ -478,16 +571,34 @@ class State:
 
     def oldest_living(self, now: int) -> Position | None:
         """The position of the first presence that somebody may still need."""
-        return min((at for at, presence in self.tokens.presences.items() if presence.until > now), default=None)
+        return min((at for at, until in self._living.items() if until > now), default=None)
+
+    def to_json(self, now: int) -> dict[str, Any]:
+        """The body of a snapshot of all that was read, written at a time (ms since 1970)."""
+        since = self.oldest_living(now)
+        return {**self.ids.to_json(self.log or "", since or ()), "living": self._living_json(now)}
+
+    def _living_json(self, now: int) -> list[list[Any]]:
+        """The presences that decide how long records are kept: of those that end in the same hour only the oldest."""
+        found: list[list[Any]] = []
+        for at, until in sorted(self._living.items()):
+            if until <= now or (found and until <= found[-1][1]):
+                continue
+            if found and until // _HOUR == found[-1][1] // _HOUR:
+                found[-1][1] = until
+            else:
+                found.append([list(at), until])
+        return found
 
     def oldest_window(self) -> Position | None:
         """The first position that is needed to judge what claims acknowledge that no snapshot covers."""
         return min((read_up_to for _, read_up_to in self._windows), default=None)
 
-    def forget(self, before: Position) -> None:
-        """Drop from memory what no living presence reaches."""
+    def forget(self, before: Position, oldest_living: Position) -> None:
+        """Drop from memory what is in front of a position, and the presences that are not living any more."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
+        self._living = {at: until for at, until in self._living.items() if at >= oldest_living}
         self._parts = {at: part for at, part in self._parts.items() if at >= before}
         self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
         self._waiting = [late for late in self._waiting if late[0] >= before]
