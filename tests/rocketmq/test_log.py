@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from click.testing import CliRunner
 from txnbridge_rocketmq.log import RocketMQLog
 from txnbridge_rocketmq.naming import name_of
 from txnbridge_rocketmq.remoting import Answer, Client, Code, Message, Queue, send
@@ -21,6 +22,8 @@ from tests.log_faults import append_until_clear
 from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
 from txnbridge import Decision
 from txnbridge._decisions import Decisions
+from txnbridge.cli import main
+from txnbridge.cli._common import ExitCode
 from txnbridge.errors import (
     BrokerUnavailable,
     DeadlineExceeded,
@@ -332,6 +335,35 @@ def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(rocke
         with pytest.raises(EvidenceLost):
             ask()
     assert young.claim("id", Decision.COMMIT).decision is Decision.ABORT
+
+
+def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):
+    """Made anew, and the first record in it is of a process that still believes in the one before."""
+    old = Decisions(log, timeout=20)
+    begin = old.begin(opening=old.open("owner"))
+    old.claim("token", Decision.COMMIT, begin=begin)
+    delete_topic(log, topic)
+    opened(rocketmq_broker.url, name)
+    with pytest.raises((EvidenceLost, OutcomeUnknown)):
+        old.claim("more", Decision.COMMIT)
+    with pytest.raises(EvidenceLost, match="txnbridge log renew"):
+        Decisions(opened(rocketmq_broker.url, name), timeout=20).open("owner")
+    renew = ["log", "renew", "--url", rocketmq_broker.url, "--application", name]
+    assert CliRunner().invoke(main, renew).exit_code == ExitCode.USAGE
+    done = CliRunner().invoke(main, [*renew, "--yes"])
+    assert done.exit_code == ExitCode.OK, done.output
+    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
+    opening = young.open("owner")
+    for number in range(9):  # it grows beyond what the old one has read
+        new = young.begin(opening=opening)
+        assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
+    with pytest.raises(EvidenceLost, match="began it anew"):
+        young.read("token", begin=begin)
+    end = young._log.end(Deadline(LONG))
+    for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
+        with pytest.raises(EvidenceLost):
+            call()
+    assert young._log.end(Deadline(LONG)) == end
 
 
 # --- the cluster's own name -------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from txnbridge._decisions.records import (
     Presence,
     Range,
     Record,
+    Renewed,
     Snapshot,
     Stored,
     Under,
@@ -35,7 +36,7 @@ from txnbridge._decisions.state import State, Winner, stands
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import Conflict, DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import Conflict, DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Ack, DecisionLog
 
 # By how much the clocks of two hosts may differ before something is trimmed too early; Kerberos allows as much.
@@ -112,7 +113,8 @@ class Engine:
         with self.follower.looking(deadline) as state:
             fresh = state.start is None
         with self.follower.following(deadline, may_create=False) if fresh else self.follower.looking(deadline) as state:
-            if state.start is None or state.start <= begin.at:
+            renewed = state.renewed is not None and begin.at <= state.renewed.position
+            if state.start is None or state.start <= begin.at or renewed:
                 return self.follower
         return self._reading_from(begin.at, deadline)
 
@@ -120,6 +122,8 @@ class Engine:
         """Who has read every record that there still is."""
         with self.follower.following(deadline) as state:
             start, begin = state.start, self._log.begin(deadline)
+            if begin is not None and state.renewed is not None:
+                begin = max(begin, state.renewed.position)
         if begin is None or start is None or start <= begin:
             return self.follower
         return self._reading_from(begin, deadline)
@@ -241,6 +245,21 @@ class Engine:
         self._let_go_of_older()
         self._log.trim(before, deadline)
         return before
+
+    def renew(self, host: str, deadline: Deadline) -> Position:
+        """See `Decisions.renew`."""
+        while True:
+            with self.follower.following(deadline, may_create=False) as state:
+                require_readable(state)
+                if state.founded or state.cursor is None:
+                    raise InvalidState("this decision log has all of its evidence: there is nothing to renew")
+                covers, raw = state.cursor
+            name, nonce = secrets.token_hex(8), self._nonce()
+            renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=host)
+            position, counts = self.follower.append(renewed, deadline)
+            if counts:
+                return position
+            deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
         """To be called behind each record that an application or a backend asked for."""

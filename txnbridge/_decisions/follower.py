@@ -234,9 +234,10 @@ class Follower:
                     return
                 if state.blocked:
                     raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
-                raise EvidenceLost(
-                    state.doubt
-                    or f"the decision log gave a record the position {list(position)}, and shows another one there: it"
+                if state.doubt:
+                    raise EvidenceLost(state.doubt)
+                self._lose(
+                    f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
                 )
         except BrokerUnavailable as error:

@@ -23,6 +23,7 @@ from txnbridge._decisions.records import (
     Place,
     Presence,
     Record,
+    Renewed,
     Snapshot,
     Stored,
     Under,
@@ -91,6 +92,23 @@ class Commit:
         id, begin, position, nonce, by, body, certain = value
         winner = Winner(read_position(position), nonce, Decision.COMMIT, by and read_under(by), body)
         return cls(read_path(id), read_begin(begin), winner, bool(certain))
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """Where in the log, when (ms since 1970) and by whom it was begun anew."""
+
+    position: Position
+    at: int
+    host: str
+
+    def to_json(self) -> list[Any]:
+        return [list(self.position), self.at, self.host]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Renewal:
+        position, at, host = value
+        return cls(read_position(position), int(at), str(host))
 
 
 @dataclass(frozen=True)
@@ -378,6 +396,8 @@ class State:
         self.ids = IdFold()
         self.founded = False  # whether `ids` holds
         self.knows_living = False  # whether the snapshot on which it is founded lists the presences in front of it
+        self.renewed: Renewal | None = None  # the last time that the log was begun anew
+        self.unproven: Mapping[str, Any] = {}  # what the last snapshot said that nobody can believe
         self.strangers = False  # whether a record in front of that snapshot belongs to another log
         self._living: dict[Position, int] = {}  # until when each presence may be needed
         self._logs: set[str] = set()  # as which the records in front of that snapshot know this log
@@ -399,7 +419,10 @@ class State:
         """Fold one more record; False if it cannot be read, and then nothing behind it can be judged."""
         try:
             record = decode(raw)
-            self._take(position, raw, record)
+            if isinstance(record, Renewed):
+                self._take_renewal(position, record)
+            else:
+                self._take(position, raw, record)
         except Unreadable as error:
             self.blocked = f"the record at {list(position)} cannot be judged: {error}"
             return False
@@ -417,7 +440,7 @@ class State:
             if record.log is not None:
                 self._logs.add(record.log)
         elif record.log not in (None, self.log) and not isinstance(record, Birth):
-            if self._origin is not None:
+            if self._origin is not None or self.renewed is not None:
                 # This log's beginning is beyond doubt: its writer still uses a log that was there before this one.
                 self._tell(record.nonce, position, False)
                 return
@@ -457,6 +480,25 @@ class State:
             self.founded = True
             self.log, self.born = record.log, position
             self.snapshot_at = record.at  # a birth record covers all that was before it: nothing
+
+    def _take_renewal(self, position: Position, record: Renewed) -> None:
+        """Forget all that is in front of this; not if others appended since the operator looked."""
+        if self.cursor is None:
+            self._take_first(position, record)
+        counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)
+        if counts:
+            self._renew(position, record)
+        self._tell(record.nonce, position, counts)
+
+    def _renew(self, position: Position, record: Renewed) -> None:
+        self.renewed = Renewal(position, record.at, record.host)
+        self.start = self.born = position
+        self.log, self.snapshot_at, self.covered = record.log, record.at, record.covers
+        self.tokens, self.ids, self.unproven = TokenFold(), IdFold(), {}
+        self._living, self._parts, self._digests, self._windows, self._waiting = {}, {}, {}, [], []
+        self.founded = self.knows_living = True
+        self.misled, self.strangers, self.doubt = False, False, ""
+        self.records_since_snapshot = self.bytes_since_snapshot = 0
 
     def _distrust(self) -> None:
         # Creating a log may race, and appends may be repeated: then there are several birth records, of which the first
@@ -528,6 +570,8 @@ class State:
             self._found(record, body)
         if self.founded:
             self._windows = [window for window in self._windows if window[0] > record.covers]
+        else:
+            self.unproven = body
         return True
 
     def _sees_windows(self, covers: Position) -> bool:
@@ -538,6 +582,7 @@ class State:
         try:
             self.ids = IdFold.from_json(body)
             self.log, self.born = str(body["log"]), record.born
+            self.renewed = body.get("renewed") and Renewal.from_json(body["renewed"])
             self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise Unreadable("the snapshot is damaged") from None
@@ -569,6 +614,23 @@ class State:
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 
+    def remains(self) -> IdFold:
+        """What a log whose beginning proves nothing still says about ids: for people, nothing can stand on it."""
+        try:
+            ids = IdFold.from_json(self.unproven) if self.unproven else IdFold()
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
+            ids = IdFold()
+        for position, record, winner in self._waiting:
+            if isinstance(record, Opened):
+                ids.open(position, record)
+            elif isinstance(record, Done):
+                ids.finish(record.id, record.up_to)
+            elif isinstance(record, Claimed) and winner is not None and record.begin is None:
+                ids.claims.setdefault(record.id, winner)
+            elif isinstance(record, Claimed) and record.acked is not None:
+                ids.groups.update({each.place: each.end for each in record.acked.ranges})
+        return ids
+
     def oldest_living(self, now: int) -> Position | None:
         """The position of the first presence that somebody may still need."""
         return min((at for at, until in self._living.items() if until > now), default=None)
@@ -576,7 +638,8 @@ class State:
     def to_json(self, now: int) -> dict[str, Any]:
         """The body of a snapshot of all that was read, written at a time (ms since 1970)."""
         since = self.oldest_living(now)
-        return {**self.ids.to_json(self.log or "", since or ()), "living": self._living_json(now)}
+        body = {**self.ids.to_json(self.log or "", since or ()), "living": self._living_json(now)}
+        return body if self.renewed is None else {**body, "renewed": self.renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
         """The presences that decide how long records are kept: of those that end in the same hour only the oldest."""
