@@ -129,14 +129,17 @@ class Engine:
         return self._reading_from(begin, deadline)
 
     def _reading_from(self, position: Position, deadline: Deadline) -> Follower:
+        with self._older_lock:
+            self._older_used = time.monotonic()
+            if self._older is not None and self._older.reaches(position):
+                return self._older
         begin = self._log.begin(deadline)
         if begin is None or position < begin:
             return self.follower  # which says that the evidence is gone
+        older = Follower(self._log, self._events, self.now, position)
         with self._older_lock:
-            self._older_used = time.monotonic()
-            if self._older is None or not self._older.reaches(position):
-                self._older = Follower(self._log, self._events, self.now, position)
-            return self._older
+            self._older = older
+        return older
 
     def _let_go_of_older(self) -> None:
         with self._older_lock:
