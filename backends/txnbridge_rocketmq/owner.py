@@ -14,10 +14,11 @@ from txnbridge_rocketmq.writer import PreparedWriter, RocketMQWriter
 
 
 class Owner:
-    """Opens the id in the decision log, which voids what older owners decide from then on.
+    """Opens the id in the decision log. From then on older owners cannot commit any more.
 
-    What they decided and did not come to publish is published first. What they left undecided is aborted when the
-    broker asks about it; nobody waits for that, because undecided halves hold nothing back.
+    The new owner first publishes the transactions that the owner before it committed and did not come to publish.
+    Undecided ones are aborted when the broker asks about them; nobody waits for that, because undecided halves hold
+    nothing back.
 
     A name that the bridge made up for itself is opened only for what has to outlive it: nobody else can hold it.
     """
@@ -53,7 +54,7 @@ class Owner:
             self.opening = opening
 
     def _finish(self, deadline: Deadline) -> None:
-        """Publish what the owner before us decided; it had done the same before it decided anything.
+        """Publish the last commits of the owner before us; that owner had done the same before its first commit.
 
         Each of its writers published one transaction before it began the next.
         """

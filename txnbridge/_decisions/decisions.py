@@ -132,9 +132,9 @@ class Decisions:
             threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
 
     def _stay(self) -> None:
-        """Repeat what counts in a log that drops it by age, also while nobody here decides anything.
+        """Write snapshots in a log that drops records by age, also while this process decides nothing.
 
-        Whoever merely looks writes nothing.
+        A process that has only looked writes none.
         """
         while not self._closed.wait(self._engine.tidy_seconds / _LOOKS_IN_TIDYING):
             if not self._engine.has_written:
@@ -156,8 +156,8 @@ class Decisions:
     ) -> Opening:
         """Open an id: what an older owner of it appends by itself from here on counts for nothing.
 
-        With a `name` (a run's id) it is one opening however many processes open it, and `Fenced` for whoever comes
-        with a name that another has followed. Without one each call is a new opening.
+        With a `name` (a run's id) all processes that open the id share one opening; a process that comes with a name
+        behind which another opening stands gets `Fenced`. Without one each call is a new opening.
         """
         deadline = self._deadline(timeout)
         path = path_of(id)

@@ -1,4 +1,4 @@
-"""Deciding and recording in one log: what an application and a backend both stand on."""
+"""Deciding and recording in one log, for an application (`decisions`) and for a backend (`ledger`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
 # they drop them sooner, so many are written in that time.
 _TIDY_SECONDS = 6 * 3600.0
 _TIMES_IN_KEEPING = 12
-# A reading of old records that nobody has asked about for so long is let go of, with all that it holds in memory.
+# The second reading is dropped, with all that it holds in memory, when it was not used for so long.
 _IDLE_SECONDS = 600.0
 # A body with its record's other fields must fit into one record.
 _INLINE_BYTES = MAX_RECORD_BYTES - 20_000
@@ -58,7 +58,7 @@ _logger = logging.getLogger("txnbridge")
 
 
 class Engine:
-    """One process's hand in a log: it follows it, appends to it, and knows what this process owns. Thread-safe."""
+    """Follows one log for this process, appends to it, and knows which ids this process owns. Thread-safe."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Engine:
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
             with self.follower.looking(deadline) as state:
-                # What was read includes the presence: so nobody else opened the id before it. It must have been read
-                # without a gap, or from the first record again.
+                # This process has read the log up to its presence, so it knows each opening in front of that. It must
+                # have read without a gap, or from the first record again.
                 require_founded(state)
                 if not stands(state.ids.openings, under):
                     raise fenced(state.ids.openings.get(under.id))
@@ -103,10 +103,10 @@ class Engine:
         return {**self._begins, "at": list(presence.at), "id": presence.id}
 
     def follower_of(self, begin: Begin | None, deadline: Deadline) -> Follower:
-        """Who has read what a question needs: from where its evidence begins, which may be in front of the snapshot
-        with which this process began to read.
+        """The reading that reaches back to where a question's evidence begins.
 
-        Reading that may take long, and keeps nobody from deciding meanwhile.
+        This process may have begun to read behind that, with a snapshot. Then a second reading begins where the
+        evidence does. It may take long, and other threads go on deciding by the first one meanwhile.
         """
         if begin is None:
             return self.follower
@@ -119,7 +119,7 @@ class Engine:
         return self._reading_from(begin.at, deadline)
 
     def everything(self, deadline: Deadline) -> Follower:
-        """Who has read every record that there still is."""
+        """The reading of every record that is still in the log."""
         with self.follower.following(deadline) as state:
             start, begin = state.start, self._log.begin(deadline)
             if begin is not None and state.renewed is not None:
@@ -201,13 +201,13 @@ class Engine:
                 return decided
             for ack in acks:
                 ackers = state.tokens.ackers.get((ack.group, ack.partition))
-                # What stands in front of the first record that was read cannot be seen.
+                # This process does not know the claims in front of the first record that it has read.
                 if ack.read_up_to < state.start or (ackers and ackers.rival_behind(ack.read_up_to, transaction)):
                     raise Conflict(
                         f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
                         f" {ack.group!r} since this member read where the group stands"
                     )
-            # So only what comes from here on can stand between.
+            # So only claims behind this record can stand between it and ours.
             ranges = tuple(Range(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
             return Acked(state.cursor[0], ranges)
 
@@ -223,7 +223,7 @@ class Engine:
         """The claim that counts, as far as was read."""
         winner = question.winner(state)
         if winner is None:
-            require_readable(state)  # what is decided in front of an unreadable record stays decided
+            require_readable(state)  # a claim in front of an unreadable record still counts
         else:
             require_body(question.id, winner)
         return winner
@@ -243,7 +243,7 @@ class Engine:
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self.follower.looking(deadline) as state:
             needed = (state.oldest_living(self.now()), state.oldest_window())
-        # Not up to the snapshot itself: what was appended between the record that it covers and itself is not in it.
+        # Not up to the snapshot itself: it does not hold the records between the one that it covers and itself.
         before = min([covers, *(position for position in needed if position is not None)])
         self._let_go_of_older()
         self._log.trim(before, deadline)
@@ -307,7 +307,7 @@ class Engine:
             self._presence_lock.release()
 
     def _is_far_back(self, presence: Begin, state: State) -> bool:
-        """Whether others who begin with the newest snapshot would have to read more, for what begins at a presence."""
+        """Whether a process that begins with the newest snapshot would need a second reading for this presence."""
         return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class Engine:
         transaction: str | None = None,
         follower: Follower | None = None,
     ) -> tuple[Position, bool | None]:
-        """Append a record of this log and read up to it; its position, and whether it counts (None: who knows)."""
+        """Append a record of this log and read up to it; its position, and whether it counts (None: unknown)."""
         record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
         return (follower or self.follower).append(record, deadline, transaction)
 

@@ -53,7 +53,7 @@ class Follower:
         self._lock = threading.RLock()
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
-        self._snapshot_before: Position | None = None  # what the newest snapshot covered when it last forgot something
+        self._snapshot_before: Position | None = None  # up to where snapshots covered the log when it last forgot
         self._lost = ""  # why this is not the log that was read before
         self._state = self._new_state()
 
@@ -125,8 +125,9 @@ class Follower:
             self._forget(self._state.cursor[0])
 
     def _forget(self, cursor: Position) -> None:
-        """Drop from memory what no living transaction needs; where it could be read again, also what is in front of
-        the snapshot before the newest one.
+        """Drop from memory the records that no living transaction needs.
+
+        Of a numbered log, which can be read again from anywhere, also those in front of the snapshot before the newest.
         """
         state, snapshot = self._state, self._snapshot_before
         before = oldest = state.oldest_living(self._now()) or cursor
@@ -250,7 +251,7 @@ class Follower:
         pause = _FIRST_PAUSE
         while True:
             try:
-                # A process that slept may find that what it wanted to append came too late for what it stands on.
+                # A process that slept may wake up when the record that it wants to append is too late to be of use.
                 deadline.check("appending to a decision log")
                 with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
                     position = self._log.append(raw, deadline)

@@ -1,4 +1,4 @@
-"""What a backend sees of a decision log: the ledger of one transactional id, in the log's records."""
+"""A backend's part of a decision log: the ledger of one transactional id, in the log's records."""
 
 from __future__ import annotations
 
@@ -140,14 +140,17 @@ class LogLedger(Ledger):
         return {key: commit for key, commit in found.items() if oldest is not None and commit.winner.position >= oldest}
 
     def _counts(self, commit: Commit, deadline: Deadline) -> bool:
-        """Whether it is the first claim on its transaction, also where only a snapshot was read of what is in front."""
+        """Whether this is the first claim on its transaction.
+
+        A process that began to read behind the transaction's presence looks that up by a second reading.
+        """
         if commit.certain:
             return True
         question = Question(str(commit.id[0]), commit.id, commit.begin)
         try:
             with self._engine.follower_of(commit.begin, deadline).following(deadline) as state:
                 winner = self._engine.answer(question, state)
-        except EvidenceLost:  # so long ago that nobody can carry it out
+        except EvidenceLost:  # the transaction is too old for anybody to carry out
             return False
         return winner is not None and winner.decision is Decision.COMMIT
 

@@ -1,4 +1,4 @@
-"""Ids as they are asked about, and what the log must show before anything is said of them."""
+"""Questions about ids, and the records that the log must show before they are answered."""
 
 from __future__ import annotations
 

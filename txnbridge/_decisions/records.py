@@ -318,7 +318,7 @@ def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _finite(text: str) -> float:
-    # What is read may have to be written again, and JSON has no infinity.
+    # A reader may have to write a number again, and JSON has no infinity.
     if not math.isfinite(value := float(text)):
         raise ValueError("not a finite number")
     return value

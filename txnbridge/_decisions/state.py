@@ -49,7 +49,7 @@ _Transaction = tuple[Path, Begin]
 
 @dataclass(frozen=True)
 class Opener:
-    """Who opened an id: under which name and number, where in the log, and what it said about itself."""
+    """One opening of an id: its name and number, where it stands in the log, and what its owner said about itself."""
 
     under: Under
     position: Position
@@ -129,14 +129,16 @@ def opens(openings: Mapping[Path, Opener], under: Under) -> bool:
 
 
 def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether an opening is the newest of its id; what its owner appends behind a newer one does not count."""
+    """Whether an opening is the newest of its id. Its owner's records behind a newer opening do not count."""
     newest = openings.get(under.id)
     return newest is not None and newest.under == under
 
 
 @dataclass
 class Ackers:
-    """Who acknowledged last on one group and partition, and where the last one but him did, whether or not it counts.
+    """The transaction that acknowledged last on a group and partition, and where the last other one did.
+
+    Claims are kept here whether or not they count.
 
     Of claims that follow each other by one transaction (copies, repeated attempts) only the last is kept: that is
     enough to see whether anybody else's stands behind a position.
@@ -203,8 +205,8 @@ class TokenFold:
         self, transaction: _Transaction, acked: Acked, position: Position, covered: Position | None
     ) -> bool:
         """Whether nobody else acknowledged between what a claim's author had read and the claim."""
-        # A claim that comes so late that a snapshot covers more than its author had read is void: those who began to
-        # read there could not tell what stands in between.
+        # A claim that comes so late that a snapshot covers more than its author had read is void: a reader that begins
+        # with that snapshot does not know which claims stand in between.
         counts = acked.read_up_to >= transaction[1].at and (covered is None or acked.read_up_to >= covered)
         for each in acked.ranges:
             ackers = self.ackers.setdefault(each.place, Ackers(transaction, position))
@@ -213,12 +215,12 @@ class TokenFold:
         return counts
 
     def _shuts_out(self, by: Under, record: Claimed) -> bool:
-        # An owner's claim on what is prepared counts. One that acknowledges names no owner then, because whoever takes
-        # it from a snapshot on does not know what was prepared before.
+        # An owner's claim on a prepared transaction counts. Its author leaves the owner out if it acknowledges, because
+        # a reader that begins with a snapshot does not know what was prepared before.
         return self.is_void(by) and (record.acked is not None or not self.is_prepared(by.id, record.id))
 
     def is_void(self, under: Under) -> bool:
-        """Whether what an owner appends now is shut out by a newer opening."""
+        """Whether a newer opening shuts out the records that the owner of this one appends now."""
         newest = self.openings.get(under.id)
         # Two openings may have tried to take one number. Only the one that counts has an owner who acts under it.
         return newest is not None and newest.under.number > under.number
@@ -249,8 +251,8 @@ class IdFold:
     done: dict[Path, int] = field(default_factory=dict)
     claims: dict[Path, Winner] = field(default_factory=dict)
     groups: dict[Place, Position] = field(default_factory=dict)  # where each stands: the next position to read
-    # What their authors may have died over: the last commit of each writer of an id's owner, and the last one that
-    # acknowledged on each partition of a group.
+    # Commits that their authors may not have carried out: the last one of each writer of an id's owner, and the last
+    # that acknowledged on each partition of a group.
     commits: dict[Path, dict[str | int | None, Commit]] = field(default_factory=dict)
     movers: dict[Place, Commit] = field(default_factory=dict)
 
@@ -292,7 +294,7 @@ class IdFold:
             self.movers.update({each.place: commit for each in record.acked.ranges})
 
     def finish(self, id: Path, up_to: int) -> None:
-        """Take a done mark: what it covers is settled, and its claims are of no more use."""
+        """Take a done mark: the ids that it covers are settled, and nobody needs their claims any more."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
         for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
             del self.claims[key]
@@ -397,7 +399,7 @@ class State:
         self.founded = False  # whether `ids` holds
         self.knows_living = False  # whether the snapshot on which it is founded lists the presences in front of it
         self.renewed: Renewal | None = None  # the last time that the log was begun anew
-        self.unproven: Mapping[str, Any] = {}  # what the last snapshot said that nobody can believe
+        self.unproven: Mapping[str, Any] = {}  # the body of the last snapshot, if a record that it names is gone
         self.strangers = False  # whether a record in front of that snapshot belongs to another log
         self._living: dict[Position, int] = {}  # until when each presence may be needed
         self._logs: set[str] = set()  # as which the records in front of that snapshot know this log
@@ -409,7 +411,8 @@ class State:
         # Where claims that acknowledge stand, if no snapshot covers them, and up to where their authors had read.
         self._windows: list[tuple[Position, Position]] = []
         self._parts: dict[Position, bytes] = {}
-        # Until a snapshot is found that covers all that is missing: the hash of each record, and what waits for it.
+        # Until a snapshot is found that covers all missing records: the hash of each record, and the records that only
+        # such a snapshot allows to judge.
         self._digests: dict[Position, str] = {}
         self._waiting: list[tuple[Position, _AboutId, Winner | None]] = []
 
@@ -530,7 +533,7 @@ class State:
             return None
 
     def _judge(self, position: Position, record: _AboutId, winner: Winner | None) -> None:
-        """Take what only a complete reading can judge, once there is one."""
+        """Judge a record about an id; later, if too little was read so far to judge it."""
         if not self.founded:
             self._waiting.append((position, record, winner))
             return
@@ -550,7 +553,7 @@ class State:
 
     def _commit(self, id: Path, begin: Begin, winner: Winner) -> Commit:
         assert self.start is not None
-        # Who acknowledges has read that nothing stands on the transaction in front of what he had read.
+        # The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction stands.
         return Commit(id, begin, winner, certain=winner.acked is not None or begin.at >= self.start)
 
     def _take_snapshot(self, record: Snapshot) -> bool:
@@ -564,8 +567,8 @@ class State:
         self.snapshot_at = record.at
         if self.founded and record.born != self.born:
             self._distrust()
-        # The record that it names must be here, exactly: then nothing is missing between it and what was read. And so
-        # must be all that decides about the acknowledgements behind it.
+        # The record that the snapshot names must be here, exactly: then no record is missing between that one and those
+        # that were read. The records that decide about the acknowledgements behind it must be here, too.
         if not self.founded and covers_what_is_here and self._sees_windows(record.covers):
             self._found(record, body)
         if self.founded:
@@ -606,7 +609,7 @@ class State:
 
     @property
     def begins_with_snapshot(self) -> bool:
-        """Whether all that was read so far is judged, and a snapshot tells all that matters of what is in front."""
+        """Whether every record that was read is judged, and the snapshot stands for all records in front of them."""
         return self.founded and self.knows_living and not (self.strangers or self.misled or self.blocked)
 
     def holds(self, begin: Begin) -> bool:
