@@ -88,6 +88,21 @@ def test_a_token_from_long_before_is_answered_for_as_truly_as_a_new_one(log):
     assert owner.claim("open", begin) is ABORT
 
 
+def test_many_questions_that_go_ever_further_back_take_two_readings_at_most(log):
+    owner = Process(log).open()
+    begins = []
+    for number in range(10):
+        begins.append(owner.begin())
+        owner.claim(f"old-{number}", begins[-1])
+        owner.commit_many(30, f"{number}-")
+    newcomer = Process(log, "Y")
+    newcomer.begin()
+    log.reads = 0
+    for number, begin in reversed(list(enumerate(begins))):
+        assert newcomer.decided(f"old-{number}", begin) is COMMIT
+    assert log.reads < 2 * len(log.records)
+
+
 def test_what_was_prepared_long_before_is_known_as_such(log):
     owner = Process(log).open()
     begin = owner.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.decisions_kit import MemoryLog, decoded
+from tests.core.test_acks import before_next
 from tests.core.test_decisions_long import Process
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import follower as follower
@@ -94,6 +95,21 @@ def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log)
         assert state.renewed.position == position
     with pytest.raises(EvidenceLost):
         owner.open()
+
+
+def test_an_acknowledgement_by_one_who_had_not_read_of_the_renewal_moves_no_group(log):
+    member = Process(log)
+    begin = member.begin()
+    ack = Ack("g", ("orders", 0), (0,), (7,), log.end())
+    operator = Process(trimmed(log))
+    unaware = Process(log)
+    with pytest.raises(EvidenceLost):
+        unaware.ledger.positions("g", Deadline(5))
+    before_next(log, "claim", lambda record: operator.decisions.renew(timeout=5))
+    with pytest.raises(EvidenceLost):
+        unaware.claim("prepared", begin, acks=[ack])
+    assert Process(log).ledger.positions("g", Deadline(5))[0] == {}
+    assert Process(log).ledger.acknowledged("g", Deadline(5)) == {}
 
 
 def test_nothing_is_renewed_where_nothing_is_lost(log):

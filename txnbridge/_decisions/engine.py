@@ -136,10 +136,13 @@ class Engine:
         begin = self._log.begin(deadline)
         if begin is None or position < begin:
             return self.follower  # which says that the evidence is gone
-        older = Follower(self._log, self._events, self.now, position)
         with self._older_lock:
-            self._older = older
-        return older
+            if self._older is None:
+                self._older = Follower(self._log, self._events, self.now, position)
+            elif not self._older.reaches(position):
+                # This question goes further back, and more may come that do: one reading is enough for all of them.
+                self._older = Follower(self._log, self._events, self.now, begin)
+            return self._older
 
     def _let_go_of_older(self) -> None:
         with self._older_lock:

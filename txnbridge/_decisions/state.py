@@ -496,7 +496,8 @@ class State:
     def _renew(self, position: Position, record: Renewed) -> None:
         self.renewed = Renewal(position, record.at, record.host)
         self.start = self.born = position
-        self.log, self.snapshot_at, self.covered = record.log, record.at, record.covers
+        self.log, self.snapshot_at = record.log, record.at
+        self.covered = position  # a claim by somebody who had not read this acknowledges nothing
         self.tokens, self.ids, self.unproven = TokenFold(), IdFold(), {}
         self._living, self._parts, self._digests, self._windows, self._waiting = {}, {}, {}, [], []
         self.founded = self.knows_living = True
