@@ -366,14 +366,15 @@ class Actor:
         """What an owner before may have died over: all of it is committed, and the last commit is among it."""
         opening = self.opening
         found = {transaction for transaction, _ in self.decisions.ledger("X").claims(Deadline(30))}
-        now, kept = int(self.world.now * 1000), self.world.log.begin()
+        now, kept, end = int(self.world.now * 1000), self.world.log.begin(), self._end()
         self.world.told["learnt"] += len(found)
 
         def check(oracle: Oracle) -> str | None:
             assert opening is not None
             last = oracle.last_commit("X", opening.position, now, kept)
             false = [id for id in found if not oracle.is_committed(id)]
-            if false or not (last is None or last in found):
+            overtaken = not oracle.is_newest(_under(opening), end)
+            if false or not (last is None or last in found or overtaken):
                 return f"{self.name} learnt that the owners before committed {found}: {false} is false, {last} the last"
             return None
 

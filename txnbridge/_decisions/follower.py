@@ -149,13 +149,18 @@ class Follower:
         begin, end = self._log.begin(deadline), self._log.end(deadline)
         if begin is None or end is None or end[0] - begin[0] <= NEAR_END:
             return
-        state, first = self._new_state(), (end[0] - NEAR_END,)
+        first = (end[0] - NEAR_END,)
         with self._events.step("decision.read", first=list(first), last=list(end)) as found:
             try:
-                found["records"] = sum(state.take(*each) for each in self._log.read(first, end, deadline))
+                records = list(self._log.read(first, end, deadline))
             except PositionLost:
                 return
-        if state.begins_with_snapshot:
+            found["records"] = len(records)
+        seeking = State(lambda nonce, position, counts: None, self._log.origin)
+        if not all(seeking.take(*each) for each in records) or not seeking.begins_with_snapshot:
+            return
+        state = self._new_state()
+        if state.begin_behind(seeking.foundation, records):
             self._state = state
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:

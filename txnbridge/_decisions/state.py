@@ -6,7 +6,7 @@ docs/decisions.md gives the rules and their reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,11 +208,15 @@ class TokenFold:
         # A claim that comes so late that a snapshot covers more than its author had read is void: a reader that begins
         # with that snapshot does not know which claims stand in between.
         counts = acked.read_up_to >= transaction[1].at and (covered is None or acked.read_up_to >= covered)
-        for each in acked.ranges:
-            ackers = self.ackers.setdefault(each.place, Ackers(transaction, position))
-            counts = counts and not ackers.rival_behind(acked.read_up_to, transaction)
-            ackers.add(transaction, position)
+        rivals = [self.ackers[each.place] for each in acked.ranges if each.place in self.ackers]
+        counts = counts and not any(ackers.rival_behind(acked.read_up_to, transaction) for ackers in rivals)
+        self.acknowledge(transaction, acked, position)
         return counts
+
+    def acknowledge(self, transaction: _Transaction, acked: Acked | None, position: Position) -> None:
+        """Note where a transaction has acknowledged, whether or not that counts."""
+        for each in acked.ranges if acked is not None else ():
+            self.ackers.setdefault(each.place, Ackers(transaction, position)).add(transaction, position)
 
     def _shuts_out(self, by: Under, record: Claimed) -> bool:
         # An owner's claim on a prepared transaction counts. Its author leaves the owner out if it acknowledges, because
@@ -399,6 +403,7 @@ class State:
         self.founded = False  # whether `ids` holds
         self.knows_living = False  # whether the snapshot on which it is founded lists the presences in front of it
         self.renewed: Renewal | None = None  # the last time that the log was begun anew
+        self.foundation: tuple[Snapshot, Mapping[str, Any]] | None = None  # the snapshot by which `ids` holds
         self.unproven: Mapping[str, Any] = {}  # the body of the last snapshot, if a record that it names is gone
         self.strangers = False  # whether a record in front of that snapshot belongs to another log
         self._living: dict[Position, int] = {}  # until when each presence may be needed
@@ -578,6 +583,42 @@ class State:
             self.unproven = body
         return True
 
+    def begin_behind(
+        self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        """Begin with a snapshot, and take the records behind the one that it covers; whether these can be judged so.
+
+        `records` begin in front of that one, and end where the log does. Those in front are not judged: that takes
+        the openings and snapshots in front of them. Without a snapshot a renewal is among them.
+        """
+        if foundation is not None and not self._begin_with(*foundation, records):
+            return False
+        return all(self.take(*each) for each in records if self.cursor is None or each[0] > self.cursor[0])
+
+    def _begin_with(
+        self, snapshot: Snapshot, body: Mapping[str, Any], records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        behind = [position for position, _ in records if position > snapshot.covers]
+        self.start, self.cursor = behind[0], (snapshot.covers, dict(records)[snapshot.covers])
+        self._found(snapshot, body)
+        self.tokens.openings = dict(self.ids.openings)
+        claims: dict[_Transaction, Position] = {}
+        for position, record in ((position, decode(raw)) for position, raw in records):
+            if isinstance(record, Claimed) and record.begin is not None:
+                transaction, acked = (record.id, record.begin), record.acked
+                if position <= snapshot.covers:
+                    claims[transaction] = position
+                    self.tokens.acknowledge(transaction, acked, position)
+                elif acked is not None and acked.read_up_to < max(records[0][0], claims.get(transaction, ())):
+                    return False  # a claim in front, which is not judged here, may stand against this one
+            elif isinstance(record, Snapshot) and position <= snapshot.covers:
+                self.covered = max(self.covered or record.covers, record.covers)
+            elif isinstance(record, Part) and position <= snapshot.covers:
+                self._parts[position] = record.payload
+            if isinstance(record, Snapshot) and record == snapshot:
+                break  # claims behind it are void if their authors had not read up to what it covers
+        return True
+
     def _sees_windows(self, covers: Position) -> bool:
         assert self.start is not None
         return all(read_up_to >= self.start for position, read_up_to in self._windows if position > covers)
@@ -591,6 +632,7 @@ class State:
         except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise Unreadable("the snapshot is damaged") from None
         self.founded, self.doubt = True, ""
+        self.foundation = record, body
         self.strangers = bool(self._logs - {self.log})
         self.knows_living = "living" in body
         waiting, self._waiting, self._digests = self._waiting, [], {}
