@@ -29,8 +29,8 @@ class LazyLedger(Ledger):
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         self._find_ledger(deadline).record(kind, transaction, data, deadline)
 
-    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
-        return self._find_ledger(deadline).find(transaction, deadline)
+    def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
+        return self._find_ledger(deadline).find(transaction, deadline, log=log)
 
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         return self._find_ledger(deadline).entries(kind, deadline)

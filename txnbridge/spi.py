@@ -598,10 +598,12 @@ class DecisionLog(ABC):
 
     `origin` is where every new log's first record stands, None if that cannot be known: by it a log that retention has
     emptied is told from a new one. `keeps` is for how many seconds a record surely stays, None if until it is trimmed.
+    `numbered`: positions are `(number,)`, one more for each record, so that a reader of a long log finds its last ones.
     """
 
     origin: Position | None = None
     keeps: float | None = None
+    numbered: bool = False
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Position | None:
@@ -693,8 +695,11 @@ class Ledger(ABC):
         """Append a record about a transaction. Raises `Fenced` if a newer opening stands before it."""
 
     @abstractmethod
-    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
-        """Every counting record about a transaction, oldest first. Raises `EvidenceLost` if they may be gone."""
+    def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
+        """Every counting record about a transaction, oldest first. Raises `EvidenceLost` if they may be gone.
+
+        With `log`, its `Evidence.log`, only what is behind that is read, else the whole log.
+        """
 
     @abstractmethod
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
@@ -726,9 +731,11 @@ class Ledger(ABC):
 
     @abstractmethod
     def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
-        """Each transaction on which an owner of the id has made the claim that counts, oldest first.
+        """The last commit of each writer of the owner that committed last, oldest first: what an opener has to finish.
 
-        Of those that a living transaction can still need: what an opener may have to finish.
+        A writer finishes one commit before it claims the next, and an opener those of the owner before it. `"writer"`,
+        text or a number, in a claim's data tells the writers of an owner apart. Of those that a living transaction can
+        still need.
         """
 
     @abstractmethod

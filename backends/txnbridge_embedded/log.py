@@ -18,6 +18,7 @@ class EmbeddedLog(DecisionLog):
     """One log. A position is the record's number, from 0."""
 
     origin = (0,)
+    numbered = True
 
     def __init__(self, session: Session, name: str, deadline: Deadline) -> None:
         self._session = session

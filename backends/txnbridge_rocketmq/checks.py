@@ -19,13 +19,13 @@ from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, Check, Property, Pulled
 
 _log = logging.getLogger("txnbridge")
 
-# Transactions are answered for one at a time, and what is not answered now is asked again. An answer may have to
-# publish thousands of messages, one after another.
+# The bridge answers for one transaction at a time; a broker repeats each question that it gets no answer to. An answer
+# may have to publish thousands of messages, one after another.
 _ANSWER_SECONDS = 30.0
-# Transactions that are settled, or of which nobody can tell: the broker asks about each of their halves.
+# So many transactions are remembered that are settled, or whose evidence is lost: brokers ask about each half of them.
 _REMEMBERED = 10_000
-# Discarded halves about which nothing could be done are looked at again after this: a log that was away is back mostly,
-# whoever else was at work has ended.
+# The bridge looks again after this at discarded halves that it could not end: mostly a log that was away is back by
+# then, or another process has ended them.
 _AGAIN_SECONDS = 60.0
 # They are never looked for more often than this, however soon a broker discards.
 _LEAST_PAUSE = 1.0
@@ -54,7 +54,7 @@ class Checks:
         threading.Thread(target=self._look_after_discarded, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nothing more; what is being answered ends at once."""
+        """Answer nothing more; an answer that is under way is given up at once."""
         with self._lock:
             self._closed.set()
             for deadline in self._deadlines:
@@ -89,13 +89,13 @@ class Checks:
                 _log.debug("a half of this application that no bridge has sent")
         for transaction, own in asked.items():
             if self._settles(transaction, [check.record for check in own]):
-                # These may be copies of what was published before; of what is published this drops nothing.
+                # These may be copies of halves whose messages were published before; published messages stay.
                 copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
                 with self._in_time() as deadline:
                     self._ender.drop(copies, deadline)
 
     def _settles(self, transaction: str, halves: Sequence[Record]) -> bool:
-        """Have happen what was decided about a transaction; whether nothing is left to be published from these."""
+        """Carry out the decision about a transaction; whether nothing is left to be published from these halves."""
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
@@ -156,10 +156,10 @@ class Checks:
             pass
 
     def _look_at_discarded(self) -> float:
-        """A broker that has asked often enough puts a half aside, also while nobody was there to tell.
+        """A broker that has asked often enough puts a half aside, also if no bridge was there to answer.
 
-        What was decided about it still holds. It is ended by its copies in the half topic: the record here stands in
-        another queue, and a broker that is told to end that takes it for whatever half has the same offset. Half
+        The decision about its transaction still holds. The bridge ends the half's copies in the half topic: the record
+        here stands in another queue, and a broker that is told to end that would end the half of the same offset. Half
         messages of applications about which nothing was decided wait to be resumed, or ended, by hand.
 
         Returns for how many seconds that is enough.
@@ -209,10 +209,10 @@ def _has(parts: Sequence[Part], half: Record) -> bool:
 
 
 def _is_left(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadline) -> bool:
-    """Whether its owner can commit it no more, because he was replaced, and nobody else can, because of no token."""
+    """Whether nobody can commit it any more: a newer owner has opened its id, and it was not prepared."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)
     if newest is None or newest[0] == origin.opening:
         return False
-    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline))
+    return all(entry.kind != PREPARE for entry in ledger.find(transaction, deadline, log=origin.log))

@@ -16,8 +16,8 @@ from txnbridge_rocketmq.marks import is_over
 
 # The kind of ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
-# While somebody else publishes a transaction: how soon to look whether it is done, and how long it may take him to
-# publish one message more. A broker that lives does that in milliseconds.
+# While another process publishes a transaction: how soon to look whether all of it is there, and for how long that
+# process may publish nothing more. A broker that lives publishes a message in milliseconds.
 _LOOK_SECONDS = 0.05
 _STALLED_SECONDS = 5.0
 # Brokers judge the age of a half by when its sender's clock said that it was born.
@@ -26,7 +26,7 @@ _CLOCKS_DIFFER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a prepare record says: whoever has the token needs nothing else."""
+    """The content of a prepare record: a process that has the token needs nothing else to end the transaction."""
 
     parts: Sequence[Part]
     acks: Sequence[Ack]
@@ -50,7 +50,7 @@ class Prepared:
 
 
 def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction, and say what is true, whoever was first. Safe to repeat.
+    """End a prepared transaction; the outcome by the claim that counts, also if that is another process's. Repeatable.
 
     COMMITTED is said when all of it is published. Raises `OutcomeUnknown` and `EvidenceLost`.
     """
@@ -73,9 +73,9 @@ def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger,
 def publish_alone(
     ender: Ender, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False
 ) -> None:
-    """Return when all of a committed transaction is published, here or by somebody who was quicker.
+    """Return when all of a committed transaction is published, by this process or by another one that was quicker.
 
-    Somebody else with whom it does not go on is taken for dead.
+    Another process that publishes nothing for some seconds is taken for dead.
     """
     left, patience = -1, Deadline(_STALLED_SECONDS)
     while True:
@@ -83,7 +83,7 @@ def publish_alone(
             if turn is Turn.MINE or (turn is Turn.ELSEWHERE and patience.expired):
                 ender.publish(transaction, parts, deadline, first=first)
                 return
-        first = False  # whoever has the turn may be about to publish
+        first = False  # the process that has the turn may be about to publish
         if (missing := ender.missing(transaction, parts, deadline)) != left:
             left, patience = missing, Deadline(_STALLED_SECONDS)
         deadline.check("waiting for somebody else who publishes the same transaction")
@@ -91,7 +91,7 @@ def publish_alone(
 
 
 def publish_decided(ender: Ender, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
-    """Publish what somebody else decided and may not have come to publish, before anything that follows from it."""
+    """Publish a transaction that another process committed and may have died over, before what builds on it."""
     parts = parts_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
         _let_go_stale(ender, transaction, parts, deadline)

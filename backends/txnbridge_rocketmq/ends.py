@@ -1,8 +1,8 @@
 """Ending halves: directly by their owner while they are fresh, by everybody else with a look first.
 
-A broker publishes a half each time it is told to, and keeps no record of it. So whoever does not know for certain that
-nobody has told it yet looks whether the message is there, tells it to publish the newest copy of the half, and looks
-again.
+A broker publishes a half each time it is told to, and keeps no record of that. So a process that is not certain to be
+the first to tell the broker looks whether the message is there, has the broker publish the newest copy of the half, and
+looks again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# What is published can be looked up a moment later: a millisecond mostly, 67 at most on a busy machine. Where nothing
-# was found, and somebody else may have told the broker a moment ago, the second look comes after this.
+# A published message can be looked up a moment later: a millisecond mostly, 67 at most on a busy machine. Where a look
+# finds nothing, and another process may have told the broker a moment ago, the second look comes after this.
 _INDEX_SECONDS = 0.25
-# After that much more what the broker said that it has published should be there.
+# After that much more a message that the broker claims to have published should be there.
 _SURELY_INDEXED = 10.0
 _LOOK_SECONDS = 0.01
-# Whoever publishes may fall asleep, and is taken for dead when nothing has come for some seconds: so what was looked
-# for longer ago than this is looked for again before the broker is told to publish it.
+# A process that publishes may fall asleep, and others take it for dead when no message has come for some seconds. So a
+# look that is older than this is repeated before the broker is told to publish.
 _LOOK_HOLDS = 1.0
 # So many are published between two looks, each of which is mostly much shorter than it holds.
 _PUBLISHED_AT_ONCE = 64
@@ -55,11 +55,11 @@ _REAL_QUEUE = "REAL_QID"
 
 
 class NotThere(BrokerUnavailable):
-    """What a broker says that it has published is not there."""
+    """A message is missing that its broker claims to have published."""
 
 
 class Turn(Enum):
-    """Who ends a transaction now."""
+    """The thread or process that ends a transaction now."""
 
     MINE = "whoever asks"
     HERE = "another thread of this process"
@@ -111,7 +111,7 @@ class Ender:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Keep this process from answering what brokers ask about a transaction that its owner is about to publish."""
+        """Keep this process from answering brokers about a transaction that its owner is about to publish."""
         with self._lock:
             self._under_way.add(transaction)
         try:
@@ -338,7 +338,7 @@ class Ender:
         return list(lines.values())
 
     def _wait_for(self, published: Sequence[_Wanted], deadline: Deadline) -> None:
-        """Return when what the broker said that it has published can be seen."""
+        """Return when the messages that the broker claims to have published can be seen."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
         left = published
         while left := self._not_there(left, deadline):

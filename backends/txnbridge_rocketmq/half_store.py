@@ -176,7 +176,7 @@ class RocketMQHalves(HalfStore):
             return None
         ledger = self._ledger_in(transaction, origin)
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        noted = _noted(ledger, transaction, deadline)
+        noted = _noted(ledger, transaction, origin, deadline)
         if claim is None and noted is None and time.time() * 1000 >= origin.deadline:
             claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         if claim is not None and not self._is_left(transaction, claim, deadline):
@@ -216,7 +216,9 @@ class RocketMQHalves(HalfStore):
     def _parked(self, group: str, found: Found, deadline: Deadline) -> Half | None:
         """None for what was not wholly stored: no work was done for that."""
         record, origin = found.halves[0].record, found.origin
-        prepared = None if origin is None else _noted(self._ledger_in(found.name, origin), found.name, deadline)
+        prepared = None if origin is None else _noted(
+            self._ledger_in(found.name, origin), found.name, origin, deadline
+        )
         if origin is None or prepared is None:
             return None
         return self._shown(group, found.name, record, origin, prepared, deadline)
@@ -263,9 +265,9 @@ class _HalfWriter(PreparedWriter):
             self.abort(deadline)
 
 
-def _noted(ledger: Ledger, transaction: str, deadline: Deadline) -> Prepared | None:
+def _noted(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadline) -> Prepared | None:
     """What the record says that stands in the log once all halves are stored."""
-    for entry in ledger.find(transaction, deadline):
+    for entry in ledger.find(transaction, deadline, log=origin.log):
         if entry.kind == PREPARE:
             return Prepared.from_json(entry.data)
     return None

@@ -166,7 +166,7 @@ def _found(cluster: Cluster, name: str, halves: Sequence[Waiting], deadline: Dea
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
             return _decided(cluster, found, claim, deadline)
-        entries = [entry for entry in ledger.find(name, deadline) if entry.kind == PREPARE]
+        entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
     except EvidenceLost:
         return replace(found, state="lost")  # with the record that would decide it
     except (OutcomeUnknown, InvalidToken):  # its log cannot be read now, or is kept elsewhere

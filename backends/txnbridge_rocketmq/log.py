@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 # Nobody is a member of this group. Brokers want a name in every request, and keep for it up to where a log was trimmed.
 GROUP = "txnbridge-log"
-# What was stored can be read a moment later: a millisecond, mostly.
+# A stored record can be read a moment later: a millisecond, mostly.
 _LOOK_SECONDS = 0.001
 # Answers of 256 KB at most that are asked for before they are needed.
 _AHEAD = 8
@@ -30,6 +30,7 @@ class RocketMQLog(DecisionLog):
     """One log. A position is the record's offset in its queue. Any thread may call."""
 
     origin = (0,)
+    numbered = True
 
     def __init__(self, client: remoting.Client, queue: Queue, keeps: float | None = None) -> None:
         """The queue is the only one of its topic, which is there (`Topics.internal`)."""
@@ -98,7 +99,7 @@ class RocketMQLog(DecisionLog):
         try:
             return self._call(remoting.send(message, GROUP, self._queue.queue), deadline)
         except remoting.RemotingError as error:
-            if error.may_have_had_effect:  # also what is stored, but not yet as safely as the broker is told to
+            if error.may_have_had_effect:  # also if the record is stored, but not as safely as the broker is told to
                 raise self._unknown(str(error)) from error
             raise
 
@@ -157,8 +158,8 @@ class RocketMQLog(DecisionLog):
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Let whoever reads from the begin do so there. Brokers drop what is older than their own settings say, and
-        nothing else: until then what is before can still be read by its position.
+        """Note for all readers where the log begins. The broker drops records by their age alone: until then the
+        records in front of that can still be read by their positions.
         """
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
         self._again(lambda: self._call(request, deadline), "noting where it begins", deadline)
@@ -171,7 +172,7 @@ class RocketMQLog(DecisionLog):
 
 
 class _Ahead:
-    """Asks for what will be read next: an answer has few records, and waiting for each takes most of the time."""
+    """Asks for the next records ahead: an answer has few, and waiting for each takes most of the time."""
 
     def __init__(self, submit: Callable[[int, Deadline], remoting.Call[remoting.Pulled]], stop: int) -> None:
         self._submit = submit

@@ -33,7 +33,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where it is decided what becomes of a half, and from when on somebody who was not told may abort it."""
+    """Where a half's transaction is decided, and from when on a process that was not told to may abort it."""
 
     log: Mapping[str, Any]  # `Evidence.log`
     deadline: int  # milliseconds since 1970
@@ -49,7 +49,7 @@ def mark_of(record: Record) -> Mark | None:
 
 
 def origin_of(record: Record) -> Origin | None:
-    """Where it is decided what becomes of a half of ours; None for all others."""
+    """Where the transaction of a half of ours is decided; None for other clients' halves."""
     deadline = record.properties.get(_DEADLINE, "")
     try:
         log = json.loads(record.properties.get(_LOG, ""))

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from txnbridge.errors import Fenced
-from txnbridge.spi import Deadline, Decision, Identity, Ledger, LedgerClaim, Writer
+from txnbridge.spi import Deadline, Identity, Ledger, Writer
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.endings import publish_decided
 from txnbridge_rocketmq.ends import Ender
@@ -14,10 +14,11 @@ from txnbridge_rocketmq.writer import PreparedWriter, RocketMQWriter
 
 
 class Owner:
-    """Opens the id in the decision log, which voids what older owners decide from then on.
+    """Opens the id in the decision log. From then on older owners cannot commit any more.
 
-    What they decided and did not come to publish is published first. What they left undecided is aborted when the
-    broker asks about it; nobody waits for that, because undecided halves hold nothing back.
+    The new owner first publishes the transactions that the owner before it committed and did not come to publish.
+    Undecided ones are aborted when the broker asks about them; nobody waits for that, because undecided halves hold
+    nothing back.
 
     A name that the bridge made up for itself is opened only for what has to outlive it: nobody else can hold it.
     """
@@ -53,16 +54,11 @@ class Owner:
             self.opening = opening
 
     def _finish(self, deadline: Deadline) -> None:
-        """Publish what the owner before us decided; it had done the same before it decided anything.
+        """Publish the last commits of the owner before us; that owner had done the same before its first commit.
 
         Each of its writers published one transaction before it began the next.
         """
-        claims = [found for found in self.ledger.claims(deadline) if found[1].decision is Decision.COMMIT]
-        last: dict[object, tuple[str, LedgerClaim]] = {}
-        for transaction, claim in claims:
-            if claim.opening == claims[-1][1].opening:
-                last[claim.data.get("writer")] = transaction, claim
-        for transaction, claim in last.values():
+        for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)
 
     def check(self, deadline: Deadline) -> None:

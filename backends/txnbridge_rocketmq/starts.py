@@ -26,7 +26,7 @@ T = TypeVar("T")
 Queues = Mapping[Partition, Queue]
 
 _AGAIN_SECONDS = 0.01
-# Nobody waits for the answer to what is told for others to look at.
+# The bridge tells brokers where a group stands only for people and tools to look at, and waits for no answer.
 _TELL_SECONDS = 5.0
 
 
@@ -68,7 +68,7 @@ class Offsets:
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
     def tell(self, group: str, queue: Queue, offset: int) -> None:
-        """Let the broker know where a group stands, for those who look there. Waits for nobody."""
+        """Tell the broker where a group stands, for tools that look there. Does not wait for the answer."""
         request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
         with suppress(remoting.RemotingError):  # it is told with the next acknowledgement
             self._client.submit(queue.broker, request, _TELL_SECONDS)
@@ -98,7 +98,7 @@ class Starts:
 
 @dataclass(frozen=True)
 class Found:
-    """Where partitions go on, and of which nobody but the user can say."""
+    """Where partitions go on, and those of which only the user can say that."""
 
     known: Mapping[Partition, int] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
@@ -110,8 +110,8 @@ class GroupStarts:
     It stands in the log before anything is handed out: so nothing is skipped if the first batch aborts, and of members
     that begin at the same time one decides.
 
-    The member by whose decision the group stands there may have died before it had published what it decided. Whoever
-    goes on behind that publishes it first: else what follows overtakes it.
+    The member by whose decision the group stands there may have died before it had published that transaction. The
+    member that goes on behind it publishes the transaction first: else its own messages would overtake those.
     """
 
     def __init__(self, offsets: Offsets, starts: Starts, group: str, context: Context, ender: Ender) -> None:
@@ -175,7 +175,7 @@ class GroupStarts:
             )
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish what was decided last about these; each who decided had done the same before."""
+        """Publish the transactions that acknowledged last on these; their authors had done the same before them."""
         if not partitions:
             return
         with self._with_evidence():

@@ -60,7 +60,7 @@ _SETTLE_BEFORE_ABORT = 0.5
 class RocketMQWriter(Writer):
     """Sends halves, has the decision log decide, and then has the halves published.
 
-    From the decision on nothing can go back: what this process does not publish, others do when the broker asks.
+    From the decision on nothing can go back: other processes publish, when the broker asks, what this one does not.
     """
 
     def __init__(self, owner: Owner, number: int) -> None:
@@ -80,7 +80,7 @@ class RocketMQWriter(Writer):
     # --- one transaction ----------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        if self._unpublished is not None:  # whoever opens the id next looks at our last transaction alone
+        if self._unpublished is not None:  # the next owner of the id looks at our last transaction alone
             publish_alone(self._owner.ender, *self._unpublished, begin.deadline)
             self._owner.ender.doubtful.pop(self._unpublished[0], None)
             self._unpublished = None
@@ -166,7 +166,7 @@ class RocketMQWriter(Writer):
         self._store(deadline)
         if not (self.messages or self._acks):
             return
-        # From before the decision on: whoever answers the broker would publish what is decided at once.
+        # From before the decision on: the thread that answers the broker would publish the transaction at once.
         with self._owner.ender.as_owner(self._begun.transaction):
             all_published = self._decide_and_publish(deadline)
         if not all_published:
@@ -197,7 +197,7 @@ class RocketMQWriter(Writer):
             return True
 
     def _doubt(self, error: NotThere) -> OutcomeUnknown:
-        """It is committed, but who says that it is published may never have told the broker."""
+        """The transaction is committed; but a proxy may have answered that it is published, and not told the broker."""
         transaction, parts = self._begun.transaction, self._halves.parts
         self._unpublished = transaction, parts
         self._owner.ender.doubtful[transaction] = parts
@@ -239,7 +239,7 @@ class RocketMQWriter(Writer):
             raise
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Its commit does not count, or was never claimed, so it will not happen, whether this succeeds or not."""
+        """The commit does not count, or was never claimed: the transaction ends aborted, also if this fails."""
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
@@ -274,7 +274,7 @@ class RocketMQWriter(Writer):
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Have it decided what became of the transaction before: its commit may stand in the log, or be on its way."""
+        """Decide the transaction before by a claim: its commit may stand in the log already, or be on its way."""
         if not (self.messages or self._acks):
             return
         transaction = self._begun.transaction

@@ -18,7 +18,7 @@ from typing import Any
 
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Claim, Decisions, Opening
-from txnbridge._decisions.records import Claimed, Done, Entry, Opened, Record, Snapshot, Under, decode
+from txnbridge._decisions.records import Claimed, Done, Entry, Opened, Presence, Record, Snapshot, Under, decode
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import (
@@ -126,6 +126,32 @@ class Oracle:
                 return record
         return None
 
+    def is_committed(self, id: str) -> bool:
+        claims = [record for _, record in self._records if isinstance(record, Claimed) and record.id == (id,)]
+        begins = [{"at": list(each.begin.at), "id": each.begin.id} for each in claims if each.begin is not None]
+        winners = [self.winner(id, begin) for begin in begins]
+        return any(winner is not None and winner.decision is Decision.COMMIT for winner in winners)
+
+    def last_commit(self, owner: str, before: Position, now: int, kept: Position | None) -> str | None:
+        """The last transaction that an owner committed on its own account, if anybody needs and can still prove it."""
+        last = None
+        for position, record in self._records:
+            if position >= before or not isinstance(record, Claimed) or record.by is None or record.begin is None:
+                continue
+            begin = {"at": list(record.begin.at), "id": record.begin.id}
+            if (
+                record.by.id == (owner,)
+                and record.decision is Decision.COMMIT
+                and self.is_newest(record.by, position)
+                and self.winner(record.id, begin) is record
+            ):
+                last = record
+        if last is None or last.begin is None:
+            return None
+        until = {at: record.until for at, record in self._records if isinstance(record, Presence)}
+        at = last.begin.at
+        return str(last.id[0]) if until[at] > now and kept is not None and kept <= at else None
+
     def is_done(self, id: Any, at: Position) -> bool:
         return any(
             isinstance(record, Done) and id[: len(record.id)] == record.id != id and id[len(record.id)] <= record.up_to
@@ -225,6 +251,7 @@ class World:
     seed: int
     chances: Chances = field(default_factory=Chances)
     origin: Position | None = None
+    numbered: bool = False
     processes: int = 3
     turns: int = 14
 
@@ -333,6 +360,25 @@ class Actor:
 
     def open(self) -> None:
         self.opening = self.decisions.open("X")
+        self._learn()
+
+    def _learn(self) -> None:
+        """What an owner before may have died over: all of it is committed, and the last commit is among it."""
+        opening = self.opening
+        found = {transaction for transaction, _ in self.decisions.ledger("X").claims(Deadline(30))}
+        now, kept, end = int(self.world.now * 1000), self.world.log.begin(), self._end()
+        self.world.told["learnt"] += len(found)
+
+        def check(oracle: Oracle) -> str | None:
+            assert opening is not None
+            last = oracle.last_commit("X", opening.position, now, kept)
+            false = [id for id in found if not oracle.is_committed(id)]
+            overtaken = not oracle.is_newest(_under(opening), end)
+            if false or not (last is None or last in found or overtaken):
+                return f"{self.name} learnt that the owners before committed {found}: {false} is false, {last} the last"
+            return None
+
+        self._check(check)
 
     def transact(self) -> None:
         """Begin a transaction, let others know of it, prepare it or not, and commit it as its owner."""
@@ -516,6 +562,7 @@ class _StepLog(DecisionLog):
         self._actor = actor
         self._log = actor.world.log
         self.origin = actor.world.origin
+        self.numbered = actor.world.numbered
 
     def _step(self, may_fail: bool = True) -> None:
         self._actor.step()

@@ -318,16 +318,35 @@ def test_anybody_claims_what_another_owner_left(join):
 def test_an_opener_learns_what_owners_before_it_decided(join):
     old, new, stranger = join("X"), join("X"), join("Y")
     opening = old.ledger.opened({}, Deadline(5))
-    for transaction in ("t1", "t2", "t3"):
-        old.begin(transaction)
-        if transaction != "t2":
-            old.claim(transaction)
+    old.begin("")
+
+    def commit(member, transaction, writer):
+        member.ledger.claim(transaction, COMMIT, {"writer": writer}, Deadline(5), log=old.log)
+
+    commit(old, "t1", 0)
+    commit(old, "t2", 1)
     stranger.log = old.log
-    stranger.claim("t2", decision=ABORT)
-    new.ledger.opened({}, Deadline(5))
-    claims = [("t1", LedgerClaim(COMMIT, {}, opening)), ("t3", LedgerClaim(COMMIT, {}, opening))]
-    assert new.ledger.claims(Deadline(5)) == claims
+    stranger.claim("t3", decision=ABORT)
+    commit(old, "t4", 0)  # so this writer has finished the one before
+    claims = [(transaction, LedgerClaim(COMMIT, {"writer": w}, opening)) for transaction, w in (("t2", 1), ("t4", 0))]
+    newer = new.ledger.opened({}, Deadline(5))
+    assert new.ledger.claims(Deadline(5)) == join("X").ledger.claims(Deadline(5)) == claims
     assert stranger.ledger.claims(Deadline(5)) == []
+    new.log = old.log
+    commit(new, "t5", 2)  # so the newer owner has finished what the older one left
+    assert join("X").ledger.claims(Deadline(5)) == [("t5", LedgerClaim(COMMIT, {"writer": 2}, newer))]
+
+
+def test_who_acknowledges_has_read_no_claim_on_the_same_transaction(join, log):
+    """By that who begins to read behind such a claim knows that the acknowledgement counts."""
+    one, two = join("X"), join("Y")
+    one.begin("t1")
+    two.log = one.log
+    two.claim("t1", decision=ABORT)
+    two.look()  # and tells the first member about it, which has not read so far
+    claims = count(log, Claimed)
+    assert one.claim("t1", two.ack(100)).decision is ABORT
+    assert count(log, Claimed) == claims
 
 
 def test_whoever_takes_a_partition_over_learns_which_transaction_moved_the_group_last_there(join, log):
@@ -360,6 +379,10 @@ def test_what_moved_a_group_last_is_known_as_long_as_a_transaction_lives(join, l
     later = join()
     assert later.look() == {ORDERS: (100,)}
     assert later.ledger.acknowledged("g", Deadline(5)) == {}
+
+
+def count(log: MemoryLog, kind: type) -> int:
+    return sum(isinstance(record, kind) for _, record in decoded(log.records))
 
 
 def test_an_owners_claim_names_its_opening(join):

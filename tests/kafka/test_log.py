@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -21,17 +20,15 @@ from txnbridge_conformance import faults
 from txnbridge_kafka.log import KafkaLog
 from txnbridge_kafka.settings import Settings
 
-from tests.in_time import takes, within
+from tests.in_time import takes
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import ExactTrimming, append, bounds, keeping, read
-from txnbridge import Decision
-from txnbridge._decisions import Decisions
+from tests.log_live import *  # noqa: F403
+from tests.log_live import outlive_kill_9
 from txnbridge.errors import (
     AccessDenied,
-    BrokerUnavailable,
     DeadlineExceeded,
-    EvidenceLost,
     InvalidOption,
     OutcomeUnknown,
     PositionLost,
@@ -74,6 +71,49 @@ def admin(kafka_broker):
     return AdminClient(client_settings(kafka_broker.url))
 
 
+@pytest.fixture
+def logs_broker(kafka_broker):
+    return kafka_broker
+
+
+@pytest.fixture
+def too_large():
+    return 1_100_000, "too large"
+
+
+@pytest.fixture
+def made_with_two(admin, topic):
+    create(admin, topic, partitions=2)
+    return "2 partitions"
+
+
+@pytest.fixture
+def remove_topic(admin, topic):
+    return lambda: delete(admin, topic)
+
+
+@pytest.fixture
+def stalled():
+    """A record that was handed to a client with a connection may be stored."""
+    return lambda used: [OutcomeUnknown if used else DeadlineExceeded, DeadlineExceeded]
+
+
+@pytest.fixture
+def pausing(kafka_broker, admin):
+    @contextmanager
+    def pause():
+        kafka_broker.pause()
+        try:
+            with pytest.raises(KafkaException):  # it may take a moment until all its threads stand still
+                while True:
+                    admin.list_topics(timeout=0.2)
+            yield
+        finally:
+            kafka_broker.resume()
+
+    return pause
+
+
 def create(admin, topic, partitions=1, **config):
     config = {key.replace("_", "."): value for key, value in config.items()}
     admin.create_topics([NewTopic(topic, partitions, 1, config=config)])[topic].result()
@@ -111,15 +151,6 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(kafka_br
     assert len(seen) < 299
 
 
-def test_a_record_of_the_largest_size_is_stored_and_a_larger_one_refused(log):
-    largest = os.urandom(900_000)
-    append(log, largest)
-    with pytest.raises(InvalidOption, match="too large"):
-        append(log, b"x" * 1_100_000)
-    append(log, b"next")
-    assert read(log) == [((0,), largest), ((1,), b"next")]
-
-
 def test_a_record_that_the_broker_refuses_is_not_stored(kafka_broker, admin, log, topic):
     set_config(admin, topic, "max.message.bytes", "1000")
     with pytest.raises(InvalidOption, match=rf"{topic}.*too large"):
@@ -138,12 +169,6 @@ def test_the_topic_keeps_everything(log, admin, topic):
     assert found["unclean.leader.election.enable"] == "false"
     assert found["min.insync.replicas"] == "1"  # of one broker
     assert len(admin.list_topics(topic).topics[topic].partitions) == 1
-
-
-def test_a_topic_with_two_partitions_is_no_log(kafka_broker, admin, name, topic):
-    create(admin, topic, partitions=2)
-    with pytest.raises(InvalidOption, match="2 partitions"):
-        open_log(kafka_broker.url, name)
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b", "ü", "x" * 250], ids=ascii)
@@ -220,45 +245,6 @@ def wait_for_end(log, position):
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def paused(kafka_broker, admin):
-    """Pauses the broker for a block."""
-
-    @contextmanager
-    def pause():
-        kafka_broker.pause()
-        try:
-            with pytest.raises(KafkaException):  # it may take a moment until all its threads stand still
-                while True:
-                    admin.list_topics(timeout=0.2)
-            yield
-        finally:
-            kafka_broker.resume()
-
-    return pause
-
-
-@pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
-def test_nothing_hangs_while_the_broker_does(kafka_broker, log, paused, used):
-    if used:
-        append(log, b"0", b"1")
-        read(log)
-    with paused():
-        takes(0.5, DeadlineExceeded, log.begin)
-        takes(0.5, DeadlineExceeded, log.end)
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read((0,), (1,), deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: log.trim((1,), deadline))
-        # A record that was handed to a client with a connection may be stored; one that found no broker is not.
-        takes(0.5, OutcomeUnknown if used else DeadlineExceeded, lambda deadline: log.append(b"maybe", deadline))
-        takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
-        takes(0.5, DeadlineExceeded, lambda deadline: open_log(kafka_broker.url, "other", deadline.seconds))
-        with within(0):
-            log.close()
-    position, *_ = append(log, b"last")
-    assert [record for _, record in read(log, None, position)] in [[b"last"], [b"0", b"1", b"maybe", b"last"]]
-
-
 def test_a_reading_that_is_never_short_of_records_ends_at_its_deadline_too(log):
     append(log, *(b"%d" % number for number in range(1000)))
     reading = iter(log.read(None, None, Deadline(0.5)))
@@ -325,30 +311,7 @@ def test_a_reading_goes_on_when_its_connection_drops(kafka_broker, name, opened)
 @pytest.mark.full  # test_log_processes.py kills one in every run
 def test_a_log_outlives_kill_9_of_its_broker(start_kafka, opened):
     broker = start_kafka()
-    log = opened(broker.url, "kept")
-    stored = dict(zip(append(log, b"0", b"1"), (b"0", b"1"), strict=True))
-    maybe = set()
-    for round in range(2):
-        reading = iter(log.read(None, None, Deadline(60)))
-        next(reading)
-        broker.kill()
-        for number in range(3):
-            record = b"%d-%d" % (round, number)
-            maybe.add(record)
-            with pytest.raises((OutcomeUnknown, BrokerUnavailable)):
-                log.append(record, Deadline(0.3))
-        with pytest.raises(DeadlineExceeded):
-            log.end(Deadline(0.3))
-        with ThreadPoolExecutor(3) as pool:  # they wait for the broker to come back
-            appending = pool.submit(log.append, b"back-%d" % round, Deadline(60))
-            ending = pool.submit(log.end, Deadline(60))
-            broker.start()
-            stored[appending.result(60)] = b"back-%d" % round
-            assert ending.result(60) >= (1,)
-        assert dict(reading).items() <= dict(read(log)).items()
-    found = dict(read(log))
-    assert stored.items() <= found.items()
-    assert set(found.values()) <= {*stored.values(), *maybe}
+    found = outlive_kill_9(broker, opened(broker.url, "kept"))
     assert [position[0] for position in found] == list(range(len(found)))
 
 
@@ -382,27 +345,6 @@ def answers(log):
     except DeadlineExceeded:
         return False
     return True
-
-
-def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(
-    kafka_broker, log, admin, name, topic, opened
-):
-    old = Decisions(log, timeout=20)
-    old.claim("id", Decision.COMMIT)
-    old.claim("other", Decision.COMMIT)
-    begin = old.begin()
-    delete(admin, topic)
-    young = Decisions(opened(kafka_broker.url, name), timeout=20)
-    assert young.claim("id", Decision.ABORT).decision is Decision.ABORT
-    with pytest.raises((EvidenceLost, OutcomeUnknown)):
-        old.claim("more", Decision.COMMIT)
-    for number in range(20):  # it grows beyond what the old one has read
-        young.claim(("grow", number), Decision.COMMIT)
-    with pytest.raises(EvidenceLost):
-        old.read("other")
-    with pytest.raises(EvidenceLost):
-        young.read("token", begin=begin)
-    assert young.claim("id", Decision.COMMIT).decision is Decision.ABORT
 
 
 # --- a forked child -------------------------------------------------------------------------------------------------

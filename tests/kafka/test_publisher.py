@@ -16,7 +16,7 @@ from txnbridge_kafka.topics import Topics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes
-from tests.kafka.test_log import client_settings, paused, settings_for  # noqa: F401
+from tests.kafka.test_log import client_settings, pausing, settings_for  # noqa: F401
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -240,12 +240,12 @@ def test_a_topic_that_is_known_to_be_gone_is_not_found_and_the_others_go_on(
     assert values(kafka_broker.url, other) == [b"1", b"2"]
 
 
-def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_broker, open_publisher, topic, paused):  # noqa: F811
+def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_broker, open_publisher, topic, pausing):  # noqa: F811
     publisher = open_publisher(**{"queue.buffering.max.messages": "10"})
     for number in range(1000):
         send(publisher, topic, b"%d" % number)
     publisher.flush(Deadline(30))
-    with paused():
+    with pausing():
         for _ in range(10):
             send(publisher, topic, b"waits")
         error = takes(0.5, DeadlineExceeded, lambda deadline: send(publisher, topic, b"never", timeout=0.5))
@@ -256,11 +256,11 @@ def test_a_full_memory_makes_the_sender_wait_and_a_deadline_ends_that(kafka_brok
     assert values(kafka_broker.url, topic) == [b"%d" % number for number in range(1000)] + [b"waits"] * 10
 
 
-def test_closing_ends_at_its_deadline_and_gives_up_what_is_left(kafka_broker, open_publisher, topic, paused):  # noqa: F811
+def test_closing_ends_at_its_deadline_and_gives_up_what_is_left(kafka_broker, open_publisher, topic, pausing):  # noqa: F811
     publisher = open_publisher()
     send(publisher, topic, b"1")
     publisher.flush(Deadline(30))
-    with paused():
+    with pausing():
         for _ in range(100):
             send(publisher, topic, b"may be there once")
         error = takes(0.5, DeadlineExceeded, publisher.close)

@@ -66,7 +66,7 @@ class Openings(Ledger):
     def record(self, kind, transaction, data, deadline):
         raise NotImplementedError
 
-    def find(self, transaction, deadline):
+    def find(self, transaction, deadline, *, log=None):
         raise NotImplementedError
 
     def entries(self, kind, deadline):

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
 from txnbridge_conformance.looking import eventually
 from txnbridge_pulsar.log import PulsarLog, cluster_id
+from txnbridge_pulsar.wire import Single
 
-from tests.in_time import paused, takes, within
+from tests.cluster_names import *  # noqa: F403
+from tests.in_time import paused
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import append, bounds, keeping, read
 from tests.log_faults import *  # noqa: F403
+from tests.log_live import *  # noqa: F403
+from tests.log_live import AnyName, outlive_kill_9
 from tests.pulsar.kit import SOON, Connection
 from tests.pulsar.wire_kit import admin
-from txnbridge import Decision
-from txnbridge._decisions import Decisions
 from txnbridge.errors import (
-    BrokerUnavailable,
     DeadlineExceeded,
-    EvidenceLost,
-    InvalidOption,
     OutcomeUnknown,
     PositionLost,
-    StorageFailed,
-    TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Emitter
 
@@ -80,23 +75,34 @@ def append_request():
     return "SEND"
 
 
-# --- the contract ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def too_large():
+    return 5_300_000, "the broker takes"
 
 
-def test_a_record_of_the_largest_size_is_stored_and_one_that_is_too_large_refused(log):
-    largest = os.urandom(900_000)
-    append(log, largest)
-    with pytest.raises(InvalidOption, match="the broker takes"):
-        append(log, b"x" * 5_300_000)
-    append(log, b"next")
-    assert [record for _, record in read(log)] == [largest, b"next"]
+@pytest.fixture
+def made_with_two(pulsar_broker, path):
+    admin(pulsar_broker, "PUT", f"{path}/partitions", 2)
+    return "partitions"
 
 
-def test_any_application_has_a_log(pulsar_broker, opened, name):
-    logs = [opened(pulsar_broker.url, f"{name}{rest}") for rest in (" b", "/b", "ü", "=20b", "-partition-0", "%2Fb")]
-    for number, log in enumerate(logs):
-        append(log, b"%d" % number)
-    assert [[record for _, record in read(log)] for log in logs] == [[b"%d" % number] for number in range(6)]
+@pytest.fixture
+def remove_topic(pulsar_broker, path):
+    return lambda: admin(pulsar_broker, "DELETE", f"{path}?force=true")
+
+
+@pytest.fixture
+def pausing(pulsar_broker):
+    return lambda: paused(pulsar_broker)
+
+
+@pytest.fixture
+def stalled():
+    return lambda used: [OutcomeUnknown if used else DeadlineExceeded]
+
+
+class TestNames(AnyName):
+    endings = (" b", "/b", "ü", "=20b", "-partition-0", "%2Fb")
 
 
 # --- its topic ------------------------------------------------------------------------------------------------------
@@ -106,12 +112,6 @@ def test_the_topic_has_a_durable_subscription_before_its_first_record(pulsar_bro
     (subscription,) = admin(pulsar_broker, "GET", f"{path}/stats")["subscriptions"].items()
     assert subscription[0] == "txnbridge"
     assert subscription[1]["durable"]
-
-
-def test_a_topic_with_partitions_is_no_log(pulsar_broker, name, path):
-    admin(pulsar_broker, "PUT", f"{path}/partitions", 2)
-    with pytest.raises(InvalidOption, match="partitions"):
-        OpenLog(pulsar_broker.url, name)
 
 
 def close_ledger(broker, path):
@@ -226,56 +226,9 @@ def test_a_log_that_is_trimmed_while_it_is_read_is_not_read_with_a_hole(forgetfu
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
-def test_nothing_hangs_while_the_broker_does(pulsar_broker, log, used):
-    first, before = (0, 0), [b"0", b"1"] if used else []
-    if used:
-        first, _ = append(log, *before)
-        read(log)
-    with paused(pulsar_broker):
-        takes(0.5, DeadlineExceeded, log.begin)
-        takes(0.5, DeadlineExceeded, log.end)
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(first, first, deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: log.trim(first, deadline))
-        # A record that was handed to a connection may be stored; one that found no broker is not.
-        takes(0.5, OutcomeUnknown if used else DeadlineExceeded, lambda deadline: log.append(b"maybe", deadline))
-        takes(0.5, DeadlineExceeded, lambda deadline: OpenLog(pulsar_broker.url, "other", deadline.seconds))
-        with within(2):
-            log.close()
-    log = OpenLog(pulsar_broker.url, log._name.removeprefix(f"{PREFIX}log-"))
-    position, *_ = append(log, b"last")
-    assert [record for _, record in read(log, None, position) if record != b"maybe"] == [*before, b"last"]
-    log.close()
-
-
 def test_a_log_outlives_kill_9_of_its_broker(start_pulsar, opened):
     broker = start_pulsar()
-    log = opened(broker.url, "kept")
-    stored = dict(zip(append(log, b"0", b"1"), (b"0", b"1"), strict=True))
-    maybe = set()
-    for round in range(2):
-        reading = iter(log.read(None, None, Deadline(90)))
-        seen = [next(reading)]
-        broker.kill()
-        for number in range(3):
-            record = b"%d-%d" % (round, number)
-            maybe.add(record)
-            with pytest.raises((OutcomeUnknown, BrokerUnavailable)):
-                log.append(record, Deadline(0.3))
-        with pytest.raises(DeadlineExceeded):
-            log.end(Deadline(0.3))
-        with ThreadPoolExecutor(3) as pool:  # they wait for the broker to come back
-            appending = pool.submit(log.append, b"back-%d" % round, Deadline(90))
-            ending = pool.submit(log.end, Deadline(90))
-            broker.start()
-            stored[appending.result(90)] = b"back-%d" % round
-            assert ending.result(90) is not None
-        seen += reading
-        assert dict(seen).items() <= dict(read(log)).items()
-    found = dict(read(log))
-    assert stored.items() <= found.items()
-    assert set(found.values()) <= {*stored.values(), *maybe}
+    outlive_kill_9(broker, opened(broker.url, "kept"))
 
 
 def test_a_log_outlives_a_broker_that_deletes_what_nobody_uses(start_pulsar, opened):
@@ -315,59 +268,35 @@ def test_a_log_whose_topic_is_deleted_says_so_or_is_empty(pulsar_broker, log, pa
     assert bounds(log) == (first, first)
 
 
-def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(pulsar_broker, log, name, path, opened):
-    old = Decisions(log, timeout=20)
-    old.claim("id", Decision.COMMIT)
-    old.claim("other", Decision.COMMIT)
-    begin = old.begin()
-    admin(pulsar_broker, "DELETE", f"{path}?force=true")
-    young = Decisions(opened(pulsar_broker.url, name), timeout=20)
-    assert young.claim("id", Decision.ABORT).decision is Decision.ABORT
-    with pytest.raises((EvidenceLost, OutcomeUnknown)):
-        old.claim("more", Decision.COMMIT)
-    for ask in (
-        lambda: old.read("other"),
-        lambda: young.read("token", begin=begin),
-        # A record of the old one stands in the new log now: nobody can tell any more which of the two is true.
-        lambda: young.claim("grow", Decision.COMMIT),
-    ):
-        with pytest.raises(EvidenceLost):
-            ask()
-
-
 # --- the cluster's own name -----------------------------------------------------------------------------------------
 
 
-def named(url, **given):
-    connection = Connection(url, **given)
-    try:
-        return cluster_id(connection.settings, connection.client, connection.topics, Deadline(SOON))
-    finally:
-        connection.close()
+@pytest.fixture
+def named(pulsar_broker):
+    def ask(prefix):
+        connection = Connection(pulsar_broker.url, prefix=prefix)
+        try:
+            return cluster_id(connection.settings, connection.client, connection.topics, Deadline(SOON))
+        finally:
+            connection.close()
+
+    return ask
 
 
-def test_all_who_ask_at_once_are_told_one_name(pulsar_broker, name):
-    prefix = f"{name}-"
-    with ThreadPoolExecutor(8) as pool:
-        names = set(pool.map(lambda _: named(pulsar_broker.url, prefix=prefix), range(8)))
-    assert len(names) == 1
-    assert names == {named(pulsar_broker.url, prefix=prefix)}
-    assert named(pulsar_broker.url, prefix=f"{name}x-") not in names
+@pytest.fixture
+def open_log(pulsar_broker, opened):
+    return lambda prefix: opened(pulsar_broker.url, "here", prefix=prefix)
 
 
-def test_a_lost_name_is_not_made_up_anew_beside_other_topics_of_ours(pulsar_broker, name, opened):
-    prefix = f"{name}-"
-    named(pulsar_broker.url, prefix=prefix)
-    opened(pulsar_broker.url, "here", prefix=prefix)
-    admin(pulsar_broker, "DELETE", f"persistent/public/default/{prefix}cluster?force=true")
-    with pytest.raises(StorageFailed, match=f"{prefix}cluster"):
-        named(pulsar_broker.url, prefix=prefix)
+@pytest.fixture
+def lose_name(pulsar_broker):
+    return lambda prefix: admin(pulsar_broker, "DELETE", f"persistent/public/default/{prefix}cluster?force=true")
 
 
-def test_a_foreign_record_is_no_name(pulsar_broker, name, client):
-    producer = client.create_producer(f"persistent://public/default/{name}-cluster", timeout=SOON)
-    from txnbridge_pulsar.wire import Single
+@pytest.fixture
+def write_foreign_name(client):
+    def write(prefix):
+        producer = client.create_producer(f"persistent://public/default/{prefix}cluster", timeout=SOON)
+        producer.send(Single(b"something else"), timeout=SOON).result(SOON)
 
-    producer.send(Single(b"something else"), timeout=SOON).result(SOON)
-    with pytest.raises(TxnBridgeError, match="prefix"):
-        named(pulsar_broker.url, prefix=f"{name}-")
+    return write

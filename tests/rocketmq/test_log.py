@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from click.testing import CliRunner
 from txnbridge_rocketmq.log import RocketMQLog
 from txnbridge_rocketmq.naming import name_of
 from txnbridge_rocketmq.remoting import Answer, Client, Code, Message, Queue, send
 
+from tests.cluster_names import *  # noqa: F403
 from tests.in_time import paused, takes
 from tests.log_contract import *  # noqa: F403
 from tests.log_contract import append, bounds, keeping, read
 from tests.log_faults import *  # noqa: F403
-from tests.log_faults import append_until_clear
+from tests.log_live import *  # noqa: F403
+from tests.log_live import AnyName, outlive_kill_9
 from tests.rocketmq.kit import LONG, FakeBroker, cluster_for, settings_for, stored
 from txnbridge import Decision
 from txnbridge._decisions import Decisions
+from txnbridge.cli import main
+from txnbridge.cli._common import ExitCode
 from txnbridge.errors import (
-    BrokerUnavailable,
     DeadlineExceeded,
     EvidenceLost,
     InvalidOption,
@@ -76,6 +78,36 @@ def append_request():
     return "SEND_MESSAGE_V2"
 
 
+@pytest.fixture
+def too_large():
+    return 5_300_000, "MESSAGE_ILLEGAL"
+
+
+@pytest.fixture
+def made_with_two(rocketmq_broker, topic):
+    rocketmq_broker.create_topic(topic, queues=2)
+    return f"{topic} must have one queue"
+
+
+@pytest.fixture
+def remove_topic(log, topic):
+    return lambda: delete_topic(log, topic)
+
+
+@pytest.fixture
+def pausing(rocketmq_broker):
+    return lambda: paused(rocketmq_broker)
+
+
+@pytest.fixture
+def stalled():
+    return lambda used: [OutcomeUnknown]
+
+
+class TestNames(AnyName):
+    endings = (" b", "/b", "ü", "%20b", ".b", "~", "|", "")
+
+
 # --- the contract, besides what all logs promise ----------------------------------------------------------------------
 
 
@@ -84,34 +116,12 @@ def test_a_reading_that_begins_behind_the_end_finds_nothing(log):
     assert read(log, (9,)) == []
 
 
-def test_a_record_of_the_largest_size_is_stored_and_one_that_is_too_large_refused(log):
-    largest = os.urandom(900_000)
-    append(log, largest)
-    with pytest.raises(InvalidOption, match="MESSAGE_ILLEGAL"):
-        append(log, b"x" * 5_300_000)
-    append(log, b"next")
-    assert [record for _, record in read(log)] == [largest, b"next"]
-
-
-def test_any_application_has_a_log(rocketmq_broker, opened, name):
-    logs = [opened(rocketmq_broker.url, f"{name}{rest}") for rest in (" b", "/b", "ü", "%20b", ".b", "~", "|", "")]
-    for number, log in enumerate(logs):
-        append(log, b"%d" % number)
-    assert [[record for _, record in read(log)] for log in logs] == [[b"%d" % number] for number in range(8)]
-
-
 def test_an_application_whose_name_no_topic_can_have_is_refused(rocketmq_broker):
     with pytest.raises(InvalidOption, match="1 to 127"):
         OpenLog(rocketmq_broker.url, "x" * 120)
 
 
 # --- its topic --------------------------------------------------------------------------------------------------------
-
-
-def test_a_topic_with_two_queues_is_no_log(rocketmq_broker, name, topic):
-    rocketmq_broker.create_topic(topic, queues=2)
-    with pytest.raises(InvalidOption, match=f"{topic} must have one queue"):
-        OpenLog(rocketmq_broker.url, name)
 
 
 def test_a_trimmed_log_begins_later_for_all_and_what_is_before_can_still_be_read(log, open_named, name):
@@ -213,25 +223,6 @@ def test_a_log_that_became_shorter_while_it_was_read_ends_early():
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("used", [True, False], ids=["used", "new"])
-def test_nothing_hangs_while_the_broker_does(rocketmq_broker, log, name, opened, used):
-    first = (0,)
-    if used:
-        append(log, b"0", b"1")
-        read(log)
-    with paused(rocketmq_broker):
-        takes(0.5, DeadlineExceeded, log.begin)
-        takes(0.5, DeadlineExceeded, log.end)
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(first, first, deadline)))
-        takes(0.5, DeadlineExceeded, lambda deadline: list(log.read(None, None, deadline)))
-        # A record that was handed to a connection may be stored.
-        takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"maybe", deadline))
-        takes(0.5, DeadlineExceeded, lambda deadline: OpenLog(rocketmq_broker.url, "other", deadline.seconds))
-    position = append_until_clear(log, b"last")
-    begin = [b"0", b"1"] if used else []
-    assert [record for _, record in read(log, None, position)] in [[*begin, b"last"], [*begin, b"maybe", b"last"]]
-
-
 def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_decided(log, settings):
     """No replica is there: the broker stores the record, and says so."""
     append(log, b"0")
@@ -243,27 +234,7 @@ def test_a_record_that_is_not_as_safe_as_the_broker_was_told_to_make_it_is_not_d
 def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
     broker = start_rocketmq(settings={"autoCreateTopicEnable": "true"})
     log = opened(broker.url, "kept")
-    kept = dict(zip(append(log, b"0", b"1"), (b"0", b"1"), strict=True))
-    maybe = {b"maybe-0", b"maybe-1", b"maybe-2"}
-    reading = iter(log.read(None, None, Deadline(90)))
-    seen = [next(reading)]
-    broker.kill()
-    for record in maybe:
-        with pytest.raises((OutcomeUnknown, BrokerUnavailable)):
-            log.append(record, Deadline(0.3))
-    with pytest.raises(DeadlineExceeded):
-        log.end(Deadline(0.3))
-    with ThreadPoolExecutor(3) as pool:  # they wait for the broker to come back
-        appending = pool.submit(log.append, b"back", Deadline(90))
-        ending = pool.submit(log.end, Deadline(90))
-        broker.start()
-        kept[appending.result(90)] = b"back"
-        assert ending.result(90) is not None
-    seen += reading
-    found = dict(read(log))
-    assert dict(seen).items() <= found.items()
-    assert kept.items() <= found.items()
-    assert set(found.values()) <= {*kept.values(), *maybe}
+    outlive_kill_9(broker, log, rounds=1)
     # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
     delete_topic(log, "_txnbridge-log-kept")
     takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
@@ -316,29 +287,40 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
     assert log.cluster.topics.look(topic, Deadline(LONG)) == ()
 
 
-def test_a_process_that_knows_a_log_is_not_misled_by_a_new_one_of_its_name(rocketmq_broker, log, name, topic, opened):
+def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):
+    """Made anew, and the first record in it is of a process that still believes in the one before."""
     old = Decisions(log, timeout=20)
-    old.claim("id", Decision.COMMIT)
-    old.claim("other", Decision.COMMIT)
-    begin = old.begin()
+    begin = old.begin(opening=old.open("owner"))
+    old.claim("token", Decision.COMMIT, begin=begin)
     delete_topic(log, topic)
-    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
-    assert young.claim("id", Decision.ABORT).decision is Decision.ABORT
+    opened(rocketmq_broker.url, name)
     with pytest.raises((EvidenceLost, OutcomeUnknown)):
         old.claim("more", Decision.COMMIT)
-    for number in range(5):  # it grows beyond what the old one has read
-        young.claim(("grow", number), Decision.COMMIT)
-    for ask in (lambda: old.read("other"), lambda: young.read("token", begin=begin)):
+    with pytest.raises(EvidenceLost, match="txnbridge log renew"):
+        Decisions(opened(rocketmq_broker.url, name), timeout=20).open("owner")
+    renew = ["log", "renew", "--url", rocketmq_broker.url, "--application", name]
+    assert CliRunner().invoke(main, renew).exit_code == ExitCode.USAGE
+    done = CliRunner().invoke(main, [*renew, "--yes"])
+    assert done.exit_code == ExitCode.OK, done.output
+    young = Decisions(opened(rocketmq_broker.url, name), timeout=20)
+    opening = young.open("owner")
+    for number in range(9):  # it grows beyond what the old one has read
+        new = young.begin(opening=opening)
+        assert young.claim(f"new-{number}", Decision.COMMIT, begin=new, opening=opening).mine
+    with pytest.raises(EvidenceLost, match="began it anew"):
+        young.read("token", begin=begin)
+    end = young._log.end(Deadline(LONG))
+    for call in (old.begin, lambda: old.open("owner"), lambda: old.claim("late", Decision.COMMIT, begin=begin)):
         with pytest.raises(EvidenceLost):
-            ask()
-    assert young.claim("id", Decision.COMMIT).decision is Decision.ABORT
+            call()
+    assert young._log.end(Deadline(LONG)) == end
 
 
 # --- the cluster's own name -------------------------------------------------------------------------------------------
 
 
-def named(url, **given):
-    settings = settings_for(url, **given)
+def name_at(url, prefix):
+    settings = settings_for(url, prefix=prefix)
     with Client(settings.name_servers) as client:
         return name_of(settings, client, Deadline(LONG))
 
@@ -348,13 +330,28 @@ def remove(cluster, *topics):
         cluster.topics.delete(topic, Deadline(LONG))
 
 
-def test_all_who_ask_at_once_are_told_one_name(rocketmq_broker, name):
-    prefix = f"{name}-"
-    with ThreadPoolExecutor(8) as pool:
-        names = set(pool.map(lambda _: named(rocketmq_broker.url, prefix=prefix), range(8)))
-    assert len(names) == 1
-    assert names == {named(rocketmq_broker.url, prefix=prefix)}
-    assert named(rocketmq_broker.url, prefix=f"{name}x-") not in names
+@pytest.fixture
+def named(rocketmq_broker):
+    return lambda prefix: name_at(rocketmq_broker.url, prefix)
+
+
+@pytest.fixture
+def open_log(of_the_prefix):
+    return lambda prefix: of_the_prefix.topics.internal(f"{prefix}log-here", Deadline(LONG))
+
+
+@pytest.fixture
+def lose_name(of_the_prefix):
+    return lambda prefix: remove(of_the_prefix, of_the_prefix.settings.cluster_topic, repeated(of_the_prefix))
+
+
+@pytest.fixture
+def write_foreign_name(rocketmq_broker, client):
+    def write(prefix):
+        rocketmq_broker.create_topic(f"{prefix}cluster", queues=1)
+        client.call("broker-1", send(Message(f"{prefix}cluster", b"something else"), "other", 0), LONG)
+
+    return write
 
 
 @pytest.fixture
@@ -369,35 +366,21 @@ def repeated(cluster):
     return f"{cluster.settings.cluster_topic}-{cluster.id}-{cluster.topics.home}"
 
 
-def test_a_name_outlives_the_record_that_made_it(rocketmq_broker, of_the_prefix, name):
+def test_a_name_outlives_the_record_that_made_it(named, of_the_prefix, name):
     remove(of_the_prefix, of_the_prefix.settings.cluster_topic)
-    assert named(rocketmq_broker.url, prefix=f"{name}-").id == of_the_prefix.id
+    assert named(f"{name}-").id == of_the_prefix.id
 
 
-def test_a_name_outlives_the_topic_that_repeats_it(rocketmq_broker, of_the_prefix, name):
+def test_a_name_outlives_the_topic_that_repeats_it(named, of_the_prefix, name):
     remove(of_the_prefix, repeated(of_the_prefix))
-    assert named(rocketmq_broker.url, prefix=f"{name}-").id == of_the_prefix.id
+    assert named(f"{name}-").id == of_the_prefix.id
     assert repeated(of_the_prefix) in of_the_prefix.topics.all(Deadline(LONG))
 
 
-def test_a_lost_name_is_not_made_up_anew_beside_other_topics_of_ours(rocketmq_broker, of_the_prefix, name):
-    of_the_prefix.topics.internal(f"{name}-log-here", Deadline(LONG))
-    remove(of_the_prefix, of_the_prefix.settings.cluster_topic, repeated(of_the_prefix))
-    with pytest.raises(StorageFailed, match=f"{name}-cluster"):
-        named(rocketmq_broker.url, prefix=f"{name}-")
-
-
-def test_of_two_names_none_is_believed(rocketmq_broker, of_the_prefix, name):
+def test_of_two_names_none_is_believed(rocketmq_broker, named, of_the_prefix, name):
     rocketmq_broker.create_topic(f"{name}-cluster-{uuid.uuid4().hex}-broker-1", queues=1)
     with pytest.raises(StorageFailed, match="several names"):
-        named(rocketmq_broker.url, prefix=f"{name}-")
-
-
-def test_a_foreign_record_is_no_name(rocketmq_broker, name, client):
-    rocketmq_broker.create_topic(f"{name}-cluster", queues=1)
-    client.call("broker-1", send(Message(f"{name}-cluster", b"something else"), "other", 0), LONG)
-    with pytest.raises(StorageFailed, match="prefix"):
-        named(rocketmq_broker.url, prefix=f"{name}-")
+        named(f"{name}-")
 
 
 # --- several brokers --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ its bytes; `state` is the fold over them, in which alone the rules are.
 
 from __future__ import annotations
 
-from txnbridge._decisions.decisions import Claim, Decisions, Opening, Reading
+from txnbridge._decisions.decisions import Claim, Decisions, Lost, Opening, Reading
 from txnbridge._decisions.questions import Id
 
-__all__ = ["Claim", "Decisions", "Id", "Opening", "Reading"]
+__all__ = ["Claim", "Decisions", "Id", "Lost", "Opening", "Reading"]

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import InvalidOption, InvalidState
-from txnbridge.spi import DecisionLog, Ledger
+from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
 
@@ -81,6 +81,19 @@ class Reading:
     opening: Opening | None
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A log that proves nothing about ids without a token: why, and what it still says, which may be out of date.
+
+    `decided` is how many transactions with tokens it still has decisions about.
+    """
+
+    reason: str
+    ids: Sequence[Id]
+    positions: Mapping[tuple[str, Partition], Position]  # where groups stood
+    decided: int
+
+
 class Decisions:
     """The decisions of one log. May be used by many threads.
 
@@ -119,9 +132,9 @@ class Decisions:
             threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
 
     def _stay(self) -> None:
-        """Repeat what counts in a log that drops it by age, also while nobody here decides anything.
+        """Write snapshots in a log that drops records by age, also while this process decides nothing.
 
-        Whoever merely looks writes nothing.
+        A process that has only looked writes none.
         """
         while not self._closed.wait(self._engine.tidy_seconds / _LOOKS_IN_TIDYING):
             if not self._engine.has_written:
@@ -143,8 +156,8 @@ class Decisions:
     ) -> Opening:
         """Open an id: what an older owner of it appends by itself from here on counts for nothing.
 
-        With a `name` (a run's id) it is one opening however many processes open it, and `Fenced` for whoever comes
-        with a name that another has followed. Without one each call is a new opening.
+        With a `name` (a run's id) all processes that open the id share one opening; a process that comes with a name
+        behind which another opening stands gets `Fenced`. Without one each call is a new opening.
         """
         deadline = self._deadline(timeout)
         path = path_of(id)
@@ -212,7 +225,8 @@ class Decisions:
         """
         deadline = self._deadline(timeout)
         question = Question(id, path_of(id), begin_of(begin))
-        with self._engine.follower.following(deadline, may_create=question.begin is None) as state:
+        follower = self._engine.follower_of(question.begin, deadline)
+        with follower.following(deadline, may_create=question.begin is None) as state:
             if question.begin is not None:
                 return Reading(self._claim_of(question, state), False, None, None)
             require_founded(state)
@@ -272,6 +286,30 @@ class Decisions:
         drops records by age needs it now and then from somebody.
         """
         return self._engine.tidy(self._deadline(timeout))
+
+    def lost(self, *, timeout: float | Deadline | None = None) -> Lost | None:
+        """Why this log proves nothing about ids without a token, and what it still says; None if it proves them."""
+        with self._engine.follower.following(self._deadline(timeout), may_create=False) as state:
+            require_readable(state)
+            if state.founded or state.cursor is None:
+                return None
+            ids = state.remains()
+            known = {*ids.openings, *ids.done, *ids.claims}
+            return Lost(
+                reason=state.doubt,
+                ids=sorted((id_of(path) for path in known), key=str),
+                positions={(group, partition): at for (group, partition), at in sorted(ids.groups.items())},
+                decided=len(state.tokens.claims),
+            )
+
+    def renew(self, *, timeout: float | Deadline | None = None) -> Position:
+        """Begin a log anew whose evidence is gone for good, knowingly; returns where in the log it begins now.
+
+        Whatever was decided before is forgotten: a token of before is UNKNOWN for ever, and an id without a token is
+        taken for one that was never claimed, opened or done. A process that used the log before gets `EvidenceLost`
+        from each call. Raises `InvalidState` if nothing is lost.
+        """
+        return self._engine.renew(self._host, self._deadline(timeout))
 
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None) -> Ledger:
         """For backends: the ledger of one transactional id; with a token's `begin` for questions about that token's

@@ -1,4 +1,4 @@
-"""Deciding and recording in one log: what an application and a backend both stand on."""
+"""Deciding and recording in one log, for an application (`decisions`) and for a backend (`ledger`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from txnbridge._decisions.records import (
     Presence,
     Range,
     Record,
+    Renewed,
     Snapshot,
     Stored,
     Under,
@@ -34,7 +36,7 @@ from txnbridge._decisions.state import State, Winner, stands
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import Conflict, DeadlineExceeded, OutcomeUnknown, TxnBridgeError
+from txnbridge.errors import Conflict, DeadlineExceeded, InvalidState, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Ack, DecisionLog
 
 # By how much the clocks of two hosts may differ before something is trimmed too early; Kerberos allows as much.
@@ -47,6 +49,8 @@ TIDY_RECORDS, _TIDY_BYTES = 10_000, 16_000_000
 # they drop them sooner, so many are written in that time.
 _TIDY_SECONDS = 6 * 3600.0
 _TIMES_IN_KEEPING = 12
+# The second reading is dropped, with all that it holds in memory, when it was not used for so long.
+_IDLE_SECONDS = 600.0
 # A body with its record's other fields must fit into one record.
 _INLINE_BYTES = MAX_RECORD_BYTES - 20_000
 
@@ -54,7 +58,7 @@ _logger = logging.getLogger("txnbridge")
 
 
 class Engine:
-    """One process's hand in a log: it follows it, appends to it, and knows what this process owns. Thread-safe."""
+    """Follows one log for this process, appends to it, and knows which ids this process owns. Thread-safe."""
 
     def __init__(
         self,
@@ -70,7 +74,11 @@ class Engine:
         self._lifetime = lifetime
         self._tidy_after = tidy_after
         self._clock = clock
+        self._events = events
         self.follower = Follower(log, events, self.now)
+        self._older: Follower | None = None
+        self._older_used = 0.0
+        self._older_lock = threading.Lock()
         # Every nonce begins with this: so a claim of ours is known as ours also after its answer was lost.
         self._author = secrets.token_hex(8)
         self._counter = itertools.count(1)
@@ -86,13 +94,60 @@ class Engine:
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
             with self.follower.looking(deadline) as state:
-                # What was read includes the presence: so nobody else opened the id before it. It must have been read
-                # without a gap, or from the first record again.
+                # This process has read the log up to its presence, so it knows each opening in front of that. It must
+                # have read without a gap, or from the first record again.
                 require_founded(state)
                 if not stands(state.ids.openings, under):
                     raise fenced(state.ids.openings.get(under.id))
         self.tidy_if_due(deadline)
         return {**self._begins, "at": list(presence.at), "id": presence.id}
+
+    def follower_of(self, begin: Begin | None, deadline: Deadline) -> Follower:
+        """The reading that reaches back to where a question's evidence begins.
+
+        This process may have begun to read behind that, with a snapshot. Then a second reading begins where the
+        evidence does. It may take long, and other threads go on deciding by the first one meanwhile.
+        """
+        if begin is None:
+            return self.follower
+        with self.follower.looking(deadline) as state:
+            fresh = state.start is None
+        with self.follower.following(deadline, may_create=False) if fresh else self.follower.looking(deadline) as state:
+            renewed = state.renewed is not None and begin.at <= state.renewed.position
+            if state.start is None or state.start <= begin.at or renewed:
+                return self.follower
+        return self._reading_from(begin.at, deadline)
+
+    def everything(self, deadline: Deadline) -> Follower:
+        """The reading of every record that is still in the log."""
+        with self.follower.following(deadline) as state:
+            start, begin = state.start, self._log.begin(deadline)
+            if begin is not None and state.renewed is not None:
+                begin = max(begin, state.renewed.position)
+        if begin is None or start is None or start <= begin:
+            return self.follower
+        return self._reading_from(begin, deadline)
+
+    def _reading_from(self, position: Position, deadline: Deadline) -> Follower:
+        with self._older_lock:
+            self._older_used = time.monotonic()
+            if self._older is not None and self._older.reaches(position):
+                return self._older
+        begin = self._log.begin(deadline)
+        if begin is None or position < begin:
+            return self.follower  # which says that the evidence is gone
+        with self._older_lock:
+            if self._older is None:
+                self._older = Follower(self._log, self._events, self.now, position)
+            elif not self._older.reaches(position):
+                # This question goes further back, and more may come that do: one reading is enough for all of them.
+                self._older = Follower(self._log, self._events, self.now, begin)
+            return self._older
+
+    def _let_go_of_older(self) -> None:
+        with self._older_lock:
+            if time.monotonic() - self._older_used > _IDLE_SECONDS:
+                self._older = None
 
     @property
     def has_written(self) -> bool:
@@ -115,7 +170,8 @@ class Engine:
         deadline: Deadline,
     ) -> Winner:
         """The claim that counts, after ours was made if there was none. See `Decisions.claim`."""
-        if known := self.known(question, deadline):
+        follower = self.follower_of(question.begin, deadline)
+        if known := self.known(question, follower, deadline):
             return known
         # While this presence lives, no part of the claim is trimmed before the claim itself stands.
         self._be_present(deadline.seconds, deadline)
@@ -123,9 +179,11 @@ class Engine:
         fields |= self._body(said, deadline)
         decided = None
         while decided is None:
-            acked = self._acked(question, acks, deadline) if acks else None
-            self.append(Claimed, {**fields, "acked": acked}, deadline, question.name)
-            with self.follower.looking(deadline) as state:
+            acked = self._acked(question, acks, follower, deadline) if acks else None
+            if isinstance(acked, Winner):
+                return acked
+            self.append(Claimed, {**fields, "acked": acked}, deadline, question.name, follower)
+            with follower.looking(deadline) as state:
                 decided = self.answer(question, state)
                 if decided is None and (acked is None or (by is not None and state.tokens.is_void(by))):
                     openings = state.tokens.openings if question.begin else state.ids.openings
@@ -133,37 +191,42 @@ class Engine:
         self.tidy_if_due(deadline)
         return decided
 
-    def _acked(self, question: Question, acks: Sequence[Ack], deadline: Deadline) -> Acked:
-        """What a claim acknowledges; `Conflict` if the log shows already that it would not count."""
+    def _acked(self, question: Question, acks: Sequence[Ack], follower: Follower, deadline: Deadline) -> Acked | Winner:
+        """What a claim acknowledges; the claim that counts if there is one by now.
+
+        `Conflict` if the log shows already that it would not count.
+        """
         assert question.begin is not None
         transaction = (question.path, question.begin)
-        with self.follower.following(deadline, max(ack.read_up_to for ack in acks)) as state:
+        with follower.following(deadline, max(ack.read_up_to for ack in acks)) as state:
             assert state.cursor is not None and state.start is not None
+            if decided := self.answer(question, state):
+                return decided
             for ack in acks:
                 ackers = state.tokens.ackers.get((ack.group, ack.partition))
-                # What stands in front of the first record that was read cannot be seen.
+                # This process does not know the claims in front of the first record that it has read.
                 if ack.read_up_to < state.start or (ackers and ackers.rival_behind(ack.read_up_to, transaction)):
                     raise Conflict(
                         f"somebody else acknowledged partition {ack.partition[1]} of {ack.partition[0]!r} for group"
                         f" {ack.group!r} since this member read where the group stands"
                     )
-            # So only what comes from here on can stand between.
+            # So only claims behind this record can stand between it and ours.
             ranges = tuple(Range(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
             return Acked(state.cursor[0], ranges)
 
-    def known(self, question: Question, deadline: Deadline) -> Winner | None:
+    def known(self, question: Question, follower: Follower, deadline: Deadline) -> Winner | None:
         """The claim that counts if one is known; refuses to go on where there is no evidence."""
-        with self.follower.looking(deadline) as state:
+        with follower.looking(deadline) as state:
             if question.has_evidence(state):
                 return self.answer(question, state)
-        with self.follower.following(deadline, may_create=question.begin is None) as state:
+        with follower.following(deadline, may_create=question.begin is None) as state:
             return self.answer(question, state)
 
     def answer(self, question: Question, state: State) -> Winner | None:
         """The claim that counts, as far as was read."""
         winner = question.winner(state)
         if winner is None:
-            require_readable(state)  # what is decided in front of an unreadable record stays decided
+            require_readable(state)  # a claim in front of an unreadable record still counts
         else:
             require_body(question.id, winner)
         return winner
@@ -178,15 +241,31 @@ class Engine:
             assert state.cursor is not None
             covers, raw = state.cursor
             born = state.born
-            body = state.ids.to_json(state.log or "")
+            body = state.to_json(self.now())
         fields = {"born": born, "covers": covers, "digest": digest(raw), "at": self.now()}
         self._append_support(Snapshot, fields | self._body(body, deadline), deadline)
         with self.follower.looking(deadline) as state:
             needed = (state.oldest_living(self.now()), state.oldest_window())
-        # Not up to the snapshot itself: what was appended between the record that it covers and itself is not in it.
+        # Not up to the snapshot itself: it does not hold the records between the one that it covers and itself.
         before = min([covers, *(position for position in needed if position is not None)])
+        self._let_go_of_older()
         self._log.trim(before, deadline)
         return before
+
+    def renew(self, host: str, deadline: Deadline) -> Position:
+        """See `Decisions.renew`."""
+        while True:
+            with self.follower.following(deadline, may_create=False) as state:
+                require_readable(state)
+                if state.founded or state.cursor is None:
+                    raise InvalidState("this decision log has all of its evidence: there is nothing to renew")
+                covers, raw = state.cursor
+            name, nonce = secrets.token_hex(8), self._nonce()
+            renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=host)
+            position, counts = self.follower.append(renewed, deadline)
+            if counts:
+                return position
+            deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
         """To be called behind each record that an application or a backend asked for."""
@@ -219,7 +298,7 @@ class Engine:
             needed = int((seconds + _CLOCK_SKEW) * 1000)
             if self._presence is not None and self._presence[1] - self.now() >= needed:
                 with self.follower.looking(deadline) as state:
-                    if state.holds(self._presence[0]):
+                    if state.holds(self._presence[0]) and not self._is_far_back(self._presence[0], state):
                         return self._presence[0]
             renewal = min(max(seconds, _SHORTEST_RENEWAL), _LONGEST_RENEWAL)
             until = self.now() + needed + int(renewal * 1000)
@@ -229,6 +308,10 @@ class Engine:
             return self._presence[0]
         finally:
             self._presence_lock.release()
+
+    def _is_far_back(self, presence: Begin, state: State) -> bool:
+        """Whether a process that begins with the newest snapshot would need a second reading for this presence."""
+        return self._log.numbered and state.covered is not None and presence.at < state.covered
 
     def _body(self, body: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """A body as fields of its record: within it, or in parts in front of it if it is too large."""
@@ -245,10 +328,11 @@ class Engine:
         fields: Mapping[str, Any],
         deadline: Deadline,
         transaction: str | None = None,
+        follower: Follower | None = None,
     ) -> tuple[Position, bool | None]:
-        """Append a record of this log and read up to it; its position, and whether it counts (None: who knows)."""
+        """Append a record of this log and read up to it; its position, and whether it counts (None: unknown)."""
         record = kind(**{"log": self._log_to_write(deadline), "nonce": self._nonce(), **fields})
-        return self.follower.append(record, deadline, transaction)
+        return (follower or self.follower).append(record, deadline, transaction)
 
     def _append_support(self, kind: Callable[..., Record], fields: Mapping[str, Any], deadline: Deadline) -> Position:
         """Append a record that others will stand on."""

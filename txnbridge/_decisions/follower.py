@@ -32,18 +32,28 @@ from txnbridge.spi import DecisionLog
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
 # Forgetting walks through everything in memory: seldom enough to cost nothing, often enough to keep memory flat.
 _FORGET_AFTER = 10_000
+# A log that numbers its records is read from so many before its end, which takes a second: mostly there is a snapshot.
+NEAR_END = 20_000
 
 
 class Follower:
-    """One process's view of one log. May be used by many threads."""
+    """One process's view of one log. May be used by many threads.
 
-    def __init__(self, log: DecisionLog, events: Emitter, now: Callable[[], int]) -> None:
+    It begins with the newest snapshot that it finds near the log's end, or else with the log's first record; with
+    `first`, there: a presence in front of that snapshot, or the log's first record if it is not there any more.
+    """
+
+    def __init__(
+        self, log: DecisionLog, events: Emitter, now: Callable[[], int], first: Position | None = None
+    ) -> None:
         self._log = log
+        self._first = first
         self._events = events
         self._now = now
         self._lock = threading.RLock()
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
+        self._snapshot_before: Position | None = None  # up to where snapshots covered the log when it last forgot
         self._lost = ""  # why this is not the log that was read before
         self._state = self._new_state()
 
@@ -53,6 +63,10 @@ class Follower:
     def _tell(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:
             seen[position] = counts
+
+    def reaches(self, position: Position) -> bool:
+        """Whether it was made to begin there or before."""
+        return self._first is not None and self._first <= position
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -97,6 +111,8 @@ class Follower:
 
     def _reach(self, up_to: Position, deadline: Deadline) -> None:
         anew = self._state.cursor is None
+        if anew and self._first is None:
+            self._begin_near_end(deadline)
         self._read_on(up_to, deadline)
         if anew or not self._state.founded:
             self._read_to_end(deadline)
@@ -106,19 +122,53 @@ class Follower:
             self._lose("the decision log was made anew since this process first read it")
         self._log_id = self._state.log or self._log_id
         if self._state.records_since_forgetting >= _FORGET_AFTER and self._state.cursor is not None:
-            self._state.forget(self._state.oldest_living(self._now()) or self._state.cursor[0])
+            self._forget(self._state.cursor[0])
+
+    def _forget(self, cursor: Position) -> None:
+        """Drop from memory the records that no living transaction needs.
+
+        Of a numbered log, which can be read again from anywhere, also those in front of the snapshot before the newest.
+        """
+        state, snapshot = self._state, self._snapshot_before
+        before = oldest = state.oldest_living(self._now()) or cursor
+        if self._log.numbered and self._first is None and state.founded and snapshot is not None:
+            before = max(before, snapshot)
+            state.start = before if state.start is None else max(state.start, before)
+        state.forget(before, oldest)
+        self._snapshot_before = state.covered
 
     def _read_to_end(self, deadline: Deadline) -> None:
         """After a log's first record was read: a trim that was over by then has its snapshot in front of this end."""
         if (end := self._log.end(deadline)) is not None:
             self._read_on(end, deadline)
 
+    def _begin_near_end(self, deadline: Deadline) -> None:
+        """Read a long log's last records alone, if the snapshot among them says all that is needed of the others."""
+        if not self._log.numbered:
+            return
+        begin, end = self._log.begin(deadline), self._log.end(deadline)
+        if begin is None or end is None or end[0] - begin[0] <= NEAR_END:
+            return
+        first = (end[0] - NEAR_END,)
+        with self._events.step("decision.read", first=list(first), last=list(end)) as found:
+            try:
+                records = list(self._log.read(first, end, deadline))
+            except PositionLost:
+                return
+            found["records"] = len(records)
+        seeking = State(lambda nonce, position, counts: None, self._log.origin)
+        if not all(seeking.take(*each) for each in records) or not seeking.begins_with_snapshot:
+            return
+        state = self._new_state()
+        if state.begin_behind(seeking.foundation, records):
+            self._state = state
+
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
         cursor = self._state.cursor
         if self._state.blocked or (cursor is not None and cursor[0] >= up_to):
             return
-        first = None if cursor is None else list(cursor[0])
-        with self._events.step("decision.read", first=first, last=list(up_to)) as found:
+        first = self._first if cursor is None else cursor[0]
+        with self._events.step("decision.read", first=first and list(first), last=list(up_to)) as found:
             found["records"] = self._take(cursor, up_to, deadline)
         if found["records"] is None:
             self._start_anew(deadline)
@@ -129,7 +179,7 @@ class Follower:
         """Take the records from the last known one on; how many, or None if that one or one behind it is gone."""
         count = 0
         try:
-            for position, raw in self._log.read(cursor and cursor[0], up_to, deadline):
+            for position, raw in self._log.read(cursor[0] if cursor else self._first, up_to, deadline):
                 if cursor is None or count > 0:
                     if not self._state.take(position, raw):
                         break
@@ -150,7 +200,10 @@ class Follower:
         self._read_anew(deadline)
 
     def _read_anew(self, deadline: Deadline, trust_birth: bool = True) -> None:
+        self._first = None
         self._state = self._new_state(trust_birth)
+        if trust_birth:
+            self._begin_near_end(deadline)
         self._read_to_end(deadline)
         self._read_to_end(deadline)
 
@@ -187,9 +240,10 @@ class Follower:
                     return
                 if state.blocked:
                     raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
-                raise EvidenceLost(
-                    state.doubt
-                    or f"the decision log gave a record the position {list(position)}, and shows another one there: it"
+                if state.doubt:
+                    raise EvidenceLost(state.doubt)
+                self._lose(
+                    f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
                 )
         except BrokerUnavailable as error:
@@ -202,7 +256,7 @@ class Follower:
         pause = _FIRST_PAUSE
         while True:
             try:
-                # A process that slept may find that what it wanted to append came too late for what it stands on.
+                # A process that slept may wake up when the record that it wants to append is too late to be of use.
                 deadline.check("appending to a decision log")
                 with self._events.step("decision.append", transaction, kind=record.kind, bytes=len(raw)) as found:
                     position = self._log.append(raw, deadline)

@@ -1,9 +1,9 @@
-"""What a backend sees of a decision log: the ledger of one transactional id, in the log's records."""
+"""A backend's part of a decision log: the ledger of one transactional id, in the log's records."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from txnbridge._deadline import Deadline
 from txnbridge._decisions.engine import Engine
@@ -17,14 +17,16 @@ from txnbridge._decisions.questions import (
     require_readable,
 )
 from txnbridge._decisions.records import Begin, Entry, Under, check_data
-from txnbridge._decisions.state import Winner
+from txnbridge._decisions.state import Commit, IdFold, Winner
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import InvalidOption, InvalidState, OutcomeUnknown
+from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
 
 if TYPE_CHECKING:
     from txnbridge._decisions.decisions import Decisions
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class LogLedger(Ledger):
@@ -65,20 +67,21 @@ class LogLedger(Ledger):
                 f"{self._id} was not opened by this process, which therefore cannot record anything for it"
             ) from None
 
-    def find(self, transaction: str, deadline: Deadline) -> list[LedgerEntry]:
-        path = path_of(self._id)
-        with self._engine.follower.following(deadline, may_create=self._begin is None) as state:
+    def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
+        path, begin = path_of(self._id), begin_of(log) or self._begin
+        follower = self._engine.everything(deadline) if begin is None else self._engine.follower_of(begin, deadline)
+        with follower.following(deadline, may_create=begin is None) as state:
             require_readable(state)
-            if self._begin is None:
+            if begin is None:
                 require_founded(state)
             else:
-                require_begin(state, self._begin)
+                require_begin(state, begin)
             noted = state.tokens.entries.get((path, transaction), ())
             return [LedgerEntry(entry.about, transaction, entry.data, entry.under.name) for entry in noted]
 
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
         path = path_of(self._id)
-        with self._engine.follower.following(deadline) as state:
+        with self._engine.everything(deadline).following(deadline) as state:
             require_readable(state)
             require_founded(state)
             found = [
@@ -106,8 +109,9 @@ class LogLedger(Ledger):
         question = Question(transaction, path_of(transaction), begin_of(log))
         # Anybody may abort: an owner that may not commit any more may still give up.
         by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
-        if by is not None and self._engine.known(question, deadline) is None:
-            with self._engine.follower.looking(deadline) as state:
+        follower = self._engine.follower_of(question.begin, deadline)
+        if by is not None and self._engine.known(question, follower, deadline) is None:
+            with follower.looking(deadline) as state:
                 if state.tokens.is_prepared(by.id, question.path):
                     by = None
         return _public(self._engine.decide(question, decision, check_data(data), by, acks, deadline))
@@ -118,33 +122,37 @@ class LogLedger(Ledger):
 
     def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
         path = path_of(self._id)
-        return [
-            (transaction, _public(winner))
-            for transaction, winner in self._known_claims(deadline)
-            if winner.by is not None and winner.by.id == path
-        ]
+        last = self._unfinished(lambda ids: ids.commits.get(path, {}), deadline).values()
+        counting = [commit for commit in last if self._counts(commit, deadline)]
+        return [_decided(commit) for commit in sorted(counting, key=lambda commit: commit.winner.position)]
 
     def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        return {
-            each.partition: (transaction, _public(winner))
-            for transaction, winner in self._known_claims(deadline)
-            if winner.acked is not None
-            for each in winner.acked.ranges
-            if each.group == group
-        }
+        last = self._unfinished(lambda ids: ids.movers, deadline)
+        return {place[1]: _decided(commit) for place, commit in last.items() if place[0] == group}
 
-    def _known_claims(self, deadline: Deadline) -> list[tuple[str, Winner]]:
-        """The claims that count on transactions that may be living, oldest first."""
+    def _unfinished(self, of: Callable[[IdFold], Mapping[_Key, Commit]], deadline: Deadline) -> dict[_Key, Commit]:
+        """Commits that their authors may have died over, and that a living transaction can still need."""
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
             require_founded(state)
-            found = [
-                (str(transaction[0]), winner)
-                for transaction, claims in state.tokens.claims.items()
-                for winner in claims.values()
-                if winner.body is not None
-            ]
-        return sorted(found, key=lambda item: item[1].position)
+            oldest = state.oldest_living(self._engine.now())
+            found = {key: commit for key, commit in of(state.ids).items() if commit.winner.body is not None}
+        return {key: commit for key, commit in found.items() if oldest is not None and commit.winner.position >= oldest}
+
+    def _counts(self, commit: Commit, deadline: Deadline) -> bool:
+        """Whether this is the first claim on its transaction.
+
+        A process that began to read behind the transaction's presence looks that up by a second reading.
+        """
+        if commit.certain:
+            return True
+        question = Question(str(commit.id[0]), commit.id, commit.begin)
+        try:
+            with self._engine.follower_of(commit.begin, deadline).following(deadline) as state:
+                winner = self._engine.answer(question, state)
+        except EvidenceLost:  # the transaction is too old for anybody to carry out
+            return False
+        return winner is not None and winner.decision is Decision.COMMIT
 
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
         with self._engine.follower.following(deadline) as state:
@@ -152,6 +160,10 @@ class LogLedger(Ledger):
             require_founded(state)
             assert state.cursor is not None
             return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
+
+
+def _decided(commit: Commit) -> tuple[str, LedgerClaim]:
+    return str(commit.id[0]), _public(commit.winner)
 
 
 def _public(winner: Winner) -> LedgerClaim:

@@ -1,9 +1,10 @@
-"""Ids as they are asked about, and what the log must show before anything is said of them."""
+"""Questions about ids, and the records that the log must show before they are answered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from txnbridge._decisions.records import Begin, Path, read_begin, read_path
@@ -55,7 +56,10 @@ def require_readable(state: State) -> None:
 def require_founded(state: State) -> None:
     if not state.founded:
         require_readable(state)
-        raise EvidenceLost(f"this decision log proves nothing about ids without a token: {state.doubt}")
+        raise EvidenceLost(
+            f"this decision log proves nothing about ids without a token: {state.doubt}; `txnbridge log renew`"
+            " begins it anew, and forgets all of that"
+        )
 
 
 def require_begin(state: State, begin: Begin) -> None:
@@ -65,12 +69,19 @@ def require_begin(state: State, begin: Begin) -> None:
     if state.cursor is not None and begin.at > state.cursor[0]:
         raise OutcomeUnknown(
             f"the decision log ends at {list(state.cursor[0])}, before {list(begin.at)} where this token's evidence"
-            " begins: the broker answers from an old copy, or has lost records"
+            f" begins: the broker answers from an old copy, or has lost records{_renewal(state)}"
         )
     raise EvidenceLost(
         f"the presence record at {list(begin.at)} where this token's evidence begins is not in the decision log: it"
-        " was trimmed, or the log was truncated or made anew"
+        f" was trimmed, or the log was truncated or made anew{_renewal(state)}"
     )
+
+
+def _renewal(state: State) -> str:
+    if state.renewed is None:
+        return ""
+    when = datetime.fromtimestamp(state.renewed.at / 1000, timezone.utc).isoformat(" ", "seconds")
+    return f"; `txnbridge log renew` began it anew at {when} on {state.renewed.host}, and nothing older can be told"
 
 
 def require_body(id: Id, winner: Winner) -> Mapping[str, Any]:

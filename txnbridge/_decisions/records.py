@@ -191,6 +191,21 @@ class Snapshot(Record):
     stored: Stored | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Renewed(Record):
+    """An operator began the log anew behind the record at `covers`, knowingly: nothing in front of this counts.
+
+    It does so only right behind that record, whose hash is `digest`. `log` is the id that it gives to the log, `at` the
+    time (ms since 1970), `host` where the operator was.
+    """
+
+    kind: ClassVar[str] = "renewed"
+    covers: Position
+    digest: str
+    at: int
+    host: str
+
+
 def digest(raw: bytes) -> str:
     """The hash by which a record or a body is recognised."""
     return hashlib.sha256(raw).hexdigest()[:32]
@@ -303,7 +318,7 @@ def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _finite(text: str) -> float:
-    # What is read may have to be written again, and JSON has no infinity.
+    # A reader may have to write a number again, and JSON has no infinity.
     if not math.isfinite(value := float(text)):
         raise ValueError("not a finite number")
     return value
@@ -403,7 +418,7 @@ def _optional(read: Callable[[Any], _Value]) -> Callable[[Any], _Value | None]:
     return lambda value: None if value is None else read(value)
 
 
-_KINDS = {kind.kind: kind for kind in (Birth, Presence, Opened, Entry, Claimed, Done, Part, Snapshot)}
+_KINDS = {kind.kind: kind for kind in (Birth, Presence, Opened, Entry, Claimed, Done, Part, Snapshot, Renewed)}
 # A field's name means the same in every kind of record.
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "log": _optional(_text),

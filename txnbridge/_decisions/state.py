@@ -6,7 +6,7 @@ docs/decisions.md gives the rules and their reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from txnbridge._decisions.records import (
     Place,
     Presence,
     Record,
+    Renewed,
     Snapshot,
     Stored,
     Under,
@@ -30,6 +31,7 @@ from txnbridge._decisions.records import (
     decode,
     digest,
     load_json,
+    read_begin,
     read_path,
     read_position,
     read_under,
@@ -39,6 +41,7 @@ from txnbridge._token import Decision
 
 # The one kind of ledger entry that has a meaning here: it makes a transaction independent of its owner.
 PREPARE = "prepare"
+_HOUR = 3_600_000
 
 _AboutId = Opened | Entry | Claimed | Done
 _Transaction = tuple[Path, Begin]
@@ -46,7 +49,7 @@ _Transaction = tuple[Path, Begin]
 
 @dataclass(frozen=True)
 class Opener:
-    """Who opened an id: under which name and number, where in the log, and what it said about itself."""
+    """One opening of an id: its name and number, where it stands in the log, and what its owner said about itself."""
 
     under: Under
     position: Position
@@ -67,6 +70,48 @@ class Winner:
 
 
 @dataclass(frozen=True)
+class Commit:
+    """A commit that its author may not have carried out yet.
+
+    `certain`: everything from the transaction's presence on was read, so that no earlier claim on it was missed.
+    """
+
+    id: Path
+    begin: Begin
+    winner: Winner
+    certain: bool
+
+    def to_json(self) -> list[Any]:
+        winner = self.winner
+        by = winner.by and _under_json(winner.by)
+        begin = {"at": list(self.begin.at), "id": self.begin.id}
+        return [list(self.id), begin, list(winner.position), winner.nonce, by, winner.body, self.certain]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Commit:
+        id, begin, position, nonce, by, body, certain = value
+        winner = Winner(read_position(position), nonce, Decision.COMMIT, by and read_under(by), body)
+        return cls(read_path(id), read_begin(begin), winner, bool(certain))
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """Where in the log, when (ms since 1970) and by whom it was begun anew."""
+
+    position: Position
+    at: int
+    host: str
+
+    def to_json(self) -> list[Any]:
+        return [list(self.position), self.at, self.host]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Renewal:
+        position, at, host = value
+        return cls(read_position(position), int(at), str(host))
+
+
+@dataclass(frozen=True)
 class Noted:
     """One counting ledger entry."""
 
@@ -84,14 +129,16 @@ def opens(openings: Mapping[Path, Opener], under: Under) -> bool:
 
 
 def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether an opening is the newest of its id; what its owner appends behind a newer one does not count."""
+    """Whether an opening is the newest of its id. Its owner's records behind a newer opening do not count."""
     newest = openings.get(under.id)
     return newest is not None and newest.under == under
 
 
 @dataclass
 class Ackers:
-    """Who acknowledged last on one group and partition, and where the last one but him did, whether or not it counts.
+    """The transaction that acknowledged last on a group and partition, and where the last other one did.
+
+    Claims are kept here whether or not they count.
 
     Of claims that follow each other by one transaction (copies, repeated attempts) only the last is kept: that is
     enough to see whether anybody else's stands behind a position.
@@ -158,22 +205,26 @@ class TokenFold:
         self, transaction: _Transaction, acked: Acked, position: Position, covered: Position | None
     ) -> bool:
         """Whether nobody else acknowledged between what a claim's author had read and the claim."""
-        # A claim that comes so late that a snapshot covers more than its author had read is void: those who began to
-        # read there could not tell what stands in between.
+        # A claim that comes so late that a snapshot covers more than its author had read is void: a reader that begins
+        # with that snapshot does not know which claims stand in between.
         counts = acked.read_up_to >= transaction[1].at and (covered is None or acked.read_up_to >= covered)
-        for each in acked.ranges:
-            ackers = self.ackers.setdefault(each.place, Ackers(transaction, position))
-            counts = counts and not ackers.rival_behind(acked.read_up_to, transaction)
-            ackers.add(transaction, position)
+        rivals = [self.ackers[each.place] for each in acked.ranges if each.place in self.ackers]
+        counts = counts and not any(ackers.rival_behind(acked.read_up_to, transaction) for ackers in rivals)
+        self.acknowledge(transaction, acked, position)
         return counts
 
+    def acknowledge(self, transaction: _Transaction, acked: Acked | None, position: Position) -> None:
+        """Note where a transaction has acknowledged, whether or not that counts."""
+        for each in acked.ranges if acked is not None else ():
+            self.ackers.setdefault(each.place, Ackers(transaction, position)).add(transaction, position)
+
     def _shuts_out(self, by: Under, record: Claimed) -> bool:
-        # An owner's claim on what is prepared counts. One that acknowledges names no owner then, because whoever takes
-        # it from a snapshot on does not know what was prepared before.
+        # An owner's claim on a prepared transaction counts. Its author leaves the owner out if it acknowledges, because
+        # a reader that begins with a snapshot does not know what was prepared before.
         return self.is_void(by) and (record.acked is not None or not self.is_prepared(by.id, record.id))
 
     def is_void(self, under: Under) -> bool:
-        """Whether what an owner appends now is shut out by a newer opening."""
+        """Whether a newer opening shuts out the records that the owner of this one appends now."""
         newest = self.openings.get(under.id)
         # Two openings may have tried to take one number. Only the one that counts has an owner who acts under it.
         return newest is not None and newest.under.number > under.number
@@ -204,6 +255,10 @@ class IdFold:
     done: dict[Path, int] = field(default_factory=dict)
     claims: dict[Path, Winner] = field(default_factory=dict)
     groups: dict[Place, Position] = field(default_factory=dict)  # where each stands: the next position to read
+    # Commits that their authors may not have carried out: the last one of each writer of an id's owner, and the last
+    # that acknowledged on each partition of a group.
+    commits: dict[Path, dict[str | int | None, Commit]] = field(default_factory=dict)
+    movers: dict[Place, Commit] = field(default_factory=dict)
 
     def open(self, position: Position, record: Opened) -> bool:
         """Take an opening; whether it counts."""
@@ -222,13 +277,28 @@ class IdFold:
         self.claims.setdefault(record.id, winner)
         return True
 
-    def acknowledge(self, acked: Acked, by: Under | None) -> None:
-        """Take what the counting claim of a transaction acknowledges."""
-        if by is None or stands(self.openings, by):
-            self.groups.update({each.place: each.end for each in acked.ranges})
+    def commit(self, record: Claimed, commit: Commit) -> None:
+        """Take the counting claim that commits a transaction with a token, and what it acknowledges."""
+        if record.by is None or stands(self.openings, record.by):
+            self.remember(record, commit)
+            if record.acked is not None:
+                self.groups.update({each.place: each.end for each in record.acked.ranges})
+
+    def remember(self, record: Claimed, commit: Commit) -> None:
+        """Take a commit as the last one of its writer, and of the partitions on which it acknowledges.
+
+        A writer carries out one commit before it claims the next, and an owner those of the owner before.
+        """
+        if (by := record.by) is not None:
+            last = self.commits.get(by.id, {})
+            self.commits[by.id] = {writer: other for writer, other in last.items() if other.winner.by == by}
+            writer = (commit.winner.body or {}).get("writer")
+            self.commits[by.id][writer if isinstance(writer, str | int) else None] = commit
+        if record.acked is not None:
+            self.movers.update({each.place: commit for each in record.acked.ranges})
 
     def finish(self, id: Path, up_to: int) -> None:
-        """Take a done mark: what it covers is settled, and its claims are of no more use."""
+        """Take a done mark: the ids that it covers are settled, and nobody needs their claims any more."""
         self.done[id] = max(up_to, self.done.get(id, up_to))
         for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
             del self.claims[key]
@@ -241,8 +311,8 @@ class IdFold:
                 return True
         return False
 
-    def to_json(self, log: str) -> dict[str, Any]:
-        """The body of a snapshot."""
+    def to_json(self, log: str, since: Position = ()) -> dict[str, Any]:
+        """The body of a snapshot. Commits in front of `since` are left out: nobody can carry them out any more."""
         return {
             "log": log,
             "opened": [
@@ -255,6 +325,21 @@ class IdFold:
                 for id, c in self.claims.items()
             ],
             "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
+            **self._commits_json(since),
+        }
+
+    def _commits_json(self, since: Position) -> dict[str, Any]:
+        owners = [(writer, c) for last in self.commits.values() for writer, c in last.items()]
+        recent = {c.winner.nonce: c for _, c in [*owners, *self.movers.items()] if c.winner.position >= since}
+        index = {nonce: number for number, nonce in enumerate(recent)}  # one commit may move many partitions
+        return {
+            "commits": [commit.to_json() for commit in recent.values()],
+            "owners": [[writer, index[c.winner.nonce]] for writer, c in owners if c.winner.nonce in index],
+            "movers": [
+                [group, *partition, index[c.winner.nonce]]
+                for (group, partition), c in self.movers.items()
+                if c.winner.nonce in index
+            ],
         }
 
     @classmethod
@@ -272,7 +357,17 @@ class IdFold:
             fold.claims[read_path(id)] = winner
         for group, topic, number, position in body.get("groups", ()):  # version 1 had none
             fold.groups[str(group), (str(topic), int(number))] = read_position(position)
+        fold._read_commits(body)
         return fold
+
+    def _read_commits(self, body: Mapping[str, Any]) -> None:
+        commits = [Commit.from_json(each) for each in body.get("commits", ())]  # older snapshots had none
+        for writer, index in body.get("owners", ()):
+            commit = commits[index]
+            assert commit.winner.by is not None
+            self.commits.setdefault(commit.winner.by.id, {})[writer] = commit
+        for group, topic, number, index in body.get("movers", ()):
+            self.movers[str(group), (str(topic), int(number))] = commits[index]
 
 
 def _under_json(under: Under) -> dict[str, Any]:
@@ -306,6 +401,13 @@ class State:
         self.tokens = TokenFold()
         self.ids = IdFold()
         self.founded = False  # whether `ids` holds
+        self.knows_living = False  # whether the snapshot on which it is founded lists the presences in front of it
+        self.renewed: Renewal | None = None  # the last time that the log was begun anew
+        self.foundation: tuple[Snapshot, Mapping[str, Any]] | None = None  # the snapshot by which `ids` holds
+        self.unproven: Mapping[str, Any] = {}  # the body of the last snapshot, if a record that it names is gone
+        self.strangers = False  # whether a record in front of that snapshot belongs to another log
+        self._living: dict[Position, int] = {}  # until when each presence may be needed
+        self._logs: set[str] = set()  # as which the records in front of that snapshot know this log
         self.records_since_snapshot = 0
         self.bytes_since_snapshot = 0
         self.records_since_forgetting = 0
@@ -314,7 +416,8 @@ class State:
         # Where claims that acknowledge stand, if no snapshot covers them, and up to where their authors had read.
         self._windows: list[tuple[Position, Position]] = []
         self._parts: dict[Position, bytes] = {}
-        # Until a snapshot is found that covers all that is missing: the hash of each record, and what waits for it.
+        # Until a snapshot is found that covers all missing records: the hash of each record, and the records that only
+        # such a snapshot allows to judge.
         self._digests: dict[Position, str] = {}
         self._waiting: list[tuple[Position, _AboutId, Winner | None]] = []
 
@@ -324,7 +427,10 @@ class State:
         """Fold one more record; False if it cannot be read, and then nothing behind it can be judged."""
         try:
             record = decode(raw)
-            self._take(position, raw, record)
+            if isinstance(record, Renewed):
+                self._take_renewal(position, record)
+            else:
+                self._take(position, raw, record)
         except Unreadable as error:
             self.blocked = f"the record at {list(position)} cannot be judged: {error}"
             return False
@@ -339,8 +445,10 @@ class State:
             self._take_first(position, record)
         if not self.founded:
             self._digests[position] = digest(raw)
+            if record.log is not None:
+                self._logs.add(record.log)
         elif record.log not in (None, self.log) and not isinstance(record, Birth):
-            if self._origin is not None:
+            if self._origin is not None or self.renewed is not None:
                 # This log's beginning is beyond doubt: its writer still uses a log that was there before this one.
                 self._tell(record.nonce, position, False)
                 return
@@ -365,6 +473,7 @@ class State:
             self._parts[position] = record.payload
         elif isinstance(record, Presence):
             self.tokens.presences[position] = record
+            self._living[position] = record.until
         elif isinstance(record, Snapshot):
             return self._take_snapshot(record)
         return True
@@ -379,6 +488,26 @@ class State:
             self.founded = True
             self.log, self.born = record.log, position
             self.snapshot_at = record.at  # a birth record covers all that was before it: nothing
+
+    def _take_renewal(self, position: Position, record: Renewed) -> None:
+        """Forget all that is in front of this; not if others appended since the operator looked."""
+        if self.cursor is None:
+            self._take_first(position, record)
+        counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)
+        if counts:
+            self._renew(position, record)
+        self._tell(record.nonce, position, counts)
+
+    def _renew(self, position: Position, record: Renewed) -> None:
+        self.renewed = Renewal(position, record.at, record.host)
+        self.start = self.born = position
+        self.log, self.snapshot_at = record.log, record.at
+        self.covered = position  # a claim by somebody who had not read this acknowledges nothing
+        self.tokens, self.ids, self.unproven = TokenFold(), IdFold(), {}
+        self._living, self._parts, self._digests, self._windows, self._waiting = {}, {}, {}, [], []
+        self.founded = self.knows_living = True
+        self.misled, self.strangers, self.doubt = False, False, ""
+        self.records_since_snapshot = self.bytes_since_snapshot = 0
 
     def _distrust(self) -> None:
         # Creating a log may race, and appends may be repeated: then there are several birth records, of which the first
@@ -398,8 +527,9 @@ class State:
         self._tell(record.nonce, position, counts)
         if record.acked is not None:
             self._windows.append((position, record.acked.read_up_to))
-            if counts and self.tokens.claims[record.id][record.begin] is winner:
-                self._judge(position, record, winner)
+        leaves_work = record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)
+        if leaves_work and counts and self.tokens.claims[record.id][record.begin] is winner:
+            self._judge(position, record, winner)
 
     def _assemble(self, stored: Stored) -> Mapping[str, Any] | None:
         raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
@@ -409,7 +539,7 @@ class State:
             return None
 
     def _judge(self, position: Position, record: _AboutId, winner: Winner | None) -> None:
-        """Take what only a complete reading can judge, once there is one."""
+        """Judge a record about an id; later, if too little was read so far to judge it."""
         if not self.founded:
             self._waiting.append((position, record, winner))
             return
@@ -418,14 +548,19 @@ class State:
             counts = self.ids.open(position, record)
         elif isinstance(record, Done):
             self.ids.finish(record.id, record.up_to)
-        elif isinstance(record, Claimed) and record.acked is not None:
-            self.ids.acknowledge(record.acked, record.by)
+        elif isinstance(record, Claimed) and record.begin is not None and winner is not None:
+            self.ids.commit(record, self._commit(record.id, record.begin, winner))
             return  # whether it counts was told: that does not depend on the log's beginning
         elif isinstance(record, Claimed):
             counts = winner is not None and self.ids.claim(record, winner)
         elif not (counts := stands(self.ids.openings, record.under)):
             self.tokens.strike(position, record)
         self._tell(record.nonce, position, counts)
+
+    def _commit(self, id: Path, begin: Begin, winner: Winner) -> Commit:
+        assert self.start is not None
+        # The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction stands.
+        return Commit(id, begin, winner, certain=winner.acked is not None or begin.at >= self.start)
 
     def _take_snapshot(self, record: Snapshot) -> bool:
         covers_what_is_here = self.founded or self._digests.get(record.covers) == record.digest
@@ -438,12 +573,50 @@ class State:
         self.snapshot_at = record.at
         if self.founded and record.born != self.born:
             self._distrust()
-        # The record that it names must be here, exactly: then nothing is missing between it and what was read. And so
-        # must be all that decides about the acknowledgements behind it.
+        # The record that the snapshot names must be here, exactly: then no record is missing between that one and those
+        # that were read. The records that decide about the acknowledgements behind it must be here, too.
         if not self.founded and covers_what_is_here and self._sees_windows(record.covers):
             self._found(record, body)
         if self.founded:
             self._windows = [window for window in self._windows if window[0] > record.covers]
+        else:
+            self.unproven = body
+        return True
+
+    def begin_behind(
+        self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        """Begin with a snapshot, and take the records behind the one that it covers; whether these can be judged so.
+
+        `records` begin in front of that one, and end where the log does. Those in front are not judged: that takes
+        the openings and snapshots in front of them. Without a snapshot a renewal is among them.
+        """
+        if foundation is not None and not self._begin_with(*foundation, records):
+            return False
+        return all(self.take(*each) for each in records if self.cursor is None or each[0] > self.cursor[0])
+
+    def _begin_with(
+        self, snapshot: Snapshot, body: Mapping[str, Any], records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        behind = [position for position, _ in records if position > snapshot.covers]
+        self.start, self.cursor = behind[0], (snapshot.covers, dict(records)[snapshot.covers])
+        self._found(snapshot, body)
+        self.tokens.openings = dict(self.ids.openings)
+        claims: dict[_Transaction, Position] = {}
+        for position, record in ((position, decode(raw)) for position, raw in records):
+            if isinstance(record, Claimed) and record.begin is not None:
+                transaction, acked = (record.id, record.begin), record.acked
+                if position <= snapshot.covers:
+                    claims[transaction] = position
+                    self.tokens.acknowledge(transaction, acked, position)
+                elif acked is not None and acked.read_up_to < max(records[0][0], claims.get(transaction, ())):
+                    return False  # a claim in front, which is not judged here, may stand against this one
+            elif isinstance(record, Snapshot) and position <= snapshot.covers:
+                self.covered = max(self.covered or record.covers, record.covers)
+            elif isinstance(record, Part) and position <= snapshot.covers:
+                self._parts[position] = record.payload
+            if isinstance(record, Snapshot) and record == snapshot:
+                break  # claims behind it are void if their authors had not read up to what it covers
         return True
 
     def _sees_windows(self, covers: Position) -> bool:
@@ -454,15 +627,21 @@ class State:
         try:
             self.ids = IdFold.from_json(body)
             self.log, self.born = str(body["log"]), record.born
-        except (ValueError, TypeError, KeyError):
+            self.renewed = body.get("renewed") and Renewal.from_json(body["renewed"])
+            self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
             raise Unreadable("the snapshot is damaged") from None
         self.founded, self.doubt = True, ""
+        self.foundation = record, body
+        self.strangers = bool(self._logs - {self.log})
+        self.knows_living = "living" in body
         waiting, self._waiting, self._digests = self._waiting, [], {}
         for position, late, winner in waiting:
             if position > record.covers:
                 self._judge(position, late, winner)
-            elif isinstance(late, Claimed) and late.acked is not None:
-                pass  # the snapshot has it
+            elif isinstance(late, Claimed) and late.begin is not None and winner is not None:
+                if "commits" not in body and (late.by is None or stands(self.ids.openings, late.by)):
+                    self.ids.remember(late, self._commit(late.id, late.begin, winner))
             elif isinstance(late, Opened | Entry) and not stands(self.ids.openings, late.under):
                 # Void from the start, or overtaken since: the snapshot does not tell which.
                 self._tell(late.nonce, position, None)
@@ -471,23 +650,64 @@ class State:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
+    @property
+    def begins_with_snapshot(self) -> bool:
+        """Whether every record that was read is judged, and the snapshot stands for all records in front of them."""
+        return self.founded and self.knows_living and not (self.strangers or self.misled or self.blocked)
+
     def holds(self, begin: Begin) -> bool:
         """Whether this reading includes exactly this presence record, and so everything behind it."""
         presence = self.tokens.presences.get(begin.at)
         return presence is not None and presence.nonce == begin.id
 
+    def remains(self) -> IdFold:
+        """What a log whose beginning proves nothing still says about ids: for people, nothing can stand on it."""
+        try:
+            ids = IdFold.from_json(self.unproven) if self.unproven else IdFold()
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
+            ids = IdFold()
+        for position, record, winner in self._waiting:
+            if isinstance(record, Opened):
+                ids.open(position, record)
+            elif isinstance(record, Done):
+                ids.finish(record.id, record.up_to)
+            elif isinstance(record, Claimed) and winner is not None and record.begin is None:
+                ids.claims.setdefault(record.id, winner)
+            elif isinstance(record, Claimed) and record.acked is not None:
+                ids.groups.update({each.place: each.end for each in record.acked.ranges})
+        return ids
+
     def oldest_living(self, now: int) -> Position | None:
         """The position of the first presence that somebody may still need."""
-        return min((at for at, presence in self.tokens.presences.items() if presence.until > now), default=None)
+        return min((at for at, until in self._living.items() if until > now), default=None)
+
+    def to_json(self, now: int) -> dict[str, Any]:
+        """The body of a snapshot of all that was read, written at a time (ms since 1970)."""
+        since = self.oldest_living(now)
+        body = {**self.ids.to_json(self.log or "", since or ()), "living": self._living_json(now)}
+        return body if self.renewed is None else {**body, "renewed": self.renewed.to_json()}
+
+    def _living_json(self, now: int) -> list[list[Any]]:
+        """The presences that decide how long records are kept: of those that end in the same hour only the oldest."""
+        found: list[list[Any]] = []
+        for at, until in sorted(self._living.items()):
+            if until <= now or (found and until <= found[-1][1]):
+                continue
+            if found and until // _HOUR == found[-1][1] // _HOUR:
+                found[-1][1] = until
+            else:
+                found.append([list(at), until])
+        return found
 
     def oldest_window(self) -> Position | None:
         """The first position that is needed to judge what claims acknowledge that no snapshot covers."""
         return min((read_up_to for _, read_up_to in self._windows), default=None)
 
-    def forget(self, before: Position) -> None:
-        """Drop from memory what no living presence reaches."""
+    def forget(self, before: Position, oldest_living: Position) -> None:
+        """Drop from memory what is in front of a position, and the presences that are not living any more."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
+        self._living = {at: until for at, until in self._living.items() if at >= oldest_living}
         self._parts = {at: part for at, part in self._parts.items() if at >= before}
         self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
         self._waiting = [late for late in self._waiting if late[0] >= before]

@@ -23,6 +23,7 @@ COMMANDS = {
     "groups": "List groups, their members and lag, and set them back.",
     "transactions": "List and end open and prepared transactions.",
     "resolver": "Ask about half messages, and deal with those that nobody answered for.",
+    "log": "Begin a decision log anew whose evidence is gone.",
     "status": "Say what became of a token.",
     "doctor": "Look for what weakens a promise or holds readers back.",
     "capabilities": "Say what brokers promise.",

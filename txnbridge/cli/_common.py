@@ -125,9 +125,9 @@ class Cli:
             raise click.UsageError("no broker: give its URL with --url or in TXNBRIDGE_URL")
         return txnbridge.connect(url, timeout=self.timeout, **options)
 
-    def look(self, url: str | None = None) -> txnbridge.Bridge:
+    def look(self, url: str | None = None, **options: Any) -> txnbridge.Bridge:
         """As `connect`, for what only looks: a name that is mistyped makes no topic, nor a file that is a broker."""
-        return self.connect(url, create_topics=0, **_making_no_file(url or self.url))
+        return self.connect(url, create_topics=0, **_making_no_file(url or self.url), **options)
 
     def document(self, value: Any) -> None:
         """Machine output: the one JSON document of this command, or one of its JSON lines."""

@@ -188,6 +188,7 @@ class SqlLog(DecisionLog):
     """One log. A position is the record's number, from 0."""
 
     origin = (0,)
+    numbered = True
 
     def __init__(self, name: str, ask: Callable[..., Any], change: Callable[..., Any]) -> None:
         self._name = name

@@ -1,0 +1,165 @@
+"""A log whose evidence is gone is begun anew by an operator: what was before is forgotten, and never guessed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.decisions_kit import MemoryLog, decoded
+from tests.core.test_acks import before_next
+from tests.core.test_decisions_long import Process
+from txnbridge._deadline import Deadline
+from txnbridge._decisions import follower as follower
+from txnbridge._decisions.records import Claimed, Presence, Renewed, encode
+from txnbridge._token import Decision
+from txnbridge.errors import EvidenceLost, InvalidState, OutcomeUnknown
+from txnbridge.spi import Ack
+
+COMMIT, ABORT = Decision.COMMIT, Decision.ABORT
+ORIGIN = (0,)
+
+
+@pytest.fixture(params=[ORIGIN, None], ids=["origin", "no-origin"])
+def log(request):
+    return MemoryLog(origin=request.param)
+
+
+def trimmed(log):
+    """Somebody dropped the first records, and no snapshot covers them."""
+    log.records = log.records[1:]
+    return log
+
+
+def test_who_renews_a_log_lets_openings_and_transactions_go_on(log):
+    Process(log).open().commit_many(3)
+    operator = Process(trimmed(log))
+    with pytest.raises(EvidenceLost, match="log renew"):
+        operator.open()
+    operator.decisions.renew(timeout=5)
+    for process in (operator, Process(log)):
+        begin = process.open().begin()
+        assert process.claim("new", begin) is COMMIT
+        assert process.unfinished() == ["new"]
+
+
+def test_what_a_token_of_before_is_about_is_unknown_for_ever_and_the_reason_names_the_renewal(log):
+    owner = Process(log).open()
+    begin = owner.begin()
+    owner.claim("old", begin)
+    Process(trimmed(log)).decisions.renew(timeout=5)
+    for process in (Process(log), Process(log).open()):
+        for ask in (lambda p: p.decided("old", begin), lambda p: p.claim("old", begin, ABORT)):
+            with pytest.raises(EvidenceLost, match="began it anew at 2023-11-14"):
+                ask(process)
+    assert [record.id for _, record in decoded(log.records) if isinstance(record, Claimed)] == [("old",)]
+
+
+def test_a_process_of_before_that_still_runs_is_told_and_nothing_of_it_counts(log):
+    owner, idle = Process(log).open(), Process(log, "Y").open()
+    begin = owner.begin()
+    Process(trimmed(log)).decisions.renew(timeout=5)
+    newcomer = Process(log).open()
+    for old in (owner, idle):
+        with pytest.raises(EvidenceLost):
+            old.claim("late", begin)
+        stored = list(log.records)
+        for call in (old.begin, old.open, lambda old=old: old.claim("later", begin)):
+            with pytest.raises(EvidenceLost):
+                call()
+        assert log.records == stored
+    # What they wrote before they could be told stands behind the renewal, and is passed over.
+    for process in (newcomer, Process(log)):
+        assert process.claim("new", process.open().begin()) is COMMIT
+        with pytest.raises(EvidenceLost):
+            process.decided("late", begin)
+
+
+def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log):
+    owner = Process(log).open()
+    trimmed(log)
+    operator, append, raced = Process(log), log.append, list[object]()
+
+    def after_somebody_else(record, deadline=None):
+        if b'"kind":"renewed"' in record and not raced:
+            raced.append(append(encode(Presence(log=None, nonce="somebody", until=0))))
+        return append(record)
+
+    log.append = after_somebody_else
+    position = operator.decisions.renew(timeout=5)
+    renewals = [at for at, record in decoded(log.records) if isinstance(record, Renewed)]
+    assert len(renewals) == 2
+    assert renewals[-1] == position
+    log.append(log.records[-1][1])  # and a late copy of it is none
+    newcomer = Process(log).open()
+    with newcomer.decisions._engine.follower.looking(Deadline(5)) as state:
+        assert state.renewed is not None
+        assert state.renewed.position == position
+    with pytest.raises(EvidenceLost):
+        owner.open()
+
+
+def test_an_acknowledgement_by_one_who_had_not_read_of_the_renewal_moves_no_group(log):
+    member = Process(log)
+    begin = member.begin()
+    ack = Ack("g", ("orders", 0), (0,), (7,), log.end())
+    operator = Process(trimmed(log))
+    unaware = Process(log)
+    with pytest.raises(EvidenceLost):
+        unaware.ledger.positions("g", Deadline(5))
+    before_next(log, "claim", lambda record: operator.decisions.renew(timeout=5))
+    with pytest.raises(EvidenceLost):
+        unaware.claim("prepared", begin, acks=[ack])
+    assert Process(log).ledger.positions("g", Deadline(5))[0] == {}
+    assert Process(log).ledger.acknowledged("g", Deadline(5)) == {}
+
+
+def test_nothing_is_renewed_where_nothing_is_lost(log):
+    with pytest.raises(InvalidState, match="nothing to renew"):
+        Process(log).decisions.renew(timeout=5)
+    assert log.records == []
+    Process(log).open()
+    operator = Process(log)
+    assert operator.decisions.lost(timeout=5) is None
+    with pytest.raises(InvalidState, match="nothing to renew"):
+        operator.decisions.renew(timeout=5)
+    Process(trimmed(log)).decisions.renew(timeout=5)
+    with pytest.raises(InvalidState, match="nothing to renew"):
+        Process(log).decisions.renew(timeout=5)
+
+
+def test_a_log_that_cannot_be_read_is_not_renewed(log):
+    Process(log).open()
+    log.append(b"stray")
+    for call in (Process(trimmed(log)).decisions.renew, Process(log).decisions.lost):
+        with pytest.raises(OutcomeUnknown, match="cannot be judged"):
+            call(timeout=5)
+
+
+def test_the_operator_learns_what_will_be_forgotten(log):
+    owner = Process(log).open()
+    begin = owner.begin()
+    owner.decisions.claim(("query", 7), COMMIT, {})
+    _, read_up_to = owner.ledger.positions("g", Deadline(5))
+    owner.claim("moves", begin, acks=[Ack("g", ("orders", 0), (0,), (7,), read_up_to)])
+    lost = Process(trimmed(log)).decisions.lost(timeout=5)
+    assert lost is not None
+    assert "not its birth record" in lost.reason
+    assert set(lost.ids) == {"X", ("query", 7)}
+    assert lost.positions == {("g", ("orders", 0)): (7,)}
+    assert lost.decided == 1
+
+
+def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log, monkeypatch):
+    monkeypatch.setattr(follower, "NEAR_END", 40)
+    log.numbered = True
+    owner = Process(log).open()
+    begin = owner.begin()
+    Process(trimmed(log)).decisions.renew(timeout=5)
+    newer = Process(log).open().commit_many(100)
+    assert newer.decisions.tidy(timeout=5) > tuple(begin["at"])
+    newcomer = Process(log).open()
+    assert newcomer.unfinished() == ["t99"]
+    with pytest.raises(EvidenceLost, match="began it anew"):
+        newcomer.decided("old", begin)
+    with pytest.raises(EvidenceLost):
+        owner.claim("late", begin)
+    assert Process(log).open().unfinished() == ["t99"]

@@ -1,0 +1,73 @@
+"""`txnbridge log`: decision logs whose evidence is gone."""
+
+from __future__ import annotations
+
+import click
+
+from txnbridge._decisions import Lost
+from txnbridge.cli import _common
+from txnbridge.cli._common import Cli, ExitCode
+
+command = _common.Group("log", help="Begin a decision log anew whose evidence is gone.")
+_AT_MOST = 20  # ids, and positions, that are shown
+
+
+@_common.command("renew")
+@click.option("--application", required=True, help="Whose decision log.")
+@click.option("--decision-log", help="Where it is kept, if not by the broker itself: as in connect().")
+@click.option("--yes", is_flag=True, help="Really do it.")
+def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> ExitCode:
+    """Begin a decision log anew that was trimmed, truncated or made anew, so that nobody can decide in it any more.
+
+    What was decided in it before is forgotten: a token of before is unknown for ever, transactional ids have no owner,
+    and whatever was done once by an id without a token (a batch of a Spark query) may be done again. Stop all processes
+    of the application first: each is told that the evidence is lost, and has to be started again.
+    """
+    options = {} if decision_log is None else {"decision_log": decision_log}
+    with cli.look(application=application, **options) as bridge:
+        decisions = bridge.decisions()
+        try:
+            lost = decisions.lost()
+            if lost is None:
+                cli.say(f"the decision log of {application} has all of its evidence: there is nothing to renew")
+                return ExitCode.USAGE
+            position = decisions.renew() if yes else None
+        finally:
+            decisions.close()
+    if cli.json:
+        cli.document({**_as_json(lost), "renewed_at": position and list(position)})
+    for line in _in_words(lost):
+        cli.say(line)
+    if position is None:
+        cli.say("forget all of that with --yes, when no process of the application runs any more")
+        return ExitCode.USAGE
+    cli.say(f"the decision log of {application} was begun anew at {list(position)}")
+    return ExitCode.OK
+
+
+def _as_json(lost: Lost) -> dict[str, object]:
+    return {
+        "reason": lost.reason,
+        "ids": [[id] if isinstance(id, str) else list(id) for id in lost.ids],
+        "positions": [[group, *partition, list(at)] for (group, partition), at in lost.positions.items()],
+        "decided": lost.decided,
+    }
+
+
+def _in_words(lost: Lost) -> list[str]:
+    ids = ["/".join(map(str, [id] if isinstance(id, str) else id)) for id in lost.ids]
+    groups = [f"{group} at {':'.join(map(str, at))} in {p[0]}[{p[1]}]" for (group, p), at in lost.positions.items()]
+    return [
+        f"the evidence is gone: {lost.reason}",
+        f"decisions about {lost.decided} transactions with tokens are left, and cannot be told any more",
+        f"who owns, and what was decided or done, of these ids, and of those that are gone already: {_some(ids)}",
+        f"where groups stand: {_some(groups)}",
+    ]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _AT_MOST
+    return (", ".join(names[:_AT_MOST]) or "none is left") + (f" and {more} more" if more > 0 else "")
+
+
+command.add_command(renew)
