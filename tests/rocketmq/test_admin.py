@@ -7,14 +7,14 @@ import uuid
 
 import pytest
 from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.doctor import check_disk, check_settings
+from txnbridge_rocketmq.doctor import check_disk, check_open, check_settings
 from txnbridge_rocketmq.remoting import Message, administration, send
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
 from tests.rocketmq.reading_kit import connect_to
 from tests.rocketmq.writing_kit import broker_of
 from txnbridge.errors import InvalidOption, NotFound, NotSupported
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, OpenTransaction, Token
 
 live = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 
@@ -275,6 +275,37 @@ def test_a_disk_that_makes_a_broker_drop_decisions_is_told_of(full, levels):
     found = list(check_disk("b", full))
     assert [each.level for each in found] == levels
     assert all(f"{full:.0%}" in each.text for each in found)
+
+
+def left(state, owner, token=None):
+    return OpenTransaction(f"{owner}/1", state, owner, expires_at=1, messages=2, token=token)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize(
+    ("found", "subject", "remedy"),
+    [
+        (left("prepared", "_txnbridge-half-my%20shop"), "half-my%20shop/1", "txnbridge resolver run --group 'my shop'"),
+        (left("discarded", "_txnbridge-half-shop"), "half-shop/1", "txnbridge transactions repair"),
+        (left("ending", "billing"), "billing/1", "open a bridge with application='billing'"),
+        (left("discarded", "billing"), "billing/1", "txnbridge transactions repair"),
+    ],
+    ids=lambda value: value.state if isinstance(value, OpenTransaction) else "",
+)
+def test_who_can_end_what_nobody_ends_is_named(found, subject, remedy):
+    (advice,) = check_open([found], settings_for("rocketmq://localhost:9876"))
+    assert subject in advice.subject
+    assert advice.remedy.startswith(remedy)
+
+
+@pytest.mark.offline
+def test_parked_half_messages_are_counted_by_their_group():
+    token = Token("rocketmq", "cluster", "halves/1", {}, True, None, 1)
+    parked = [left("discarded", "_txnbridge-half-my%20shop", token)] * 2 + [left("discarded", "billing", token)]
+    advice = {each.subject: each for each in check_open(parked, settings_for("rocketmq://localhost:9876"))}
+    assert advice.keys() == {"half messages of my shop", "transaction billing/1"}
+    assert advice["half messages of my shop"].text.startswith("2 are parked")
+    assert advice["half messages of my shop"].remedy == "txnbridge resolver parked --group 'my shop'"
 
 
 @live
