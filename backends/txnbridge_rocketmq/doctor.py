@@ -47,6 +47,13 @@ def _check_switches(told: BrokerSettings) -> Iterator[Advice]:
     if not told.is_on("messageIndexEnable", True):
         text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
         yield _problem(told, text, "messageIndexEnable", "true")
+    elif not told.is_on("messageIndexSafe"):
+        text = (
+            "messageIndexSafe is false: when it was killed it finds only what stands in the last files of its commit"
+            " log. What was published before is taken for missing then: tokens, transactional ids and groups whose last"
+            " transaction is older do not go on, and repeats cannot be told from messages"
+        )
+        yield _problem(told, text, "messageIndexSafe", "true")
     if told.is_on("indexRocksDBEnable"):
         yield _warning(
             told,

@@ -328,7 +328,8 @@ class Ender:
                 deadline.check("looking for halves")
                 raise EvidenceLost(
                     f"{len(wanted) - len(found)} messages of a committed transaction are neither published nor kept by"
-                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator"
+                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator;"
+                    " or it was killed, and has forgotten where they are (messageIndexSafe)"
                 )
             time.sleep(_LOOK_SECONDS)
         lines: dict[Queue, Line] = {}

@@ -129,12 +129,14 @@ AS_THEY_COME = {
     "transactionCheckMax": "15",
     "fileReservedTime": "72",
     "messageIndexEnable": "true",
+    "messageIndexSafe": "false",
     "rejectTransactionMessage": "false",
     "indexRocksDBEnable": "false",
     "flushDiskType": "ASYNC_FLUSH",
     "brokerRole": "ASYNC_MASTER",
 }
-AS_THEY_SHOULD_BE = AS_THEY_COME | {
+INDEXED = AS_THEY_COME | {"messageIndexSafe": "true"}
+AS_THEY_SHOULD_BE = INDEXED | {
     "transactionOpBatchInterval": "100",
     "transactionCheckMax": "1440",
     "flushDiskType": "SYNC_FLUSH",
@@ -154,7 +156,8 @@ def test_a_broker_that_is_set_well_has_nothing_to_hear():
 
 
 def test_a_broker_as_it_comes_is_safe_for_healthy_transactions_and_weak_in_a_crash():
-    assert found(AS_THEY_COME) == []
+    (problem,) = found(AS_THEY_COME)
+    assert "-k messageIndexSafe -v true" in problem.remedy
     told = " ".join(each.text for each in found(AS_THEY_COME, "warning"))
     assert all(word in told for word in ("after 450 s a half is discarded", "ASYNC_FLUSH", "ASYNC_MASTER"))
 
@@ -209,20 +212,20 @@ def test_a_broker_that_notes_each_end_at_once_may_ask_early():
 
 
 def test_a_half_that_is_discarded_before_its_transaction_may_end_is_a_problem():
-    assert found(AS_THEY_COME, timeout=30.0, hold=380.0) == []
-    (problem,) = found(AS_THEY_COME, timeout=30.0, hold=420.0)
+    assert found(INDEXED, timeout=30.0, hold=380.0) == []
+    (problem,) = found(INDEXED, timeout=30.0, hold=420.0)
     assert "450 s" in problem.text and "-k transactionCheckMax -v 1440" in problem.remedy
 
 
 def test_halves_that_are_discarded_before_they_are_old_enough_to_be_asked_about_are_a_problem():
-    told = AS_THEY_COME | {"transactionCheckInterval": "5000", "transactionCheckMax": "10"}
+    told = INDEXED | {"transactionCheckInterval": "5000", "transactionCheckMax": "10"}
     assert found(told, timeout=30.0) == []
     (problem,) = found(told | {"transactionTimeOut": "60000"}, timeout=30.0)
     assert "first when it is 60 s old (transactionTimeOut)" in problem.text
 
 
 def test_a_broker_that_discards_halves_without_a_trace_soon_is_a_problem():
-    told = AS_THEY_COME | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
+    told = INDEXED | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
     (problem,) = found(told)
     assert "450 s" in problem.text and "stays unpublished" in problem.text
     assert "-k transactionCheckMax -v 1440" in problem.remedy
