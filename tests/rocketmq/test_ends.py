@@ -20,6 +20,7 @@ from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     DeliveryFailed,
     EvidenceLost,
@@ -539,6 +540,17 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
     broker.halves.pop()
     with pytest.raises(EvidenceLost, match="1 messages"):
         finish(other, token)
+
+
+@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
+def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
+    token = prepared(owner)
+    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.QUERY_MESSAGE else None
+    outcome = "committed" if decision is Decision.COMMIT else "aborted"
+    with pytest.raises(AccessDenied, match=f"transaction {token.transaction} is {outcome}, and"):
+        finish(other, token, decision)
+    broker.fault = lambda request: None
+    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
 
 
 def test_past_its_hold_a_token_only_aborts(owner, other, broker):
