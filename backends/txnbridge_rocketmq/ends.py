@@ -241,7 +241,7 @@ class Ender:
         """Have every message of a committed transaction published.
 
         `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
-        `BrokerUnavailable`, and `EvidenceLost` where a half is gone.
+        `BrokerUnavailable`, `AccessDenied`, and `EvidenceLost` where a half is gone.
         """
         missing = _wanted(transaction, parts)
         if not first and (missing := self._not_there(missing, deadline)):
@@ -267,6 +267,7 @@ class Ender:
         for line in lines:
             line.halves = deque(half for half in line.halves if half.unique_key in left)
         self._end_lines(lines, True, deadline, looked + _LOOK_HOLDS)
+        _require_rights(lines)
         self._let_pass(lines, deadline)
         left = {half.unique_key or "" for line in lines for half in line.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
@@ -364,6 +365,15 @@ class Ender:
         while not until.expired:
             deadline.check("publishing a transaction")
             time.sleep(_LOOK_SECONDS)
+
+
+def _require_rights(lines: Sequence[Line]) -> None:
+    """Whoever may not publish at all looks in vain until his time is over."""
+    for line in lines:
+        if line.stopped is not None:
+            refused = translate(line.stopped, f"publishing to {line.queue.topic}")
+            if isinstance(refused, AccessDenied):
+                raise refused from line.stopped
 
 
 class _Wanted(NamedTuple):

@@ -542,6 +542,16 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
         finish(other, token)
 
 
+def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker):
+    token = prepared(owner)
+    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.END_TRANSACTION else None
+    with pytest.raises(AccessDenied, match=r"is committed, and .* publishing to a: "):
+        finish(other, token)
+    broker.fault = lambda request: None
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
 @pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
 def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
     token = prepared(owner)
