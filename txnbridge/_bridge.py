@@ -47,6 +47,9 @@ _LOOK_SECONDS = 0.01
 # How long a closing bridge waits for polls of other threads: a poll that waits for messages has nothing to lose, and
 # twice what one takes by default lets most of them end.
 _POLL_SECONDS = 2.0
+# Of its time a closing bridge waits so long for checks of half messages: they are the application's, and one that hangs
+# would leave nothing for aborting what is unfinished and for leaving the groups.
+_CHECKS_SHARE = 0.5
 
 
 def connect(
@@ -437,7 +440,8 @@ class Bridge:
         """Refuse new calls, wait for running ones, abort what is unfinished, leave all groups, let go.
 
         Prepared transactions live on. It takes no longer than the bridge's timeout: a call that still runs then is left
-        to its caller, and a poll after two seconds. Safe to repeat; while another thread closes it waits for that.
+        to its caller, a poll after two seconds, and a check of half messages after half of the time. Safe to repeat;
+        while another thread closes it waits for that.
 
         From inside a call of the same thread (by a signal handler or a listener) it refuses new calls and returns: that
         call goes on to its end, and the next `close()`, at the end of the bridge's block or of the program, does the
@@ -464,8 +468,9 @@ class Bridge:
     def _close(self, deadline: Deadline) -> None:
         connection = self._connection
         with connection.events.step("bridge.close"):
+            checks = Deadline(deadline.left() * _CHECKS_SHARE)
             for resolver in list(connection.resolvers):
-                close_quietly(resolver.stop_by, deadline)
+                close_quietly(resolver.stop_by, checks)
             self._end_calls(deadline)
             connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             connection.writers.close()

@@ -141,7 +141,7 @@ class RocketMQAdmin(Admin):
         brokers = self._cluster.brokers
         parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
             ("topics", lambda: doctor.check_places(self._cluster, self._users_topics(deadline), deadline)),
-            ("transactions", lambda: doctor.check_open(self.transactions(deadline))),
+            ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
         ]
         for broker in brokers.names(deadline):
             parts.append((f"broker {broker}", lambda broker=broker: self._state_of(broker, deadline)))  # type: ignore[misc]

@@ -145,7 +145,7 @@ class Cursor:
                 self._fetches.clear()
                 self.fault = NotSupported(
                     f"broker {self.queue.broker} does not find messages by their unique keys, so repeats cannot be told"
-                    " from messages: set messageIndexEnable=true there"
+                    " from messages: set messageIndexEnable=true there, and messageIndexSafe=true if it was killed"
                 )
             except remoting.CannotDecompress as error:
                 self._fetches.clear()

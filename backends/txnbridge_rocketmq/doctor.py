@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
@@ -46,6 +47,13 @@ def _check_switches(told: BrokerSettings) -> Iterator[Advice]:
     if not told.is_on("messageIndexEnable", True):
         text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
         yield _problem(told, text, "messageIndexEnable", "true")
+    elif not told.is_on("messageIndexSafe"):
+        text = (
+            "messageIndexSafe is false: when it was killed it finds only what stands in the last files of its commit"
+            " log. What was published before is taken for missing then: tokens, transactional ids and groups whose last"
+            " transaction is older do not go on, and repeats cannot be told from messages"
+        )
+        yield _problem(told, text, "messageIndexSafe", "true")
     if told.is_on("indexRocksDBEnable"):
         yield _warning(
             told,
@@ -182,33 +190,60 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
         )
 
 
-def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:
     """What nobody ends."""
-    now = time.time() * 1000
+    parked: Counter[str] = Counter()
     for found in transactions:
-        if found.state == "discarded":
-            yield Advice(
-                "problem",
-                f"transaction {found.transaction}",
-                f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
-                f"txnbridge transactions repair {shlex.quote(found.transaction)} --yes --reason TEXT lets it ask again;"
-                " commit or abort instead of repair ends it",
-            )
-        elif found.state == "lost":
-            yield Advice(
-                "problem",
-                f"transaction {found.transaction}",
-                f"of {found.owner}: the records that would tell what became of it are gone, so nobody may end it",
-                "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
-            )
-        elif found.state == "ending" or now > (found.expires_at or now) + _LATE_SECONDS * 1000:
-            yield Advice(
-                "warning",
-                f"transaction {found.transaction}",
-                f"of {found.owner} is {found.state}, and nobody ends it: no bridge of that application is there to be"
-                " asked. Its halves are written again at each look",
-                f"open a bridge with application={found.owner!r}, or end it with txnbridge transactions",
-            )
+        group = settings.group_of_halves(found.owner)
+        if group is not None and found.state == "discarded" and found.token is not None:
+            parked[group] += 1
+        else:
+            yield from _check_transaction(found, group)
+    for group, count in parked.items():
+        yield Advice(
+            "problem",
+            f"half messages of {group}",
+            f"{count} are parked: nobody answered for them, and with age (fileReservedTime) the broker drops them",
+            f"txnbridge resolver parked --group {shlex.quote(group)}",
+        )
+
+
+def _check_transaction(found: OpenTransaction, group: str | None) -> Iterator[Advice]:
+    """One transaction; `group` is the one whose half messages these are."""
+    now = time.time() * 1000
+    if found.state == "discarded":
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
+            f"txnbridge transactions repair {shlex.quote(found.transaction)} --yes --reason TEXT lets it ask again;"
+            " commit or abort instead of repair ends it",
+        )
+    elif found.state == "lost":
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner}: the records that would tell what became of it are gone, so nobody may end it",
+            "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
+        )
+    elif found.state == "ending" or now > (found.expires_at or now) + _LATE_SECONDS * 1000:
+        yield Advice(
+            "warning",
+            f"transaction {found.transaction}",
+            f"of {found.owner} is {found.state}, and nobody ends it: {_nobody(group)} is there to be asked. Its halves"
+            " are written again at each look",
+            f"{_asked(found.owner, group)}, or end it with txnbridge transactions",
+        )
+
+
+def _nobody(group: str | None) -> str:
+    return "no bridge of that application" if group is None else f"no resolver of the half messages of {group}"
+
+
+def _asked(owner: str, group: str | None) -> str:
+    if group is None:
+        return f"open a bridge with application={owner!r}"
+    return f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
 
 
 def _problem(told: BrokerSettings, text: str, key: str, value: str) -> Advice:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge.errors import Conflict, EvidenceLost, InvalidToken, OutcomeUnknown
+from txnbridge.errors import AccessDenied, Conflict, EvidenceLost, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.ends import Ender, Turn
 from txnbridge_rocketmq.halves import Part, immunity, parts_as_json, parts_from_json
@@ -62,12 +63,24 @@ def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger,
         claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
-        with ender.cluster.context.events.step("step:drop", token.transaction):
+        with _decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.parts, deadline)
         return Outcome.ABORTED
-    with ender.cluster.context.events.step("step:publish", token.transaction):
+    with _decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
         publish_alone(ender, token.transaction, prepared.parts, deadline, first=first)
     return Outcome.COMMITTED
+
+
+@contextmanager
+def _decided(token: Token, outcome: str) -> Iterator[None]:
+    """Whoever lacks a right for what is left to do is told that it is decided all the same."""
+    try:
+        yield
+    except AccessDenied as error:
+        raise AccessDenied(
+            f"transaction {token.transaction} is {outcome}, and any bridge of its application that may do the rest does"
+            f" so: {error}"
+        ) from error.__cause__
 
 
 def publish_alone(

@@ -241,7 +241,7 @@ class Ender:
         """Have every message of a committed transaction published.
 
         `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
-        `BrokerUnavailable`, and `EvidenceLost` where a half is gone.
+        `BrokerUnavailable`, `AccessDenied`, and `EvidenceLost` where a half is gone.
         """
         missing = _wanted(transaction, parts)
         if not first and (missing := self._not_there(missing, deadline)):
@@ -267,6 +267,7 @@ class Ender:
         for line in lines:
             line.halves = deque(half for half in line.halves if half.unique_key in left)
         self._end_lines(lines, True, deadline, looked + _LOOK_HOLDS)
+        _require_rights(lines)
         self._let_pass(lines, deadline)
         left = {half.unique_key or "" for line in lines for half in line.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
@@ -328,7 +329,8 @@ class Ender:
                 deadline.check("looking for halves")
                 raise EvidenceLost(
                     f"{len(wanted) - len(found)} messages of a committed transaction are neither published nor kept by"
-                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator"
+                    f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator;"
+                    " or it was killed, and has forgotten where they are (messageIndexSafe)"
                 )
             time.sleep(_LOOK_SECONDS)
         lines: dict[Queue, Line] = {}
@@ -363,6 +365,15 @@ class Ender:
         while not until.expired:
             deadline.check("publishing a transaction")
             time.sleep(_LOOK_SECONDS)
+
+
+def _require_rights(lines: Sequence[Line]) -> None:
+    """Whoever may not publish at all looks in vain until his time is over."""
+    for line in lines:
+        if line.stopped is not None:
+            refused = translate(line.stopped, f"publishing to {line.queue.topic}")
+            if isinstance(refused, AccessDenied):
+                raise refused from line.stopped
 
 
 class _Wanted(NamedTuple):

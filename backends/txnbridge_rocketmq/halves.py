@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from txnbridge.errors import BrokerUnavailable, DeliveryFailed, InvalidOption, InvalidToken, StorageFailed
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeliveryFailed,
+    InvalidOption,
+    InvalidToken,
+    StorageFailed,
+)
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.brokers import BrokerSettings
@@ -123,7 +130,7 @@ class Halves:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when each message is plainly stored. Raises `DeliveryFailed`; then the transaction can only abort."""
+        """Return when each message is plainly stored. Raises `DeliveryFailed`, `AccessDenied`: it can only abort."""
         self._ship(deadline)
         for sent in self._sent:
             while sent.stored is None:
@@ -148,6 +155,8 @@ class Halves:
             # It may be stored or not. One that is sent again might then be there twice, of which only one is ended.
             raise DeliveryFailed(f"no answer came for a message: {error}") from error
         ours = translate(error, "sending a message")
+        if isinstance(ours, AccessDenied):
+            raise ours from error
         if not isinstance(ours, BrokerUnavailable) or isinstance(ours, StorageFailed) or deadline.left() <= _PAUSE:
             raise DeliveryFailed(str(ours)) from error
 

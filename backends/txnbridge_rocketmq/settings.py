@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
-from txnbridge_rocketmq.names import encoded, group_name, topic_name
+from txnbridge_rocketmq.names import decoded, encoded, group_name, topic_name
 
 if TYPE_CHECKING:  # the declaration of the options is read by everybody, the client only used by those who connect
     import ssl
@@ -55,7 +55,16 @@ class Settings:
 
     def half_group(self, group: str) -> str:
         """The same for half messages of this group. Raises `InvalidOption` for a name that is too long."""
-        return group_name(f"{self.prefix}half-{encoded(group)}")
+        return group_name(f"{self._half_groups}{encoded(group)}")
+
+    def group_of_halves(self, producer_group: str) -> str | None:
+        """The group whose half messages are sent so; None for an application's producer group."""
+        begin = self._half_groups
+        return decoded(producer_group.removeprefix(begin)) if producer_group.startswith(begin) else None
+
+    @property
+    def _half_groups(self) -> str:
+        return f"{self.prefix}half-"
 
     @property
     def url(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     Conflict,
     DeliveryFailed,
@@ -150,7 +151,7 @@ class RocketMQWriter(Writer):
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`, `AccessDenied`."""
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
 
@@ -234,7 +235,7 @@ class RocketMQWriter(Writer):
         deadline.check("the transaction")
         try:
             self.flush(deadline)
-        except DeliveryFailed:
+        except (DeliveryFailed, AccessDenied):
             self._abort_quietly(deadline)
             raise
 

@@ -296,6 +296,40 @@ def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bri
         eventually(lambda: published(bridge) == BOTH, "another process ends it")
 
 
+def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+    left: list[float] = []
+
+    def check(*_: Any) -> Decision:
+        asked.set()
+        go_on.wait(60)
+        return UNDECIDED
+
+    closing_one = txnbridge.connect(bridge.url, timeout=8)
+    broker, consumers = closing_one._connection.broker, closing_one._connection.consumers
+    monkeypatch.setattr(broker, "close", telling(left, broker.close))
+    monkeypatch.setattr(consumers, "close", telling(left, consumers.close))
+    try:
+        sell(closing_one.half_messages("shop", execute=says(UNDECIDED), check=check), timeout=TIMEOUT)
+        assert asked.wait(60)
+        closing_one.close()
+    finally:
+        go_on.set()
+    assert len(left) == 2 and all(left), left
+
+
+def telling(left: list[float], close: Callable[..., None]) -> Callable[..., None]:
+    """The same, and how much time it was left."""
+
+    def tell_and_close(*deadlines: Deadline) -> None:
+        left.append(deadlines[-1].left())
+        close(*deadlines)
+
+    return tell_and_close
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 

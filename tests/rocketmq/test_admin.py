@@ -7,14 +7,14 @@ import uuid
 
 import pytest
 from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.doctor import check_disk, check_settings
+from txnbridge_rocketmq.doctor import check_disk, check_open, check_settings
 from txnbridge_rocketmq.remoting import Message, administration, send
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
 from tests.rocketmq.reading_kit import connect_to
 from tests.rocketmq.writing_kit import broker_of
 from txnbridge.errors import InvalidOption, NotFound, NotSupported
-from txnbridge.spi import Deadline
+from txnbridge.spi import Deadline, OpenTransaction, Token
 
 live = pytest.mark.timeout(600)  # the first start fetches RocketMQ
 
@@ -129,12 +129,14 @@ AS_THEY_COME = {
     "transactionCheckMax": "15",
     "fileReservedTime": "72",
     "messageIndexEnable": "true",
+    "messageIndexSafe": "false",
     "rejectTransactionMessage": "false",
     "indexRocksDBEnable": "false",
     "flushDiskType": "ASYNC_FLUSH",
     "brokerRole": "ASYNC_MASTER",
 }
-AS_THEY_SHOULD_BE = AS_THEY_COME | {
+INDEXED = AS_THEY_COME | {"messageIndexSafe": "true"}
+AS_THEY_SHOULD_BE = INDEXED | {
     "transactionOpBatchInterval": "100",
     "transactionCheckMax": "1440",
     "flushDiskType": "SYNC_FLUSH",
@@ -154,7 +156,8 @@ def test_a_broker_that_is_set_well_has_nothing_to_hear():
 
 
 def test_a_broker_as_it_comes_is_safe_for_healthy_transactions_and_weak_in_a_crash():
-    assert found(AS_THEY_COME) == []
+    (problem,) = found(AS_THEY_COME)
+    assert "-k messageIndexSafe -v true" in problem.remedy
     told = " ".join(each.text for each in found(AS_THEY_COME, "warning"))
     assert all(word in told for word in ("after 450 s a half is discarded", "ASYNC_FLUSH", "ASYNC_MASTER"))
 
@@ -209,20 +212,20 @@ def test_a_broker_that_notes_each_end_at_once_may_ask_early():
 
 
 def test_a_half_that_is_discarded_before_its_transaction_may_end_is_a_problem():
-    assert found(AS_THEY_COME, timeout=30.0, hold=380.0) == []
-    (problem,) = found(AS_THEY_COME, timeout=30.0, hold=420.0)
+    assert found(INDEXED, timeout=30.0, hold=380.0) == []
+    (problem,) = found(INDEXED, timeout=30.0, hold=420.0)
     assert "450 s" in problem.text and "-k transactionCheckMax -v 1440" in problem.remedy
 
 
 def test_halves_that_are_discarded_before_they_are_old_enough_to_be_asked_about_are_a_problem():
-    told = AS_THEY_COME | {"transactionCheckInterval": "5000", "transactionCheckMax": "10"}
+    told = INDEXED | {"transactionCheckInterval": "5000", "transactionCheckMax": "10"}
     assert found(told, timeout=30.0) == []
     (problem,) = found(told | {"transactionTimeOut": "60000"}, timeout=30.0)
     assert "first when it is 60 s old (transactionTimeOut)" in problem.text
 
 
 def test_a_broker_that_discards_halves_without_a_trace_soon_is_a_problem():
-    told = AS_THEY_COME | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
+    told = INDEXED | {"transRocksDBEnable": "true", "transWriteOriginTransHalfEnable": "false"}
     (problem,) = found(told)
     assert "450 s" in problem.text and "stays unpublished" in problem.text
     assert "-k transactionCheckMax -v 1440" in problem.remedy
@@ -275,6 +278,37 @@ def test_a_disk_that_makes_a_broker_drop_decisions_is_told_of(full, levels):
     found = list(check_disk("b", full))
     assert [each.level for each in found] == levels
     assert all(f"{full:.0%}" in each.text for each in found)
+
+
+def left(state, owner, token=None):
+    return OpenTransaction(f"{owner}/1", state, owner, expires_at=1, messages=2, token=token)
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize(
+    ("found", "subject", "remedy"),
+    [
+        (left("prepared", "_txnbridge-half-my%20shop"), "half-my%20shop/1", "txnbridge resolver run --group 'my shop'"),
+        (left("discarded", "_txnbridge-half-shop"), "half-shop/1", "txnbridge transactions repair"),
+        (left("ending", "billing"), "billing/1", "open a bridge with application='billing'"),
+        (left("discarded", "billing"), "billing/1", "txnbridge transactions repair"),
+    ],
+    ids=lambda value: value.state if isinstance(value, OpenTransaction) else "",
+)
+def test_who_can_end_what_nobody_ends_is_named(found, subject, remedy):
+    (advice,) = check_open([found], settings_for("rocketmq://localhost:9876"))
+    assert subject in advice.subject
+    assert advice.remedy.startswith(remedy)
+
+
+@pytest.mark.offline
+def test_parked_half_messages_are_counted_by_their_group():
+    token = Token("rocketmq", "cluster", "halves/1", {}, True, None, 1)
+    parked = [left("discarded", "_txnbridge-half-my%20shop", token)] * 2 + [left("discarded", "billing", token)]
+    advice = {each.subject: each for each in check_open(parked, settings_for("rocketmq://localhost:9876"))}
+    assert advice.keys() == {"half messages of my shop", "transaction billing/1"}
+    assert advice["half messages of my shop"].text.startswith("2 are parked")
+    assert advice["half messages of my shop"].remedy == "txnbridge resolver parked --group 'my shop'"
 
 
 @live

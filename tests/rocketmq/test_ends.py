@@ -20,6 +20,7 @@ from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     DeliveryFailed,
     EvidenceLost,
@@ -134,7 +135,7 @@ def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, faul
     writer = owner.begin()
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(AccessDenied if fault == Answer.NO_PERMISSION else DeliveryFailed):
         writer.commit(Deadline(60))
     answer_all(other, broker)
     assert broker.published == []
@@ -145,7 +146,7 @@ def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other,
     writer = owner.begin(hold=60)
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(AccessDenied if fault == Answer.NO_PERMISSION else DeliveryFailed):
         writer.prepare(Deadline(60))
     with pytest.raises(InvalidToken, match="never prepared"):
         finish(other, token_of(owner, 1, writer))
@@ -539,6 +540,27 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
     broker.halves.pop()
     with pytest.raises(EvidenceLost, match="1 messages"):
         finish(other, token)
+
+
+def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker):
+    token = prepared(owner)
+    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.END_TRANSACTION else None
+    with pytest.raises(AccessDenied, match=r"is committed, and .* publishing to a: "):
+        finish(other, token)
+    broker.fault = lambda request: None
+    assert finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+@pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
+def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
+    token = prepared(owner)
+    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.QUERY_MESSAGE else None
+    outcome = "committed" if decision is Decision.COMMIT else "aborted"
+    with pytest.raises(AccessDenied, match=f"transaction {token.transaction} is {outcome}, and"):
+        finish(other, token, decision)
+    broker.fault = lambda request: None
+    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
 
 
 def test_past_its_hold_a_token_only_aborts(owner, other, broker):

@@ -31,6 +31,7 @@ from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import broker_of, copies, flush, numbered, prepare, times_asked
 from txnbridge import (
+    AccessDenied,
     Bridge,
     BrokerUnavailable,
     Capability,
@@ -353,7 +354,7 @@ def test_a_message_whose_answer_is_lost_aborts_all(
 def test_a_message_that_is_plainly_refused_aborts_all(
     bridge: Bridge, settings: Callable[..., None], client: Client, one: str, two: str
 ) -> None:
-    with pytest.raises(DeliveryFailed, match="sending a message"), bridge.transaction() as txn:
+    with pytest.raises(AccessDenied, match="sending a message"), bridge.transaction() as txn:
         txn.send(one, b"never")
         flush(txn)
         settings(rejectTransactionMessage="true")
@@ -404,7 +405,7 @@ def test_local_work_is_not_begun_while_a_message_is_not_plainly_stored(
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
     settings(rejectTransactionMessage="true")
-    with pytest.raises(DeliveryFailed):
+    with pytest.raises(AccessDenied):
         write()
     assert local_work == []
     settings(rejectTransactionMessage="false")

@@ -78,9 +78,10 @@ class Postgres:
         return [self._process.pid, *map(int, children)]
 
     def kill(self) -> None:
+        """End the server and all its connections with SIGKILL."""
         assert self._process is not None
-        pids = self._pids()
-        for pid in pids:
+        self._process.send_signal(signal.SIGSTOP)  # so that it takes no connection that would outlive it
+        for pid in self._pids():
             os.kill(pid, signal.SIGKILL)
         self._process.wait()
 

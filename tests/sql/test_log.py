@@ -36,6 +36,7 @@ from txnbridge.sql import SqlLogs
 from txnbridge.sql.log import _within
 
 _numbers = itertools.count(1)
+_KILLED_SERVER_IS_BACK = 60.0  # it takes a second to read its log again, and some on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +291,13 @@ class OwnLog(Through):
 @pytest.mark.timeout(1200)
 def test_four_processes_race_and_nobody_disagrees(url, tmp_path, count, dying):
     race(OwnLog, url, tmp_path, count, dying, SOON).close()
+
+
+@pytest.mark.live
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_four_processes_race_and_nobody_disagrees_although_their_server_is_killed(postgres, tmp_path):
+    race(OwnLog, postgres.new_database(), tmp_path, 1_000, 0.004, _KILLED_SERVER_IS_BACK, postgres, kills=10).close()
 
 
 # --- a bridge's -----------------------------------------------------------------------------------------------------

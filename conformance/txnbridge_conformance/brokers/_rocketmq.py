@@ -45,7 +45,8 @@ _LOGGING = f"""<configuration>
 # - halves that nobody answers for are kept as good as for ever;
 # - small files, which are made when the broker starts;
 # - a slow disk makes a broker refuse messages, which is not what is tested;
-# - a missing topic is an error, as it should be where transactions matter.
+# - a missing topic is an error, as it should be where transactions matter;
+# - what was stored is found by its key after a kill, too, and not only what stands in the last files of the commit log.
 _SETTINGS = {
     "brokerId": "0",
     "brokerIP1": HOST,
@@ -58,6 +59,7 @@ _SETTINGS = {
     "mappedFileSizeTimerLog": "16777216",
     "maxHashSlotNum": "50000",
     "maxIndexNum": "200000",
+    "messageIndexSafe": "true",
     "osPageCacheBusyTimeOutMills": "10000",
     "waitTimeMillsInSendQueue": "10000",
     "transactionOpMsgMaxSize": "1",

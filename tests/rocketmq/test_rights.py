@@ -1,0 +1,264 @@
+"""What each kind of program must be allowed to do where brokers control access (ACL 2.0), right by right."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
+from txnbridge_conformance.looking import eventually
+from txnbridge_rocketmq.remoting import Client, Credentials
+from txnbridge_rocketmq.remoting.requests import Request, as_body, fields, nothing
+
+from tests.rocketmq.kit import BROKER, LONG, bodies
+from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique
+from txnbridge import Bridge, Decision, Outcome
+from txnbridge.errors import AccessDenied
+
+ROOT = Credentials("root", "s3cret-of-root")
+APPLICATION = "shop"
+_AUTH = "org.apache.rocketmq.auth"
+_CREATE_USER, _CREATE_ACL = 3001, 3006
+_numbers = count(1)
+
+Right = tuple[str, str]  # a resource, and what may be done with it
+NOTHING: list[Right] = [("Topic:nothing", "Get")]
+TOPIC, GROUP = "Topic:{topic}", "Group:{group}"
+OWN = "Topic:_txnbridge-*"
+HALVES, NOTES = "Topic:RMQ_SYS_TRANS_HALF_TOPIC", "Topic:RMQ_SYS_TRANS_OP_HALF_TOPIC"
+DISCARDED = "Topic:TRANS_CHECK_MAX_TIME_TOPIC"
+READ_LOG: list[Right] = [(OWN, "Sub"), (OWN, "Get"), ("Group:txnbridge-log", "Sub")]
+LOG: list[Right] = [(OWN, "Pub"), *READ_LOG]
+FINISH: list[Right] = [(TOPIC, "Sub"), (HALVES, "Sub"), ("Group:txnbridge-resolver", "Sub")]
+# Nothing was given up here; where something was, it takes Sub on its topic, and on the users' topics, too.
+LIST: list[Right] = [
+    *((topic, action) for topic in (HALVES, NOTES) for action in ("Sub", "Get")),
+    (DISCARDED, "Get"),
+    ("Group:CID_RMQ_SYS_TRANS", "Sub"),
+    ("Group:txnbridge-listing", "Sub"),
+]
+
+
+@pytest.fixture(scope="module")
+def rocketmq_broker(start_shared: StartRocketMQ) -> brokers.RocketMQ:
+    user = {"accessKey": ROOT.access_key, "secretKey": ROOT.secret_key}
+    return start_shared(
+        settings={
+            "authenticationEnabled": "true",
+            "authenticationProvider": f"{_AUTH}.authentication.provider.DefaultAuthenticationProvider",
+            "authenticationMetadataProvider": f"{_AUTH}.authentication.provider.LocalAuthenticationMetadataProvider",
+            "initAuthenticationUser": json.dumps({"username": ROOT.access_key, "password": ROOT.secret_key}),
+            "innerClientAuthenticationCredentials": json.dumps(user),
+            "authorizationEnabled": "true",
+            "authorizationProvider": f"{_AUTH}.authorization.provider.DefaultAuthorizationProvider",
+            "authorizationMetadataProvider": f"{_AUTH}.authorization.provider.LocalAuthorizationMetadataProvider",
+        }
+    )
+
+
+@pytest.fixture
+def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
+    """One that may do everything."""
+    with Client([rocketmq_broker.url.removeprefix("rocketmq://")], credentials=ROOT) as client:
+        yield client
+
+
+def bridge_of(broker: brokers.RocketMQ, user: Credentials) -> Bridge:
+    signed = {"access_key": user.access_key, "secret_key": user.secret_key}
+    return connect_to(broker.url, application=APPLICATION, create_topics=0, timeout=30, rocketmq=signed)
+
+
+@pytest.fixture
+def root(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
+    """The topics of our own are there when it was opened."""
+    with bridge_of(rocketmq_broker, ROOT) as bridge:
+        bridge.decisions()
+        yield bridge
+
+
+def new_user(client: Client, rights: list[Right]) -> Credentials:
+    """Somebody who may do this and nothing else."""
+    name = f"user{next(_numbers)}"
+    user = {"username": name, "password": f"secret-of-{name}", "userType": "Normal"}
+    client.call(BROKER, Request("", _CREATE_USER, nothing, fields(username=name), as_body(user)), LONG)
+    actions: dict[str, list[str]] = {}
+    for resource, action in rights:
+        actions.setdefault(resource, []).append(action)
+    entries = [{"resource": resource, "actions": each, "decision": "Allow"} for resource, each in actions.items()]
+    policies = [{"policyType": "Custom", "entries": entries}]
+    acl = as_body({"subject": f"User:{name}", "policies": policies})
+    client.call(BROKER, Request("", _CREATE_ACL, nothing, fields(subject=f"User:{name}"), acl), LONG)
+    return Credentials(name, user["password"])
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a program finds, and what it is told to use."""
+
+    bridge: Bridge
+    topic: str
+    group: str
+
+
+def write(case: Case) -> None:
+    with case.bridge.transaction() as txn:
+        txn.send(case.topic, b"seen")
+
+
+def commit_token(case: Case) -> None:
+    with case.bridge.transaction(prepare=True, hold=60) as txn:
+        txn.send(case.topic, b"seen")
+    assert txn.token is not None
+    assert case.bridge.commit(txn.token) is Outcome.COMMITTED
+
+
+def read(case: Case) -> None:
+    assert [message.value for message in case.bridge.read(case.topic, 1)] == [b"there"]
+
+
+def read_in_a_group(case: Case) -> None:
+    with case.bridge.consumer(case.topic, case.group) as consumer:
+        found = list(consumer.poll(1, timeout=30))
+        assert [message.value for message in found] == [b"there"]
+        with case.bridge.transaction() as txn:
+            txn.ack(found)
+
+
+def publish_plainly(case: Case) -> None:
+    with case.bridge.publisher() as publisher:
+        publisher.send(case.topic, b"seen")
+        publisher.flush()
+
+
+def list_open(case: Case) -> None:
+    assert [each.state for each in case.bridge.admin.transactions()] != []
+
+
+def create_topic(case: Case) -> None:
+    case.bridge.admin.create_topic(f"{case.topic}-new", 1)
+
+
+@dataclass(frozen=True)
+class Program:
+    run: Callable[[Case], None]
+    rights: list[Right]
+
+
+Run = Callable[[Program, list[Right]], None]
+
+PROGRAMS = [
+    Program(write, [(TOPIC, "Pub"), *LOG]),
+    Program(commit_token, [(TOPIC, "Pub"), *LOG, *FINISH]),
+    Program(read, [(TOPIC, "Sub"), (TOPIC, "Get"), ("Group:txnbridge-reader", "Sub")]),
+    Program(read_in_a_group, [(TOPIC, "Sub"), (TOPIC, "Get"), (GROUP, "Sub"), ("Group:txnbridge-reader", "Sub"), *LOG]),
+    Program(publish_plainly, [(TOPIC, "Pub")]),
+    Program(list_open, [*LIST, *READ_LOG]),
+    Program(create_topic, [("Topic:{topic}-new", "Create"), ("Topic:{topic}-new", "Get")]),
+]
+
+
+@pytest.fixture
+def topic(client: Client) -> str:
+    """With a message that is there before."""
+    name = new_topic(client)
+    publish(client, name, b"there")
+    return name
+
+
+@pytest.fixture
+def run(rocketmq_broker: brokers.RocketMQ, client: Client, root: Bridge, topic: str) -> Run:
+    """Runs a program as a user with these rights."""
+
+    def run_as(program: Program, rights: list[Right]) -> None:
+        group = unique("group")
+        own = [(resource.format(topic=topic, group=group), action) for resource, action in rights]
+        with bridge_of(rocketmq_broker, new_user(client, own or NOTHING)) as bridge:
+            program.run(Case(bridge, topic, group))
+
+    return run_as
+
+
+def named(value: object) -> str | None:
+    if isinstance(value, Program):
+        return value.run.__name__
+    return " ".join(value) if isinstance(value, tuple) else None
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=named)
+def test_with_what_the_docs_list_a_program_runs(run: Run, waiting: None, program: Program) -> None:
+    run(program, program.rights)
+
+
+@pytest.mark.parametrize(
+    ("program", "missing"), [(each, right) for each in PROGRAMS for right in each.rights], ids=named
+)
+def test_without_one_of_these_rights_it_is_refused_with_its_name_and_nothing_of_it_is_seen(
+    run: Run, client: Client, waiting: None, topic: str, program: Program, missing: Right
+) -> None:
+    with pytest.raises(AccessDenied) as refused:
+        run(program, [right for right in program.rights if right != missing])
+    assert f"no permission to access {begin_of(missing)}" in str(refused.value)
+    if program.run is commit_token and missing in FINISH:
+        assert "is committed" in str(refused.value)
+        eventually(lambda: bodies(client, topic).count(b"seen") == 1, "a bridge that may publishes it")
+    else:
+        assert b"seen" not in bodies(client, topic)
+
+
+def begin_of(right: Right) -> str:
+    """How the name of what it is a right for begins."""
+    return right[0].partition("{")[0].rstrip("*")
+
+
+@pytest.fixture
+def waiting(root: Bridge, client: Client) -> Iterator[None]:
+    """A transaction that is listed."""
+    with root.transaction(prepare=True, hold=300) as txn:
+        txn.send(new_topic(client), b"waits")
+    yield
+    assert txn.token is not None
+    root.abort(txn.token)
+
+
+# --- without an error -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [None, *LOG, *FINISH, (TOPIC, "Pub")], ids=named)
+def test_a_resolver_without_a_right_says_so_and_one_with_all_finishes_what_it_left(
+    rocketmq_broker: brokers.RocketMQ,
+    client: Client,
+    root: Bridge,
+    caplog: pytest.LogCaptureFixture,
+    missing: Right | None,
+) -> None:
+    topic, group = new_topic(client), unique("halves")  # without a message in it
+    undecided = lambda *_: Decision.UNDECIDED  # noqa: E731
+    with root.half_messages(group, execute=undecided, check=undecided) as halves:
+        with halves.transaction(timeout=2) as txn:
+            txn.send(topic, b"half")
+    rights = [right for right in [*LOG, *FINISH, (TOPIC, "Pub")] if right != missing]
+    user = new_user(client, [(resource.format(topic=topic), action) for resource, action in rights])
+    caplog.set_level(logging.INFO, "txnbridge")
+    with bridge_of(rocketmq_broker, user) as bridge, bridge.resolver(group, check=lambda *_: Decision.COMMIT):
+        if missing is not None:
+            eventually(lambda: f"no permission to access {begin_of(missing)}" in caplog.text, "it is told")
+            assert bodies(client, topic) == []
+    with root.resolver(group, check=lambda *_: Decision.COMMIT):
+        eventually(lambda: bodies(client, topic) == [b"half"], "it is published")
+
+
+def test_who_has_no_right_at_all_is_told_by_the_doctor_what_it_could_not_look_at(
+    rocketmq_broker: brokers.RocketMQ, client: Client, root: Bridge
+) -> None:
+    with bridge_of(rocketmq_broker, new_user(client, NOTHING)) as bridge:
+        advice = {each.subject: each for each in bridge.admin.check()}
+    assert "no permission" in advice["transactions"].text
+    assert "administrator" in advice["transactions"].remedy
