@@ -216,9 +216,7 @@ class RocketMQHalves(HalfStore):
     def _parked(self, group: str, found: Found, deadline: Deadline) -> Half | None:
         """None for what was not wholly stored: no work was done for that."""
         record, origin = found.halves[0].record, found.origin
-        prepared = None if origin is None else _noted(
-            self._ledger_in(found.name, origin), found.name, origin, deadline
-        )
+        prepared = None if origin is None else _noted(self._ledger_in(found.name, origin), found.name, origin, deadline)
         if origin is None or prepared is None:
             return None
         return self._shown(group, found.name, record, origin, prepared, deadline)
