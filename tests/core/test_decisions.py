@@ -19,6 +19,7 @@ from txnbridge._events import Emitter, Event
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     EvidenceLost,
     Fenced,
@@ -245,12 +246,13 @@ def test_a_full_disk_after_a_lost_answer_leaves_the_claim_unknown(join, log):
     refused(lambda: decisions.claim("id", COMMIT), log, OutcomeUnknown)
 
 
-def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch):
+@pytest.mark.parametrize("refused", [BrokerUnavailable, AccessDenied])
+def test_a_claim_that_cannot_be_read_back_is_unknown(join, log, monkeypatch, refused):
     decisions = join()
     decisions.begin()
 
     def read(*_):
-        raise BrokerUnavailable("gone")
+        raise refused("gone")
 
     monkeypatch.setattr(log, "read", read)
     with pytest.raises(OutcomeUnknown, match="read back"):

@@ -18,6 +18,7 @@ from txnbridge._decisions.state import State
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge.errors import (
+    AccessDenied,
     BrokerUnavailable,
     DeadlineExceeded,
     EvidenceLost,
@@ -246,7 +247,7 @@ class Follower:
                     f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
                 )
-        except BrokerUnavailable as error:
+        except (BrokerUnavailable, AccessDenied) as error:  # rights may be withdrawn in between
             raise OutcomeUnknown("a record was stored in the decision log, but could not be read back") from error
 
     def _store(self, record: Record, deadline: Deadline, transaction: str | None) -> Position:
