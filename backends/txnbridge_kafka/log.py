@@ -58,7 +58,7 @@ _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaE
 class KafkaLog(DecisionLog):
     """One log. A position is the record's offset.
 
-    Whoever opens it creates its topic if that is missing. Raises `InvalidOption` for a topic that would lose records
+    Opening it creates its topic if that is missing. Raises `InvalidOption` for a topic that would lose records
     or their order, `AccessDenied` saying what an administrator must create and grant.
     """
 

@@ -217,7 +217,7 @@ class Confirmer:
         if committed:
             _log.error(
                 "%s was moved or unloaded while these transactions were committed: %s. The broker may not know there"
-                " that they are, and would take it back: %s. Whoever may do so should run `txnbridge transactions"
+                " that they are, and would take it back: %s. An administrator should run `txnbridge transactions"
                 " repair` for each at once",
                 *(missed.topic, ", ".join(committed), error),
             )

@@ -11,7 +11,7 @@ RocketMQ's model, as far as the promises stand on it:
   answered from the log and not at all while nothing is decided: `checks`, `members`.
 - The first of all copies of a message is the message. Its place in the queue tells which: `repeats`, `fetching`.
 - A group stands where the last decision that acknowledges ended. The log judges who was first on a partition, so nobody
-  has to hold anything: `acks`, `starts`. Who reads what is only shared out to spare work in vain: `sharing`.
+  has to hold anything: `acks`, `starts`. Queues are shared out among readers only to spare work in vain: `sharing`.
 
 A message: `broker` hands out a `writer`, `marks` says on it which transaction it belongs to and where that is decided.
 A `reader` pulls it, each partition through its `cursor`. A token: the prepare record names its halves, `endings` ends

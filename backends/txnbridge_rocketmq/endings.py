@@ -73,7 +73,7 @@ def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger,
 
 @contextmanager
 def _decided(token: Token, outcome: str) -> Iterator[None]:
-    """Whoever lacks a right for what is left to do is told that it is decided all the same."""
+    """A user who lacks a right for what is left to do is told that it is decided all the same."""
     try:
         yield
     except AccessDenied as error:

@@ -368,7 +368,7 @@ class Ender:
 
 
 def _require_rights(lines: Sequence[Line]) -> None:
-    """Whoever may not publish at all looks in vain until his time is over."""
+    """A user who may not publish at all would look in vain until his time is over."""
     for line in lines:
         if line.stopped is not None:
             refused = translate(line.stopped, f"publishing to {line.queue.topic}")

@@ -1,7 +1,7 @@
 """Half messages for applications: halves of a producer group of their own, about which the broker asks that group.
 
 What becomes of them is decided as of any prepared transaction: a record names the halves once all are stored, and the
-first decision in the log counts. So whoever is asked needs no memory of it, and of two answers one counts.
+first decision in the log counts. So a process that is asked needs no memory of it, and of two answers one counts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RocketMQHalves(HalfStore):
             if claim is None:
                 self._give_back(half.transaction)
                 return Outcome.UNKNOWN
-            decision = claim.decision  # and whoever decided may not have come to end it
+            decision = claim.decision  # and the process that decided may not have come to end it
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
         outcome = end_prepared(self._ender, token, decision, ledger, deadline)
         self._give_back(half.transaction)

@@ -269,7 +269,7 @@ class _Watch:
 
 
 def shares(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
-    """Who reads which of a topic's queues, for each of its readers. Those asleep are stood in for by the one before."""
+    """Which reader has which of a topic's queues. For one that is asleep the reader before it stands in."""
     found: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:

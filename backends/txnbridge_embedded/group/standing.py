@@ -127,7 +127,7 @@ def _set(connection: sqlite3.Connection, group_id: int, partition_id: int, offse
     for table in ("acks", "pending_acks", "leases"):
         connection.execute(f"DELETE FROM {table} WHERE group_id = ? AND partition_id = ?", where)
     connection.execute("UPDATE positions SET next = ? WHERE group_id = ? AND partition_id = ?", (offset, *where))
-    # Whoever had it last may only be paused: what it acknowledges was delivered before this.
+    # The member that had it last may only be paused: what it acknowledges was delivered before this.
     connection.execute(
         "UPDATE assignments SET member = NULL, epoch = epoch + 1 WHERE group_id = ? AND partition_id = ?", where
     )

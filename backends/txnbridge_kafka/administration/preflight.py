@@ -11,7 +11,7 @@ from txnbridge.spi import Advice, Deadline
 from txnbridge_kafka.administration.doctor import COORDINATION, judge
 from txnbridge_kafka.cluster import Cluster
 
-# Who connects does not wait for what is mostly a warning; a broker that lives answers within milliseconds.
+# Connecting does not wait for what is mostly a warning; a broker that lives answers within milliseconds.
 _SECONDS = 2.0
 
 _log = logging.getLogger("txnbridge")

@@ -146,7 +146,7 @@ def _finish(cluster: Cluster, told: Described, held: Held, known: Sequence[Endin
     cluster.requests.fence(told.id, told.timeout, deadline)
     where = sorted({partition for end in known if end.pid == told.pid for partition in end.partitions})
     everywhere = _open_ones(cluster.requests.producers(where, deadline)).get(told.pid, {})
-    # Whoever owns the id may have opened a newer one since.
+    # The owner of the id may have opened a newer one since.
     ends = last_ends({at: active for at, active in everywhere.items() if active.epoch <= told.epoch}, known)
     return [f"{told.id}: {each}" for each in _write(cluster, told, _decided(ends), deadline)]
 

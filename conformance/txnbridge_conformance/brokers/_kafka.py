@@ -158,7 +158,7 @@ class KafkaProcess(ProcessBroker):
             "node.id": str(node),
             "controller.quorum.voters": ",".join(f"{n}@{HOST}:{port}" for n, port in self._controllers.items()),
             "listeners": f"{client},PROXY://{HOST}:{upstream},CONTROLLER://{HOST}:{self._controllers[node]}",
-            # Whoever comes through the proxy is told the proxy's port, and so stays with it.
+            # A client that comes through the proxy is told the proxy's port, and so stays with it.
             "advertised.listeners": f"{client},PROXY://{HOST}:{listen}",
             "log.dirs": str(self.folder / f"node-{node}"),
             **self._settings,

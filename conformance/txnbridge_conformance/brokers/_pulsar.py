@@ -249,7 +249,7 @@ def addresses(bind: str, port: int, web: int, route: Route) -> dict[str, str]:
         "webServicePort": str(web),
         "bindAddresses": f"proxy:pulsar://{bind}:{route.upstream}",
         "advertisedAddress": HOST,
-        # Whoever comes through the proxy is told the proxy's port, and so stays with it.
+        # A client that comes through the proxy is told the proxy's port, and so stays with it.
         "advertisedListeners": f"internal:pulsar://{HOST}:{port},proxy:pulsar://{HOST}:{route.listen}",
         "internalListenerName": "internal",
     }

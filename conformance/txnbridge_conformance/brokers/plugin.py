@@ -60,14 +60,14 @@ def _or_skip(name: str, start: Callable[..., _Broker], options: dict[str, Any]) 
 
 @pytest.fixture(scope="session")
 def kafka_broker() -> Iterator[brokers.Broker]:
-    """One node of Kafka for all tests of the run. Whoever kills or pauses it brings it back."""
+    """One node of Kafka for all tests of the run. A test that kills or pauses it brings it back."""
     with kafka_or_skip() as broker:
         yield broker
 
 
 @pytest.fixture(scope="session")
 def pulsar_broker() -> Iterator[brokers.Pulsar]:
-    """Pulsar for all tests of the run. Whoever kills or pauses it brings it back.
+    """Pulsar for all tests of the run. A test that kills or pauses it brings it back.
 
     It takes clients for gone that have been silent for 10 seconds; Pulsar as it comes waits for a minute.
     """
@@ -77,7 +77,7 @@ def pulsar_broker() -> Iterator[brokers.Pulsar]:
 
 @pytest.fixture(scope="session")
 def rocketmq_broker() -> Iterator[brokers.RocketMQ]:
-    """One node of RocketMQ for all tests of the run. Whoever kills or pauses it brings it back."""
+    """One node of RocketMQ for all tests of the run. A test that kills or pauses it brings it back."""
     with rocketmq_or_skip() as broker:
         yield broker
 

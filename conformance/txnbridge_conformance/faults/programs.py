@@ -280,7 +280,7 @@ def decide(case: Case) -> None:
     """Claim an id by itself, and write down what counts."""
     with connect(case.url, timeout=TIMEOUT, **SMALL) as bridge:
         decisions = bridge.decisions(case.name)
-        # Whoever comes second wants the opposite, and must not get it.
+        # The second one wants the opposite, and must not get it.
         wish = Decision.COMMIT if case.remembered() is None else Decision.ABORT
         if case.remembered() is None:
             case.remember("asked")
