@@ -11,7 +11,8 @@ How the promises stand on one file:
   evidence of what it committed last, which tells an outcome whose answer was lost: `write.instance`.
 - No process runs in the background. Readers, and administrators' looks at the file, end what is overdue.
 - Members of a group share partitions by leases, which threads of theirs renew: `group.members`, `group.assignment`. A
-  member reads a partition that it has in order (`read.ordered`); members that share messages lease each one (`read.shared`).
+  member reads a partition that it has in order (`read.ordered`); members that share messages lease each
+  one (`read.shared`).
 
 A message: `write.writer` puts it into `write.outgoing`, which stores it under a number that holds its partition and its
 offset (`storage.schema`). `read.polling` wakes up by `storage.wake`, looks how far each partition can be read

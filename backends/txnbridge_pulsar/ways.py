@@ -183,8 +183,8 @@ class Ordered(Way):
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
         """Have a group that has never acknowledged anything begin at a point in time, before it has any members.
 
-        The member that does it has the subscription alone meanwhile, so nothing is moved under a member's feet. A second
-        time changes nothing.
+        The member that does it has the subscription alone meanwhile, so nothing is moved under a member's feet. A
+        second time changes nothing.
         """
         try:
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
