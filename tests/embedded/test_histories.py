@@ -52,7 +52,7 @@ def write_and_vanish(path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for number in range(5):
         writer = kit.open_preparing(broker) if number % 2 else kit.open_writer(broker)
-        kit.begin(writer, timeout=3, hold=0.1, prepare=bool(number % 2))
+        kit.begin(writer, timeout=6, hold=0.1, prepare=bool(number % 2))
         kit.send(writer, "orders", *[b"left alone"] * 60, partition=chance.randrange(PARTITIONS))
         if number % 2:
             writer.prepare(Deadline(30))
@@ -105,7 +105,7 @@ def start() -> Iterator[Callable[..., Child]]:
         yield lambda *task, **options: stack.enter_context(Child(*task, **options))
 
 
-@pytest.mark.timeout(180)  # 4 s where there is a free core
+@pytest.mark.timeout(180)  # 8 s where there is a free core
 @pytest.mark.parametrize("seed", range(2))
 def test_readers_see_exactly_the_committed_messages_in_order_whatever_writers_do(opened, path, start, seed):
     opened().admin.create_topic("orders", PARTITIONS, Deadline(10))
@@ -114,7 +114,7 @@ def test_readers_see_exactly_the_committed_messages_in_order_whatever_writers_do
     for reader in readers:
         assert reader.told() == "reading"
     lonely = start(write_and_vanish, path, seed)
-    doomed = start(write, path, "doomed", seed, 10_000, 1)
+    doomed = start(write, path, "doomed", seed, 10_000, 6)
     writers = [start(write, path, name, seed + number, 30, 20) for number, name in enumerate("ab")]
     committed = dict(doomed.told() for _ in range(10))
     doomed.kill()
