@@ -405,6 +405,7 @@ class State:
         self.renewed: Renewal | None = None  # the last time that the log was begun anew
         self.foundation: tuple[Snapshot, Mapping[str, Any]] | None = None  # the snapshot by which `ids` holds
         self.unproven: Mapping[str, Any] = {}  # the body of the last snapshot, if a record that it names is gone
+        self.lacks_parts = False  # whether a part of a body was not among the records
         self.strangers = False  # whether a record in front of that snapshot belongs to another log
         self._living: dict[Position, int] = {}  # until when each presence may be needed
         self._logs: set[str] = set()  # as which the records in front of that snapshot know this log
@@ -532,6 +533,7 @@ class State:
             self._judge(position, record, winner)
 
     def _assemble(self, stored: Stored) -> Mapping[str, Any] | None:
+        self.lacks_parts |= any(part not in self._parts for part in stored.parts)
         raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
         try:
             return load_json(raw) if digest(raw) == stored.digest else None
@@ -593,7 +595,9 @@ class State:
         """
         if foundation is not None and not self._begin_with(*foundation, records):
             return False
-        return all(self.take(*each) for each in records if self.cursor is None or each[0] > self.cursor[0])
+        behind = (each for each in records if self.cursor is None or each[0] > self.cursor[0])
+        # A claim may have parts in front of the first of these records: another reader knows what it says.
+        return all(self.take(*each) for each in behind) and not self.lacks_parts
 
     def _begin_with(
         self, snapshot: Snapshot, body: Mapping[str, Any], records: Sequence[tuple[Position, bytes]]
