@@ -70,6 +70,28 @@ def test_the_official_client_sees_nothing_of_an_abort(bridge, topic, official):
     assert [value for value, _, _ in read_by(official, topic)] == [b"once"]
 
 
+def test_an_official_consumer_with_a_schema_reads_what_is_written_in_its_encoding(bridge, topic, official):
+    """The schema of the topic came with an official producer; a transaction's messages carry none of their own."""
+    schema = importlib.import_module("pulsar").schema
+
+    class Order(schema.Record):  # type: ignore[misc,name-defined]
+        id = schema.Integer()
+
+    theirs = official.subscribe(topic, "with-a-schema", schema=schema.JsonSchema(Order))
+    producer = official.create_producer(topic, schema=schema.JsonSchema(Order))
+    producer.send(Order(id=1))
+    producer.close()
+    with bridge.transaction() as txn:
+        txn.send(topic, b'{"id": 2}')
+    found = []
+    for _ in range(2):
+        message = theirs.receive(MILLISECONDS)
+        found.append(message.value().id)
+        theirs.acknowledge(message)
+    theirs.close()
+    assert sorted(found) == [1, 2]
+
+
 def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(connect, topic, group):
     """The broker hands out whole entries: what was sent together without keys, or with one key, is one."""
     one, two = connect(), connect()
