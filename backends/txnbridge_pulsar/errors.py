@@ -64,6 +64,10 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
 def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
     if error.code == wire.Code.INVALID_TOPIC_NAME:
         return InvalidOption(text)
+    if error.code == wire.Code.INCOMPATIBLE_SCHEMA:
+        return NotSupported(
+            f"{text}; messages of a bridge carry no schema: switch isSchemaValidationEnforced off there"
+        )
     if error.code == wire.Code.PERSISTENCE or error.code in _QUOTA:
         return StorageFailed(text)
     return BrokerUnavailable(text)

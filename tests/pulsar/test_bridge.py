@@ -13,7 +13,7 @@ from txnbridge_conformance.looking import take, values
 import txnbridge
 from tests.pulsar.wire_kit import SOON, admin, service
 from tests.pulsar.writing_kit import Connect, unique
-from txnbridge import NotSupported, Outcome
+from txnbridge import DeliveryFailed, NotSupported, Outcome
 from txnbridge.capabilities import Capability
 
 MILLISECONDS = int(SOON * 1000)
@@ -90,6 +90,17 @@ def test_an_official_consumer_with_a_schema_reads_what_is_written_in_its_encodin
         theirs.acknowledge(message)
     theirs.close()
     assert sorted(found) == [1, 2]
+
+
+def test_where_a_schema_is_enforced_a_transaction_is_refused_at_once(pulsar_broker, connect, official):
+    schema, namespace = importlib.import_module("pulsar").schema, f"public/{unique('schema')}"
+    admin(pulsar_broker, "PUT", f"namespaces/{namespace}")
+    admin(pulsar_broker, "POST", f"namespaces/{namespace}/schemaValidationEnforced", True)
+    topic = f"persistent://{namespace}/orders"
+    official.create_producer(topic, schema=schema.StringSchema()).close()
+    bridge = connect()
+    with pytest.raises(DeliveryFailed, match="switch isSchemaValidationEnforced off"), bridge.transaction() as txn:
+        txn.send(topic, b"no schema")
 
 
 def test_messages_of_one_entry_go_to_one_member_together_and_others_to_another(connect, topic, group):
