@@ -259,6 +259,27 @@ def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
+def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
+    bridge: Bridge, client: Client, topic: str, pulsar_broker: brokers.Pulsar
+) -> None:
+    """A broker that has a topic anew knows no more what has ended there before."""
+    late = new_topic(bridge)
+    name = concrete(late)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+        number = flush(txn)
+        writer_of(txn)._cover([name], [], Deadline(SOON))
+        ended = announced(bridge)
+        txn.abort()
+    assert shut_out(cluster_of(bridge), ended, Deadline(SOON))
+    admin(pulsar_broker, "PUT", f"{path_of(name)}/unload")
+    send_in(client, name, number, b"late")
+    assert read_all(client, name, patience=1) is None
+    with bridge.transaction() as txn:
+        txn.send(late, b"next")
+    assert read_all(client, name) == [b"next"]
+
+
 # --- T12: a takeover is told that the name is in use, although it has taken place -------------------------------------
 
 
