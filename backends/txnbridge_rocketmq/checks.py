@@ -183,7 +183,7 @@ class Checks:
 
     def _discarded(self, broker: str) -> Iterator[tuple[str, Record]]:
         """One half of each transaction that has some, of this application and of its half messages."""
-        groups = self._cluster.members.groups
+        groups = {self._group, *self._cluster.members.groups}
         seen: set[str] = set()
         at: int | None = 0
         while at is not None:
