@@ -12,6 +12,7 @@ from txnbridge_rocketmq.brokers import BrokerSettings
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.ends import Ender
+from txnbridge_rocketmq.members import Members, Questions
 from txnbridge_rocketmq.owner import Owner
 from txnbridge_rocketmq.remoting import (
     DISCARDED_TOPIC,
@@ -242,7 +243,7 @@ class Process:
             client,
             cast(Any, _Topics()),
             cast(Any, _Brokers(broker)),
-            cast(Any, None),
+            Members(client, Questions()),
             context,
         )
         self.ender = Ender(self.cluster)
