@@ -17,7 +17,7 @@ from txnbridge_kafka.topics import offsets_partition
 from txnbridge_kafka.wire.answers import ActiveProducer
 
 import txnbridge
-from tests.kafka.java_kit import ask_java
+from tests.java_kit import ask_java
 from tests.kafka.test_admin import (
     LONG,
     Held,

@@ -10,7 +10,7 @@ import pytest
 from txnbridge_conformance import brokers
 
 import txnbridge
-from tests.kafka.java_kit import ask_java
+from tests.java_kit import ask_java
 
 PARTITIONS = 7
 KEYS = 200

@@ -26,8 +26,8 @@ from txnbridge_kafka import settings
 from txnbridge_kafka.settings import OPTIONS, REFUSED, Settings, java, names
 
 import txnbridge
+from tests.java_kit import ask_java
 from tests.kafka.certificates import Authority, openssl
-from tests.kafka.java_kit import ask_java
 from txnbridge._url import parse_url
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url

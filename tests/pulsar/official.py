@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from contextlib import suppress
 from typing import Any
 
 pulsar: Any = importlib.import_module("pulsar")
 PATIENCE_MS = 30_000
+HELD_BACK_MS = 5_000
 
 
 def write(client: Any, topic: str) -> None:
@@ -52,9 +54,19 @@ def see(client: Any, topic: str) -> None:
         reader.close()
 
 
+def see_committed(client: Any, topic: str) -> None:
+    """The number of a partition and a value, of everything that comes; something open may hold back the rest."""
+    for number, partition in enumerate(client.get_topic_partitions(topic)):
+        reader = client.create_reader(partition, pulsar.MessageId.earliest)
+        with suppress(pulsar.Timeout):
+            while reader.has_message_available():
+                sys.stdout.write(json.dumps([number, reader.read_next(HELD_BACK_MS).data().decode()]) + "\n")
+        reader.close()
+
+
 def main(url: str, what: str, topic: str) -> None:
     client = pulsar.Client(url, logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error))
-    {"write": write, "read": read, "see": see}[what](client, topic)
+    {"write": write, "read": read, "see": see, "see_committed": see_committed}[what](client, topic)
     client.close()
 
 

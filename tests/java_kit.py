@@ -1,9 +1,9 @@
-"""Kafka's own Java client, asked from the outside: what it says is what ours is held to."""
+"""The brokers' own Java clients, asked from the outside: what they say is what ours is held to."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,14 @@ from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.brokers._kafka import fetch_kafka
 
 
-def ask_java(folder: Path, imports: str, body: str, lines: Iterable[str] = ()) -> list[str]:
-    """What a Java program prints whose `main` has that body, with Kafka's classes at hand and `lines` to read."""
+def ask_java(
+    folder: Path, imports: str, body: str, lines: Iterable[str] = (), fetch: Callable[[], Path] = fetch_kafka
+) -> list[str]:
+    """What a Java program prints whose `main` has that body, with a broker's classes at hand and `lines` to read."""
     try:
-        command, jars = java(), fetch_kafka()
+        command, jars = java(), fetch()
     except brokers.ToolMissing as error:
-        pytest.skip(f"needs Kafka's Java classes: {error}")
+        pytest.skip(f"needs a broker's Java classes: {error}")
     program = folder / "Asked.java"
     header = "".join(f"import {name};\n" for name in ["java.util.*", "java.io.*", *imports.split()])
     program.write_text(
