@@ -474,8 +474,8 @@ class Bridge:
             self._end_calls(deadline)
             connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             connection.writers.close()
+            connection.broker.close(deadline)  # which notes in the logs what its publishers have stored
             self._logs.close()
-            connection.broker.close(deadline)
             self._logs.close_keeper()
         _live.discard(self)
 

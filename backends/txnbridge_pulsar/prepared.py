@@ -28,7 +28,7 @@ _log = logging.getLogger("txnbridge")
 _LOOK_SECONDS = 0.2
 # So many unresolved transactions are asked about before another topic is made, which takes longer than all of that.
 _ASKED_FIRST = 4
-# So long is looked how one of them ended: for its marker, and then for whatever else tells.
+# So long is looked how one of them ended: its coordinator is asked, then its marker, and then whatever else tells.
 _CLEAR_SECONDS = 10.0
 
 
@@ -48,7 +48,7 @@ class Slots:
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._unresolved: dict[int, Announced] = {}
-        self._hidden: set[TxnId] = set()  # of those: the coordinator has forgotten them, and no marker tells more
+        self._hidden: set[TxnId] = set()  # of those: nobody has told how they ended
         self._used = 0  # all below have been used by this owner
 
     def keep(self, found: Announced) -> None:
@@ -87,7 +87,7 @@ class Slots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Ask about the oldest unresolved ones whether they have ended; about those whose markers are hidden, which
+        """Ask about the oldest unresolved ones whether they have ended; about those of which nobody could tell, which
         takes seconds each, only when all slots are taken.
         """
         with self._lock:
@@ -103,20 +103,17 @@ class Slots:
                 self._told_resolved(found.txn)
 
     def _is_resolved(self, found: Announced, deadline: Deadline) -> bool:
-        if coordinator_state(self._cluster, found.txn, found.marked, deadline):
-            return False
-        if self._is_clear(found, Deadline(min(_CLEAR_SECONDS, deadline.left()))):
-            return True
+        deadline = Deadline(min(_CLEAR_SECONDS, deadline.left()))
+        try:
+            if coordinator_state(self._cluster, found.txn, found.marked, deadline):
+                return False
+            if self._unclear.is_clear(found, deadline):
+                return True
+        except TxnBridgeError as error:  # a broker may be away, and other slots are free
+            _log.debug("how transaction %s ended: %s", found.transaction, error)
         with self._lock:
             self._hidden.add(found.txn)
         return False
-
-    def _is_clear(self, found: Announced, deadline: Deadline) -> bool:
-        try:
-            return self._unclear.is_clear(found, deadline)
-        except TxnBridgeError as error:  # its broker may be away, and other slots are free
-            _log.debug("how transaction %s ended: %s", found.transaction, error)
-            return False
 
     def _all_taken(self, name: str) -> str:
         with self._lock:

@@ -243,7 +243,7 @@ class _Line:
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
         """Put a message on its way; waits for room only. Raises `_Failure`, also of an earlier one."""
         while True:
-            if self._producer.lost is not None:
+            if self._is_interrupted:
                 self._recover(deadline)
             self._check()
             try:
@@ -280,15 +280,22 @@ class _Line:
     def settle(self, deadline: Deadline) -> None:
         """Return when all is stored. Raises `_Failure`, and `DeadlineExceeded`: then it goes on."""
         while True:
-            if self._producer.lost is not None:
+            if self._is_interrupted:
                 self._recover(deadline)
             try:
                 self._producer.flush(deadline.left())
             except wire.TimedOut as error:
                 raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may yet be stored") from error
             self._check()
-            if self._producer.lost is None:
+            if not self._is_interrupted:
                 return
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether the connection was lost, or messages were on their way by then that have not been sent again: it was
+        opened anew, and then something else failed.
+        """
+        return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
         """Open again, and send messages without a receipt once more, where that makes no copies."""

@@ -113,19 +113,27 @@ class PulsarReader(Reader):
         ]
         begun = {topic: self._begun.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
 
-        def open_one(partition: Partition, concrete: str) -> Cursor:
+        opened: list[Cursor] = []
+
+        def open_one(partition: Partition, concrete: str) -> None:
             if partition[1] < begun[partition[0]]:
                 self._begun.check(concrete, deadline)
             consumer = self._way.open(concrete, first, deadline)
-            return Cursor(partition, concrete, consumer, self._way.grouped)
+            opened.append(Cursor(partition, concrete, consumer, self._way.grouped))
 
-        if len(missing) < 2:
-            opened = [open_one(*each) for each in missing]
-        else:
-            with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(missing))) as pool:
-                opened = list(pool.map(lambda each: open_one(*each), missing))
-        for topic in begun:
-            self._begun.record(topic, len(topics[topic]), deadline)
+        try:
+            if len(missing) < 2:
+                for each in missing:
+                    open_one(*each)
+            else:
+                with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(missing))) as pool:
+                    list(pool.map(lambda each: open_one(*each), missing))
+            for topic in begun:
+                self._begun.record(topic, len(topics[topic]), deadline)
+        except BaseException:
+            for cursor in opened:  # it is opened once more, and the broker could give the partition to this one
+                cursor.consumer.close(deadline.left())
+            raise
         return opened
 
     def _add(self, cursors: Iterable[Cursor]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from tests.core.decisions_kit import MemoryLog
@@ -42,8 +44,10 @@ class LedgerWriter(ToyWriter):
 
 class LedgerBroker(ToyBroker):
     logs: dict[str, MemoryLog]
+    ledger: Ledger
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
+        self.ledger = ledger
         ledger.opened({"writers": count}, deadline)
         return super().open_writers(identity, count, ledger, deadline)
 
@@ -115,3 +119,15 @@ def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) ->
         assert backend.logs == {}
         with bridge.transaction():
             assert len(backend.logs) == 1
+
+
+def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(
+    backend: LedgerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(LedgerBroker, "close", lambda broker, deadline: broker.ledger.opened({"writers": 7}, deadline))
+        with connect("toy:", transactional_id="billing", application="shop") as bridge, bridge.transaction():
+            pass
+    with connect("toy:", application="shop") as bridge, closing(bridge.decisions()) as decisions:
+        opening = decisions.read("billing").opening
+    assert opening is not None and opening.data == {"writers": 7}

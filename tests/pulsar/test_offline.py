@@ -20,9 +20,10 @@ from txnbridge_pulsar.owner import Owner
 from txnbridge_pulsar.publisher import PulsarPublisher
 from txnbridge_pulsar.refusal import Refuser
 from txnbridge_pulsar.unclear import Unclear
-from txnbridge_pulsar.wire import TimedOut, TxnId
+from txnbridge_pulsar.wire import Client, Compression, TimedOut, TxnId
 from txnbridge_pulsar.writer import PulsarWriter
 
+from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
 from txnbridge import (
     AccessDenied,
@@ -48,7 +49,7 @@ MARKED = Marked("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nc
 
 def cluster_with(**parts: Any) -> Any:
     settings = SimpleNamespace(
-        mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace=Namespace("a", "b"), pack=None
+        mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace=Namespace("a", "b"), pack=Compression.NONE
     )
     client = SimpleNamespace(hang_up=lambda lane: None)
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
@@ -125,24 +126,35 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
     assert told == [MARKED.topic]
 
 
-@pytest.mark.parametrize("told", [True, False, BrokerUnavailable("the marker topic is being moved")], ids=repr)
-def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
-    monkeypatch: pytest.MonkeyPatch, told: bool | TxnBridgeError
-) -> None:
-    def is_clear(*_: object) -> bool:
-        if isinstance(told, TxnBridgeError):
-            raise told
-        return told
+AWAY = BrokerUnavailable("its broker is away")
 
-    monkeypatch.setattr(prepared, "coordinator_state", lambda *_: "")
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [("", True), ("", False), ("", AWAY), (AWAY, True)],
+    ids=["told", "hidden", "marker away", "coordinator away"],
+)
+def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch, state: str | TxnBridgeError, told: bool | TxnBridgeError
+) -> None:
+    def answer(found: Any) -> Any:
+        if isinstance(found, TxnBridgeError):
+            raise found
+        return found
+
+    def is_clear(*_: object) -> bool:
+        return bool(answer(told))
+
+    monkeypatch.setattr(prepared, "coordinator_state", lambda *_: answer(state))
     resolved: list[TxnId] = []
     unclear: Any = SimpleNamespace(is_clear=is_clear)
     slots = prepared.Slots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
     slots.keep(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED, slot=0, prepared=True))
     slots.release(0)
-    assert slots.take("id", Deadline(SOON)) == (0 if told is True else 1)
-    assert resolved == ([TXN] if told is True else [])
+    is_free = (state, told) == ("", True)
+    assert slots.take("id", Deadline(SOON)) == (0 if is_free else 1)
+    assert resolved == ([TXN] if is_free else [])
 
 
 # --- what a coordinator forgot ----------------------------------------------------------------------------------------
@@ -289,7 +301,7 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
         sent.append(sequence_id)
         return SimpleNamespace(when_done=lambda _: None)
 
-    producer = SimpleNamespace(last_sequence_id=last, lost=None, send=send)
+    producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
     topics = SimpleNamespace(
         concrete=lambda *_: ["t-partition-0"], require=lambda *_: ["t-partition-0"], deduplicates=deduplicates
     )
@@ -297,7 +309,7 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
     return PulsarPublisher(cluster_with(id="cluster", topics=topics, client=client), "name", lambda _: ledger), sent
 
 
-def send_one(publisher: PulsarPublisher, sequence: int) -> None:
+def send_one(publisher: PulsarPublisher, sequence: int | None) -> None:
     publisher.send("t", b"x", None, None, None, None, sequence, Deadline(SOON))
 
 
@@ -367,6 +379,48 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
     publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
     send_one(publisher, 5)
     assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
+
+
+# --- what a publisher had on its way ----------------------------------------------------------------------------------
+
+
+NO_LEDGER: Any = None
+
+
+@pytest.mark.parametrize("again", ["flush", "send"])
+def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhile(again: str) -> None:
+    came: list[int] = []
+    lost: list[Peer] = []
+    answers: list[Any] = [BrokerUnavailable("REST does not answer"), True]
+
+    def deduplicates(*_: object) -> bool:
+        if isinstance(answers[0], BrokerUnavailable):
+            raise answers.pop(0)
+        return True
+
+    with fake_broker() as broker, Client(broker.url) as client:
+        owns_everything(broker)
+
+        def take(peer: Peer, fields: dict[str, Any]) -> None:
+            if not lost:
+                lost.append(peer)
+            if peer is lost[0]:
+                peer.hang_up()
+                return
+            came.append(fields["sequence_id"])
+            id = {"ledger_id": 1, "entry_id": len(came)}
+            peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=came[-1], message_id=id)
+
+        broker.handlers["send"] = take
+        topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"], deduplicates=deduplicates)
+        publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
+        send_one(publisher, None)
+        with pytest.raises(BrokerUnavailable, match="REST"):
+            publisher.flush(Deadline(SOON))
+        if again == "send":
+            send_one(publisher, None)
+        publisher.flush(Deadline(SOON))
+    assert came == ([0, 1] if again == "send" else [0])
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------

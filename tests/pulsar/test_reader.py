@@ -19,6 +19,7 @@ from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.wire_kit import admin, batch_of, path_of, service
 from txnbridge.errors import (
+    BrokerUnavailable,
     Conflict,
     DeadlineExceeded,
     InvalidOption,
@@ -282,6 +283,28 @@ def test_partitions_that_are_added_are_read_from_their_beginning(
         write(client, wire.partition_name(topic, number), b"%d" % number)
     assert sorted(values(reader.take(2))) == [b"1", b"2"]
     assert sorted(reader.positions()) == [(topic, 0), (topic, 1), (topic, 2)]
+
+
+def test_partitions_that_were_added_while_something_failed_are_read_by_nobody_else(
+    pulsar_broker, client, topic, member, partitioned, monkeypatch
+):
+    write(client, partitioned(1)[0], b"0")
+    reader = member(topic)
+    assert values(reader.take(1)) == [b"0"]
+    failures = [BrokerUnavailable("the decision log's broker is away")] * 2
+
+    def record(*_):
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(reader.reader._begun, "record", record)
+    admin(pulsar_broker, "POST", f"{path_of(topic)}/partitions", 4)
+    for number in (1, 2, 3):
+        write(client, wire.partition_name(topic, number), b"%d" % number)
+    assert sorted(values(reader.take(3))) == [b"1", b"2", b"3"]
+    for number in (1, 2, 3):
+        stats = admin(pulsar_broker, "GET", f"{path_of(wire.partition_name(topic, number))}/stats")
+        assert len(stats["subscriptions"]["group"]["consumers"]) == 1
 
 
 @pytest.mark.parametrize("group", [None, "group"], ids=["alone", "group"])

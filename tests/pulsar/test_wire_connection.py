@@ -156,6 +156,15 @@ def test_an_answer_that_comes_too_late_disturbs_nobody():
         connection.close()
 
 
+def test_nothing_is_left_of_lanes_that_were_hung_up():
+    with fake_broker() as broker, Client(broker.url) as client:
+        owns_everything(broker)
+        for number in range(10):
+            client.read("persistent://a/b/t", timeout=SOON, lane=f"reader {number}")
+            client.hang_up(f"reader {number}")
+        assert [lane for _, lane in [*client._pool._connections, *client._pool._opening]] == [""]
+
+
 def test_an_error_with_the_code_0_is_an_error():
     def refuse(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("new_txn_response", request_id=fields["request_id"], error=0, message="no")

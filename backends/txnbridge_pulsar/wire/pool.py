@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from .address import Address
 from .clock import Deadline, pauses
@@ -61,7 +62,8 @@ class Pool:
         self._options = options
         self._lock = threading.Lock()
         self._connections: dict[tuple[Target, str], Connection] = {}
-        self._opening: dict[tuple[Target, str], threading.Lock] = {}
+        # Each as long as somebody uses it: every reader has a lane of its own, and there may be millions.
+        self._opening: WeakValueDictionary[tuple[Target, str], threading.Lock] = WeakValueDictionary()
         self._closed = False
 
     def get(self, target: Target, lane: str, deadline: Deadline) -> Connection:
