@@ -21,6 +21,7 @@ from txnbridge._token import Decision
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     EvidenceLost,
     Fenced,
     InvalidOption,
@@ -137,6 +138,38 @@ def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
     before = len(log.records)
     assert decisions.claim("id", ABORT) == first
     assert len(log.records) == before
+
+
+@pytest.mark.parametrize(("nth", "told"), [(1, OutcomeUnknown), (2, COMMIT)], ids=["judging", "tidying"])
+def test_whose_time_is_over_behind_its_claim_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
+    """Another thread reads the log, and the broker keeps it waiting."""
+    decisions = join()
+    begin, follower = decisions.begin(), decisions._engine.follower
+    append, looking, looks = follower.append, follower.looking, None
+
+    def append_it(record, *rest):
+        nonlocal looks
+        found = append(record, *rest)
+        if isinstance(record, Claimed):
+            looks = 0
+        return found
+
+    def look(deadline):
+        nonlocal looks
+        if looks is not None:
+            looks += 1
+        if looks == nth:
+            raise DeadlineExceeded("another thread reads")
+        return looking(deadline)
+
+    monkeypatch.setattr(follower, "append", append_it)
+    monkeypatch.setattr(follower, "looking", look)
+    if told is COMMIT:
+        assert decisions.claim("t", COMMIT, begin=begin).decision is COMMIT
+    else:
+        with pytest.raises(told, match="a claim on t is stored"):
+            decisions.claim("t", COMMIT, begin=begin)
+    assert decisions.read("t", begin=begin).claim.decision is COMMIT
 
 
 def test_ids_that_look_alike_are_different_ids(join):
