@@ -36,6 +36,7 @@ class Logs:
         self._elsewhere = elsewhere
         self._opening = threading.Lock()
         self._opened: dict[str, Decisions] = {}  # those that hold ledgers
+        self._closed = False
 
     def own_ledger(self) -> Ledger:
         """What this bridge's id keeps in the log of its application."""
@@ -81,7 +82,8 @@ class Logs:
         )
 
     def close(self) -> None:
-        for log in self._opened.values():
+        self._closed = True
+        for log in list(self._opened.values()):
             close_quietly(log.close)
 
     def close_keeper(self) -> None:
@@ -92,6 +94,8 @@ class Logs:
         with self._opening:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
+            if self._closed:  # meanwhile: a broker may ask about transactions until it is closed itself
+                close_quietly(self._opened[name].close)
             return self._opened[name]
 
     def _place(self, deadline: Deadline) -> str | None:
