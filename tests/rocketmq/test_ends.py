@@ -704,6 +704,16 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
     assert asker.ask() == [half(2, 60).transaction]
 
 
+def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
+    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    asker._hear(asker._name, broker.ask())
+    [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
+    assert check.record.body == b""
+    [found] = asker.checks("shop", 1, Deadline(60))
+    assert [message.value for message in found.messages] == [b"1"]
+
+
 @pytest.mark.parametrize(
     ("ahead", "seconds"), [(3.0, 0.0), (0.0, 0.3)], ids=["by a clock that is ahead", "by one who fell asleep"]
 )
