@@ -16,7 +16,7 @@ import pytest
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
-from txnbridge import BrokerUnavailable, InvalidState, _bridge
+from txnbridge import BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
 from txnbridge._writers import Writers
 from txnbridge.spi import Deadline
 from txnbridge.testing import Child
@@ -184,6 +184,31 @@ def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path
         with pytest.raises(InvalidState, match="closed"):
             asked.result(30)
     assert log.closed == 1
+    bridge.close()
+
+
+def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
+    bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
+    ours = bridge._logs.own_ledger()
+    ours.newest_opening(Deadline(30))
+    opening, opened = threading.Event(), threading.Event()
+
+    def open_slowly(name, deadline):
+        opening.set()
+        assert opened.wait(30)
+        return Kept()
+
+    monkeypatch.setattr(bridge._connection.broker, "decision_log", open_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(bridge._logs.ledger("theirs", "x").newest_opening, Deadline(30))
+        assert opening.wait(30)
+        try:
+            ours.newest_opening(Deadline(5))
+            with pytest.raises(DeadlineExceeded):
+                bridge._logs.ledger("others", "x").newest_opening(Deadline(0.1))
+            assert not theirs.done()
+        finally:
+            opened.set()
     bridge.close()
 
 
