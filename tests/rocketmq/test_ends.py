@@ -23,6 +23,7 @@ from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
     InvalidOption,
@@ -670,6 +671,26 @@ def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, capl
 def status(process: Process, token: Token) -> TokenState:
     ledger = process.decisions.ledger(process.id, token.log)
     return status_of(process.ender, token, ledger, Deadline(60)).state
+
+
+def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
+    append, appending, stored = log.append, threading.Event(), threading.Event()
+
+    def append_slowly(record, deadline=None):
+        appending.set()
+        assert stored.wait(30)
+        return append(record)
+
+    log.append = append_slowly
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(owner.owner.prepare_writer, Deadline(30))
+        assert appending.wait(30)
+        try:
+            with pytest.raises(DeadlineExceeded, match="opened billing"):
+                owner.owner.prepare_writer(Deadline(0.1))
+            assert not first.done()
+        finally:
+            stored.set()
 
 
 # --- half messages of applications ----------------------------------------------------------------------------------
