@@ -65,6 +65,9 @@ class FaultyLog(MemoryLog):
     def fill_up(self, record: bytes) -> Position:
         raise StorageFailed("disk full")
 
+    def deny(self, record: bytes) -> Position:
+        raise AccessDenied("not any more")
+
 
 @pytest.fixture
 def log():
@@ -272,10 +275,11 @@ def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
     refused(lambda: decisions.claim("id", COMMIT), log, StorageFailed)
 
 
-def test_a_full_disk_after_a_lost_answer_leaves_the_claim_unknown(join, log):
+@pytest.mark.parametrize("then", ["fill_up", "deny"])
+def test_what_fails_for_good_after_a_lost_answer_leaves_the_claim_unknown(join, log, then):
     decisions = join()
     decisions.begin()
-    log.appends = [log.lose_record, log.fill_up]
+    log.appends = [log.lose_record, getattr(log, then)]
     refused(lambda: decisions.claim("id", COMMIT), log, OutcomeUnknown)
 
 
