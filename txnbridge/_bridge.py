@@ -167,12 +167,17 @@ class Bridge:
         )
         deadline = connection.deadline()
         with connection.events.step("bridge.open", url=str(url)):
-            connection.broker = backend.open(url, ours, context, deadline)
             try:
-                if identity.owned:
-                    connection.writers.open(deadline)
-            except BaseException:
-                connection.broker.close(deadline)
+                connection.broker = backend.open(url, ours, context, deadline)
+                try:
+                    if identity.owned:
+                        connection.writers.open(deadline)
+                except BaseException:
+                    connection.broker.close(deadline)
+                    raise
+            except BaseException:  # whoever tries again and again would leave logs and their keepers behind each time
+                logs.close()
+                logs.close_keeper()
                 raise
         _live.add(self)
 

@@ -10,7 +10,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._ledger import LazyLedger
 from txnbridge._token import Token
 from txnbridge.capabilities import Capability
-from txnbridge.errors import InvalidToken
+from txnbridge.errors import DeadlineExceeded, InvalidToken
 from txnbridge.spi import DecisionLog, Ledger
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Logs:
         self._elsewhere = elsewhere
         self._opening = threading.Lock()
         self._opened: dict[str, Decisions] = {}  # those that hold ledgers
+        self._closed = False
 
     def own_ledger(self) -> Ledger:
         """What this bridge's id keeps in the log of its application."""
@@ -81,7 +82,8 @@ class Logs:
         )
 
     def close(self) -> None:
-        for log in self._opened.values():
+        self._closed = True
+        for log in list(self._opened.values()):
             close_quietly(log.close)
 
     def close_keeper(self) -> None:
@@ -89,10 +91,18 @@ class Logs:
             close_quietly(self._elsewhere.close)
 
     def _log(self, name: str, deadline: Deadline) -> Decisions:
-        with self._opening:
+        if (found := self._opened.get(name)) is not None:
+            return found
+        if not self._opening.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread opened a decision log for longer than {deadline.seconds:g} s")
+        try:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
+            if self._closed:  # meanwhile: a broker may ask about transactions until it is closed itself
+                close_quietly(self._opened[name].close)
             return self._opened[name]
+        finally:
+            self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
         """What names the place of the decision logs in tokens, if it is not the broker itself."""

@@ -181,6 +181,8 @@ class Resolver:
             target=self._ask, args=(half,), name=f"txnbridge check {half.transaction}", daemon=True
         )
         with self._changed:
+            if any(half.transaction == transaction for transaction, _ in self._asking.values()):
+                return  # its check takes longer than it is lent for; one that hangs would take all places else
             self._asking[thread] = half.transaction, time.monotonic()
         thread.start()
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge.errors import AccessDenied, Conflict, EvidenceLost, InvalidToken, OutcomeUnknown
+from txnbridge.errors import AccessDenied, BrokerUnavailable, Conflict, EvidenceLost, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.ends import Ender, Turn
 from txnbridge_rocketmq.halves import Part, immunity, parts_as_json, parts_from_json
@@ -53,7 +53,8 @@ class Prepared:
 def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
     """End a prepared transaction; the outcome by the claim that counts, also if that is another process's. Repeatable.
 
-    COMMITTED is said when all of it is published. Raises `OutcomeUnknown` and `EvidenceLost`.
+    COMMITTED is said when all of it is published. Raises `BrokerUnavailable` only while nothing is decided by this
+    call, `OutcomeUnknown` and `EvidenceLost`.
     """
     log = _log_of(token)
     prepared = _prepared(token, ledger, deadline)
@@ -73,14 +74,14 @@ def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger,
 
 @contextmanager
 def _decided(token: Token, outcome: str) -> Iterator[None]:
-    """A user who lacks a right for what is left to do is told that it is decided all the same."""
+    """Whoever cannot do what is left is told that it is decided all the same: others do it, when they are asked."""
+    told = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
     except AccessDenied as error:
-        raise AccessDenied(
-            f"transaction {token.transaction} is {outcome}, and any bridge of its application that may do the rest does"
-            f" so: {error}"
-        ) from error.__cause__
+        raise AccessDenied(f"{told} that may do the rest does so: {error}") from error.__cause__
+    except BrokerUnavailable as error:
+        raise OutcomeUnknown(f"{told} does the rest, as does the same call again: {error}") from error
 
 
 def publish_alone(

@@ -6,6 +6,7 @@ first decision in the log counts. So a process that is asked needs no memory of 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -31,11 +32,13 @@ from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared
 from txnbridge_rocketmq.ends import Ender
 from txnbridge_rocketmq.halves import Halves, parts_as_json, parts_from_json
 from txnbridge_rocketmq.listing import Found, ask_again, list_open
-from txnbridge_rocketmq.marks import Origin, mark_of, origin_of
+from txnbridge_rocketmq.marks import Origin, is_over, mark_of, origin_of
 from txnbridge_rocketmq.messages import from_wire
 from txnbridge_rocketmq.owner import Owner
 from txnbridge_rocketmq.remoting import Check, Property, Record
 from txnbridge_rocketmq.writer import PreparedWriter
+
+_log = logging.getLogger("txnbridge")
 
 # The broker asks about each half of a transaction, and again at each of its looks. While somebody here is at it, or for
 # so long if he says nothing, all that is one question.
@@ -108,13 +111,22 @@ class RocketMQHalves(HalfStore):
         self._be_asked(name, deadline)
         found: list[Half] = []
         while not found and not deadline.expired:
-            for transaction, checks in self._take(name, limit, deadline):
-                half = self._half(group, transaction, checks, Deadline(_LENT_SECONDS))
+            taken, patience = self._take(name, limit, deadline), Deadline(_LENT_SECONDS)
+            for transaction, checks in taken:
+                half = self._half_or_none(group, transaction, checks, patience)
                 if half is not None:
                     found.append(half)
                 else:
                     self._give_back(transaction)
         return found
+
+    def _half_or_none(self, group: str, transaction: str, checks: Sequence[Check], deadline: Deadline) -> Half | None:
+        """One of which nobody can tell anything holds up no other."""
+        try:
+            return self._half(group, transaction, checks, deadline)
+        except TxnBridgeError as error:
+            _log.warning("half-message transaction %s is not asked about now: %s", transaction, error)
+            return None
 
     def _be_asked(self, name: str, deadline: Deadline) -> None:
         with self._changed:
@@ -141,6 +153,7 @@ class RocketMQHalves(HalfStore):
             asked = self._asked.get(name, OrderedDict())
             for check in checks:
                 if (mark := mark_of(check.record)) is not None:
+                    check = replace(check, record=replace(check.record, body=b""))  # thousands may wait
                     asked.setdefault(mark.transaction, {})[check.half.unique_key] = check
                     if len(asked) > _REMEMBERED:
                         asked.popitem(last=False)
@@ -175,9 +188,10 @@ class RocketMQHalves(HalfStore):
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
+        was_over = is_over(origin.deadline)  # before the log is read: what is noted before its end may lead to work
         claim = ledger.decided(transaction, deadline, log=origin.log)
         noted = _noted(ledger, transaction, origin, deadline)
-        if claim is None and noted is None and time.time() * 1000 >= origin.deadline:
+        if claim is None and noted is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         if claim is not None and not self._is_left(transaction, claim, deadline):
             home = self._cluster.topics.home

@@ -88,10 +88,12 @@ class RocketMQLog(DecisionLog):
         body, properties = pack_value(record)
         message = remoting.Message(self._queue.topic, body, properties)
         offset = self._again(lambda: self._sent(message, deadline), "appending to it", deadline).queue_offset
-        while self._following(deadline) <= offset:  # until then a reading would end before it
-            if deadline.expired:
-                raise self._unknown("it could not be read yet when the time was over")
-            time.sleep(_LOOK_SECONDS)
+        try:
+            while self._following(deadline) <= offset:  # until then a reading would end before it
+                deadline.check("reading it back")
+                time.sleep(_LOOK_SECONDS)
+        except TxnBridgeError as error:  # it is stored, so nobody may be told that nothing was
+            raise self._unknown(str(error)) from error
         return (offset,)
 
     def _sent(self, message: remoting.Message, deadline: Deadline) -> remoting.Stored:

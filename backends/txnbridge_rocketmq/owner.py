@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from txnbridge.errors import Fenced
+from txnbridge.errors import DeadlineExceeded, Fenced
 from txnbridge.spi import Deadline, Identity, Ledger, Writer
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.endings import publish_decided
@@ -44,7 +44,11 @@ class Owner:
 
     def open(self, deadline: Deadline) -> None:
         """Once: a second opening would fence the first."""
-        with self._lock:
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(
+                f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
+            )
+        try:
             if self.opening is not None:
                 return
             with self.cluster.context.events.step("step:open"):
@@ -52,6 +56,8 @@ class Owner:
             if self._identity.owned:
                 self._finish(deadline)
             self.opening = opening
+        finally:
+            self._lock.release()
 
     def _finish(self, deadline: Deadline) -> None:
         """Publish the last commits of the owner before us; that owner had done the same before its first commit.

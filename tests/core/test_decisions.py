@@ -21,6 +21,7 @@ from txnbridge._token import Decision
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     EvidenceLost,
     Fenced,
     InvalidOption,
@@ -63,6 +64,9 @@ class FaultyLog(MemoryLog):
 
     def fill_up(self, record: bytes) -> Position:
         raise StorageFailed("disk full")
+
+    def deny(self, record: bytes) -> Position:
+        raise AccessDenied("not any more")
 
 
 @pytest.fixture
@@ -137,6 +141,38 @@ def test_claiming_again_changes_nothing_and_writes_nothing(join, log):
     before = len(log.records)
     assert decisions.claim("id", ABORT) == first
     assert len(log.records) == before
+
+
+@pytest.mark.parametrize(("nth", "told"), [(1, OutcomeUnknown), (2, COMMIT)], ids=["judging", "tidying"])
+def test_whose_time_is_over_behind_its_claim_never_says_that_nothing_was_decided(join, monkeypatch, nth, told):
+    """Another thread reads the log, and the broker keeps it waiting."""
+    decisions = join()
+    begin, follower = decisions.begin(), decisions._engine.follower
+    append, looking, looks = follower.append, follower.looking, None
+
+    def append_it(record, *rest):
+        nonlocal looks
+        found = append(record, *rest)
+        if isinstance(record, Claimed):
+            looks = 0
+        return found
+
+    def look(deadline):
+        nonlocal looks
+        if looks is not None:
+            looks += 1
+        if looks == nth:
+            raise DeadlineExceeded("another thread reads")
+        return looking(deadline)
+
+    monkeypatch.setattr(follower, "append", append_it)
+    monkeypatch.setattr(follower, "looking", look)
+    if told is COMMIT:
+        assert decisions.claim("t", COMMIT, begin=begin).decision is COMMIT
+    else:
+        with pytest.raises(told, match="a claim on t is stored"):
+            decisions.claim("t", COMMIT, begin=begin)
+    assert decisions.read("t", begin=begin).claim.decision is COMMIT
 
 
 def test_ids_that_look_alike_are_different_ids(join):
@@ -239,10 +275,11 @@ def test_a_claim_that_was_certainly_not_stored_is_no_unknown_one(join, log):
     refused(lambda: decisions.claim("id", COMMIT), log, StorageFailed)
 
 
-def test_a_full_disk_after_a_lost_answer_leaves_the_claim_unknown(join, log):
+@pytest.mark.parametrize("then", ["fill_up", "deny"])
+def test_what_fails_for_good_after_a_lost_answer_leaves_the_claim_unknown(join, log, then):
     decisions = join()
     decisions.begin()
-    log.appends = [log.lose_record, log.fill_up]
+    log.appends = [log.lose_record, getattr(log, then)]
     refused(lambda: decisions.claim("id", COMMIT), log, OutcomeUnknown)
 
 

@@ -276,6 +276,31 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
             other.admin.end_parked("shop", txn.id, ABORT)
 
 
+def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Bridge) -> None:
+    hanging, held, asked = threading.Event(), threading.Event(), list[str]()
+
+    def check(id: str, messages: Sequence[Message]) -> Decision:
+        asked.append(id)
+        if len(set(asked)) > 1:
+            return COMMIT
+        hanging.set()
+        held.wait(60)
+        return UNDECIDED
+
+    with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(UNDECIDED)) as sales:
+        sales.close()
+        with bridge.resolver("shop", check=check, parallel=2):
+            try:
+                first = sell(sales, timeout=TIMEOUT)
+                assert hanging.wait(60)
+                eventually(lambda: stored(bridge, "SELECT checks FROM halves")[0][0] > 1, "it is due again")
+                second = sell(sales, timeout=TIMEOUT)
+                eventually(lambda: published(bridge) == BOTH, "another one is asked about")
+                assert asked == [first.id, second.id]
+            finally:
+                held.set()
+
+
 def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bridge: Bridge, tmp_path: Path) -> None:
     asked, go_on = threading.Event(), threading.Event()
 

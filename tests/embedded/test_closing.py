@@ -9,11 +9,16 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import txnbridge
+from tests.core.decisions_kit import MemoryLog
 from tests.embedded.test_store import hold
+from txnbridge import BrokerUnavailable, DeadlineExceeded, InvalidState, _bridge
+from txnbridge._writers import Writers
+from txnbridge.spi import Deadline
 from txnbridge.testing import Child
 
 # What the programs have in common: threads that commit until they are told that the bridge is closed.
@@ -146,3 +151,78 @@ def test_leaving_a_group_and_closing_do_not_wait_for_a_file_that_another_process
             consumer.close()
         bridge.close()
         assert time.monotonic() - before < 60  # and not all of the bridge's timeout
+
+
+# --- decision logs ----------------------------------------------------------------------------------------------------
+
+
+class Kept(MemoryLog):
+    """Of a broker that drops records by age, so that a thread stays with it; `closed` counts."""
+
+    keeps = 3600.0
+    closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+def test_a_log_that_is_opened_while_its_bridge_closes_is_closed_as_well(tmp_path, monkeypatch):
+    bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
+    opening, closed, log = threading.Event(), threading.Event(), Kept()
+
+    def open_slowly(name, deadline):
+        opening.set()
+        assert closed.wait(30)
+        return log
+
+    monkeypatch.setattr(bridge._connection.broker, "decision_log", open_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(bridge._logs.own_ledger().newest_opening, Deadline(30))
+        assert opening.wait(30)
+        bridge._logs.close()
+        closed.set()
+        with pytest.raises(InvalidState, match="closed"):
+            asked.result(30)
+    assert log.closed == 1
+    bridge.close()
+
+
+def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_a_log(tmp_path, monkeypatch):
+    bridge = txnbridge.connect(f"embedded:{tmp_path}/broker.db")
+    ours = bridge._logs.own_ledger()
+    ours.newest_opening(Deadline(30))
+    opening, opened = threading.Event(), threading.Event()
+
+    def open_slowly(name, deadline):
+        opening.set()
+        assert opened.wait(30)
+        return Kept()
+
+    monkeypatch.setattr(bridge._connection.broker, "decision_log", open_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(bridge._logs.ledger("theirs", "x").newest_opening, Deadline(30))
+        assert opening.wait(30)
+        try:
+            ours.newest_opening(Deadline(5))
+            with pytest.raises(DeadlineExceeded):
+                bridge._logs.ledger("others", "x").newest_opening(Deadline(0.1))
+            assert not theirs.done()
+        finally:
+            opened.set()
+    bridge.close()
+
+
+def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_it(tmp_path, monkeypatch):
+    log, before = Kept(), set(_bridge._live)
+
+    def find_it_busy(writers, deadline):
+        writers._ledger().newest_opening(deadline)
+        raise BrokerUnavailable("not now")
+
+    monkeypatch.setattr(Writers, "open", find_it_busy)
+    monkeypatch.setattr(_bridge._OtherBroker, "decision_log", lambda *_: log)
+    with pytest.raises(BrokerUnavailable):
+        url = f"embedded:{tmp_path}/broker.db"
+        txnbridge.connect(url, transactional_id="billing", decision_log=f"embedded:{tmp_path}/logs.db")
+    assert log.closed == 1
+    assert set(_bridge._live) == before

@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq import checks, ends, marks
+from txnbridge_rocketmq import checks, ends, half_store, marks
 from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.endings import end_prepared, status_of
+from txnbridge_rocketmq.half_store import RocketMQHalves
 from txnbridge_rocketmq.remoting import Answer, Code, Request
 
 from tests.core.decisions_kit import MemoryLog
@@ -22,6 +23,7 @@ from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
     AccessDenied,
     BrokerUnavailable,
+    DeadlineExceeded,
     DeliveryFailed,
     EvidenceLost,
     InvalidOption,
@@ -29,7 +31,7 @@ from txnbridge.errors import (
     OutcomeUnknown,
     TxnBridgeError,
 )
-from txnbridge.spi import Begin, Deadline, Decision, Outcome, Token, TokenState
+from txnbridge.spi import Begin, Deadline, Decision, Half, HalfMessage, Outcome, Token, TokenState
 
 VALUES = [b"%d" % number for number in range(5)]
 
@@ -455,9 +457,9 @@ def prepared(process: Process, number: int = 1, hold: float = 60) -> Token:
     return token_of(process, number, writer)
 
 
-def finish(process: Process, token: Token, decision: Decision = Decision.COMMIT) -> Outcome:
+def finish(process: Process, token: Token, decision: Decision = Decision.COMMIT, seconds: float = 60) -> Outcome:
     ledger = process.decisions.ledger(token.transaction.rsplit("/", 2)[0], token.log)
-    return end_prepared(process.ender, token, decision, ledger, Deadline(60))
+    return end_prepared(process.ender, token, decision, ledger, Deadline(seconds))
 
 
 def test_a_token_commits_the_newest_copies_once(owner, other, broker):
@@ -563,6 +565,18 @@ def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, 
     assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
 
 
+@pytest.mark.parametrize(("decision", "outcome"), [(Decision.COMMIT, "committed"), (Decision.ABORT, "aborted")])
+def test_who_has_decided_and_has_no_time_to_finish_does_not_say_that_nothing_was_decided(
+    owner, other, broker, decision, outcome
+):
+    token = prepared(owner)
+    broker.fault = lambda request: int(Answer.SYSTEM_BUSY) if request.code == Code.QUERY_MESSAGE else None
+    with pytest.raises(OutcomeUnknown, match=f"transaction {token.transaction} is {outcome}, and"):
+        finish(other, token, decision, 0.3)
+    broker.fault = lambda request: None
+    assert finish(owner, token, Decision.COMMIT) is Outcome[outcome.upper()]
+
+
 def test_past_its_hold_a_token_only_aborts(owner, other, broker):
     token = prepared(owner, hold=0.0)
     other_clock = pytest.MonkeyPatch()
@@ -579,7 +593,7 @@ def test_past_its_hold_a_token_only_aborts(owner, other, broker):
 def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker):
     token = prepared(owner)
     once(broker, Code.END_TRANSACTION, 0)
-    with pytest.raises(BrokerUnavailable, match="proxy"):
+    with pytest.raises(OutcomeUnknown, match=r"is committed, and .* proxy"):
         finish(other, token)
 
 
@@ -657,6 +671,103 @@ def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, capl
 def status(process: Process, token: Token) -> TokenState:
     ledger = process.decisions.ledger(process.id, token.log)
     return status_of(process.ender, token, ledger, Deadline(60)).state
+
+
+def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
+    append, appending, stored = log.append, threading.Event(), threading.Event()
+
+    def append_slowly(record, deadline=None):
+        appending.set()
+        assert stored.wait(30)
+        return append(record)
+
+    log.append = append_slowly
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(owner.owner.prepare_writer, Deadline(30))
+        assert appending.wait(30)
+        try:
+            with pytest.raises(DeadlineExceeded, match="opened billing"):
+                owner.owner.prepare_writer(Deadline(0.1))
+            assert not first.done()
+        finally:
+            stored.set()
+
+
+# --- half messages of applications ----------------------------------------------------------------------------------
+
+
+def half(number: int, seconds: float) -> Half:
+    message = HalfMessage("a", b"%d" % number, None, (), 0, None)
+    return Half("shop", f"half-shop-x/y/{number}", [message], 0, int((time.time() + seconds) * 1000))
+
+
+class Asker(RocketMQHalves):
+    """Asks an application, which is a member of the group."""
+
+    def __init__(self, process: Process, broker: HalfBroker) -> None:
+        super().__init__(process.ender)
+        self._broker = broker
+        self._name = process.cluster.settings.half_group("shop")
+        self._asked[self._name] = OrderedDict()
+
+    def ask(self) -> list[str]:
+        """The broker asks; those that the application is asked about."""
+        self._hear(self._name, self._broker.ask())
+        return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
+
+
+def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owner, other, broker, log):
+    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    log.trim((log.next,))  # by age, while everything stood still
+    later = RocketMQHalves(Process(broker, log, "later").ender)
+    later.put(half(2, 60), Deadline(60))
+    assert asker.ask() == [half(2, 60).transaction]
+
+
+def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
+    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store.put(half(1, 60), Deadline(60))
+    asker._hear(asker._name, broker.ask())
+    [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
+    assert check.record.body == b""
+    [found] = asker.checks("shop", 1, Deadline(60))
+    assert [message.value for message in found.messages] == [b"1"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "seconds"), [(3.0, 0.0), (0.0, 0.3)], ids=["by a clock that is ahead", "by one who fell asleep"]
+)
+def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
+    owner, other, broker, log, monkeypatch, ahead, seconds
+):
+    monkeypatch.setattr(marks, "CLOCKS_DIFFER_SECONDS", ahead)
+    asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._noted
+    append = log.append
+    asking: list[Any] = []
+
+    def note_and_sleep(*given):
+        found = noted(*given)
+        stored.set()  # its owner goes on
+        done.wait(30)
+        time.sleep(max(0.0, wanted.deadline_at / 1000 - time.time()))
+        return found
+
+    def store_the_record(record, deadline=None):
+        if b'"prepare"' in record and not asking:
+            asking.append(pool.submit(asker.ask))
+            assert stored.wait(30)
+        return append(record, deadline)
+
+    stored, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(half_store, "_noted", note_and_sleep)
+    log.append = store_the_record
+    with ThreadPoolExecutor(1) as pool:
+        put = RocketMQHalves(owner.ender).put(wanted, Deadline(60))
+        done.set()
+        assert asking[0].result(30) == []
+    assert RocketMQHalves(owner.ender).end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"1"]
 
 
 # --- everything at once ---------------------------------------------------------------------------------------------

@@ -271,6 +271,31 @@ def test_what_a_broker_has_dropped_is_missed(start_rocketmq, opened):
         Decisions(log, timeout=20).claim("id", Decision.COMMIT)
 
 
+@contextmanager
+def forgetful():
+    """A log whose broker stores what it is sent, and then does not say any more where its queue ends."""
+
+    def reply(peer, command):
+        if command.code == Code.GET_BROKER_CLUSTER_INFO:
+            table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{broker.address}"}}}}}}}}'
+            peer.answer(command, body=table.encode())
+        elif command.code == Code.SEND_MESSAGE_V2:
+            peer.answer(
+                command, fields={"msgId": "7F0000010000000100000000000000FF", "queueId": "0", "queueOffset": "3"}
+            )
+        else:
+            peer.answer(command, int(Answer.SYSTEM_BUSY), remark="no")
+
+    with FakeBroker(reply) as broker, Client([broker.address]) as client:
+        yield RocketMQLog(client, Queue("log", "b", 0))
+
+
+def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
+    """Else a commit that stands would be taken for one that was never asked for, and be run again."""
+    with forgetful() as log:
+        takes(0.5, OutcomeUnknown, lambda deadline: log.append(b"stored", deadline))
+
+
 # --- a topic that is not the same any more ----------------------------------------------------------------------------
 
 

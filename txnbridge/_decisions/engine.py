@@ -183,11 +183,16 @@ class Engine:
             if isinstance(acked, Winner):
                 return acked
             self.append(Claimed, {**fields, "acked": acked}, deadline, question.name, follower)
-            with follower.looking(deadline) as state:
-                decided = self.answer(question, state)
-                if decided is None and (acked is None or (by is not None and state.tokens.is_void(by))):
-                    openings = state.tokens.openings if question.begin else state.ids.openings
-                    raise fenced(openings.get(by.id) if by else None)
+            try:
+                with follower.looking(deadline) as state:
+                    decided = self.answer(question, state)
+                    if decided is None and (acked is None or (by is not None and state.tokens.is_void(by))):
+                        openings = state.tokens.openings if question.begin else state.ids.openings
+                        raise fenced(openings.get(by.id) if by else None)
+            except DeadlineExceeded as error:
+                raise OutcomeUnknown(
+                    f"a claim on {question.name} is stored, and this process has not seen whether it counts: {error}"
+                ) from error
         self.tidy_if_due(deadline)
         return decided
 
@@ -268,7 +273,18 @@ class Engine:
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:
-        """To be called behind each record that an application or a backend asked for."""
+        """To be called behind each record that an application or a backend asked for; it may not fail for this."""
+        try:
+            if self._is_tidying_due(deadline) and self._tidying.acquire(blocking=False):
+                try:
+                    self.tidy(deadline)
+                finally:
+                    self._tidying.release()
+        except TxnBridgeError as error:
+            # The decision that brought us here stands whether or not the log could be tidied.
+            _logger.warning("a decision log could not be tidied, the next decision tries again: %s", error)
+
+    def _is_tidying_due(self, deadline: Deadline) -> bool:
         with self.follower.looking(deadline) as state:
             age = self.now() - (state.snapshot_at or 0)
             due = (
@@ -276,17 +292,7 @@ class Engine:
                 or state.bytes_since_snapshot >= _TIDY_BYTES
                 or age >= self.tidy_seconds * 1000
             )
-            if not (due and state.founded and not state.blocked):
-                return
-        if not self._tidying.acquire(blocking=False):
-            return
-        try:
-            self.tidy(deadline)
-        except TxnBridgeError as error:
-            # The decision that brought us here stands whether or not the log could be tidied.
-            _logger.warning("a decision log could not be tidied, the next decision tries again: %s", error)
-        finally:
-            self._tidying.release()
+            return due and state.founded and not state.blocked
 
     # --- appending --------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from txnbridge.errors import (
     EvidenceLost,
     OutcomeUnknown,
     PositionLost,
-    StorageFailed,
     TxnBridgeError,
 )
 from txnbridge.spi import DecisionLog
@@ -263,10 +262,11 @@ class Follower:
                     position = self._log.append(raw, deadline)
                     found["position"] = list(position)
                 return position
-            except (OutcomeUnknown, BrokerUnavailable) as error:
-                failure: TxnBridgeError = error
+            except TxnBridgeError as error:
+                failure = error
             doubt = doubt or isinstance(failure, OutcomeUnknown)
-            if isinstance(failure, DeadlineExceeded | StorageFailed) or deadline.left() <= pause:
+            passes = isinstance(failure, OutcomeUnknown) or type(failure) is BrokerUnavailable
+            if not passes or deadline.left() <= pause:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
