@@ -10,7 +10,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._ledger import LazyLedger
 from txnbridge._token import Token
 from txnbridge.capabilities import Capability
-from txnbridge.errors import InvalidToken
+from txnbridge.errors import DeadlineExceeded, InvalidToken
 from txnbridge.spi import DecisionLog, Ledger
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Logs:
         )
 
     def close(self) -> None:
-        for log in self._opened.values():
+        for log in list(self._opened.values()):  # a call that is left to its caller may open another meanwhile
             close_quietly(log.close)
 
     def close_keeper(self) -> None:
@@ -89,10 +89,14 @@ class Logs:
             close_quietly(self._elsewhere.close)
 
     def _log(self, name: str, deadline: Deadline) -> Decisions:
-        with self._opening:
+        if not self._opening.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread opened a decision log for longer than {deadline.seconds:g} s")
+        try:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
             return self._opened[name]
+        finally:
+            self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
         """What names the place of the decision logs in tokens, if it is not the broker itself."""

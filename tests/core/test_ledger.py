@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
-from txnbridge import Bridge, Fenced, InvalidState, TokenState, connect, plugins
+from tests.in_time import within
+from txnbridge import Bridge, DeadlineExceeded, Fenced, InvalidState, TokenState, connect, plugins
 from txnbridge.spi import (
     Begin,
     Context,
@@ -115,3 +118,28 @@ def test_a_log_is_opened_only_when_the_ledger_is_used(backend: LedgerBackend) ->
         assert backend.logs == {}
         with bridge.transaction():
             assert len(backend.logs) == 1
+
+
+def test_who_waits_for_a_log_that_another_thread_opens_waits_no_longer_than_its_deadline(
+    backend: LedgerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect("toy:", transactional_id="billing", application="shop") as owner:
+        token = prepare(owner)
+    opening, may_go_on, decision_log = threading.Event(), threading.Event(), LedgerBroker.decision_log
+
+    def open_slowly(broker: LedgerBroker, name: str, deadline: Deadline) -> DecisionLog:
+        opening.set()
+        assert may_go_on.wait(60)
+        return decision_log(broker, name, deadline)
+
+    monkeypatch.setattr(LedgerBroker, "decision_log", open_slowly)
+    with connect("toy:", timeout=60) as bridge:
+        thread = threading.Thread(target=bridge.status, args=(token,))
+        thread.start()
+        try:
+            assert opening.wait(60)
+            with within(0.1), pytest.raises(DeadlineExceeded, match="another thread"):
+                bridge.transaction(prepare=True, timeout=0.1)
+        finally:
+            may_go_on.set()
+            thread.join()
