@@ -90,22 +90,28 @@ def connect(
             raise InvalidOption(f"option {min(twice)!r} is given twice, in the URL and in {name}=")
         options |= settings
     application = application or transactional_id or "default"
-    return Bridge(
-        found,
-        address,
-        options,
-        identity=Identity(
-            name=transactional_id or f"anonymous-{random_name(8)}",
-            owned=transactional_id is not None,
-            application=application,
-            host=f"{os.uname().nodename} pid {os.getpid()}",
-        ),
-        timeout=timeout,
-        hold=hold,
-        writers=writers,
-        create_topics=create_topics,
-        elsewhere=None if decision_log is None else _keeper_of_logs(decision_log, application, timeout),
-    )
+    elsewhere = None if decision_log is None else _keeper_of_logs(decision_log, application, timeout)
+    try:
+        return Bridge(
+            found,
+            address,
+            options,
+            identity=Identity(
+                name=transactional_id or f"anonymous-{random_name(8)}",
+                owned=transactional_id is not None,
+                application=application,
+                host=f"{os.uname().nodename} pid {os.getpid()}",
+            ),
+            timeout=timeout,
+            hold=hold,
+            writers=writers,
+            create_topics=create_topics,
+            elsewhere=elsewhere,
+        )
+    except BaseException:
+        if elsewhere is not None:
+            close_quietly(elsewhere.close)
+        raise
 
 
 def _keeper_of_logs(where: str | Engine, application: str, timeout: float) -> Keeper:
@@ -173,11 +179,10 @@ class Bridge:
                     if identity.owned:
                         connection.writers.open(deadline)
                 except BaseException:
-                    connection.broker.close(deadline)
+                    close_quietly(connection.broker.close, deadline)
                     raise
-            except BaseException:  # whoever tries again and again would leave logs and their keepers behind each time
+            except BaseException:  # whoever tries again and again would leave logs behind each time
                 logs.close()
-                logs.close_keeper()
                 raise
         _live.add(self)
 
@@ -479,7 +484,8 @@ class Bridge:
             self._end_calls(deadline)
             connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             connection.writers.close()
-            connection.broker.close(deadline)  # which notes in the logs what its publishers have stored
+            # The broker first: it notes in the logs what its publishers have stored.
+            close_quietly(connection.broker.close, deadline)
             self._logs.close()
             self._logs.close_keeper()
         _live.discard(self)
@@ -491,9 +497,7 @@ class Bridge:
             frame = frame.f_back
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if caller is self:
-                return True
-            if getattr(caller, "_connection", None) is self._connection:  # a transaction's, a consumer's, a check's
+            if caller is self or _connection_of(caller) is self._connection:
                 return True
             frame = frame.f_back
         return False
@@ -539,6 +543,14 @@ class Bridge:
         self._connection.forget_parent()
         for transaction in list(self._transactions):
             transaction._refuse_calls()
+
+
+def _connection_of(caller: object) -> object:
+    """That of a transaction, a consumer, a check. Other objects may have attributes that raise whatever they like."""
+    try:
+        return object.__getattribute__(caller, "_connection")
+    except Exception:
+        return None
 
 
 class _OtherBroker:

@@ -8,7 +8,7 @@ from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
 from txnbridge._token import Decision, Outcome
 from txnbridge.capabilities import Capability
-from txnbridge.errors import BrokerUnavailable, InvalidOption, NotSupported, OutcomeUnknown
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, NotSupported, OutcomeUnknown
 from txnbridge.spi import Broker, Half, HalfStore
 
 # Between two tries to tell a broker that does not answer.
@@ -43,6 +43,8 @@ def end_half(connection: Connection, store: HalfStore, half: Half, decision: Dec
         while True:
             try:
                 outcome = store.end(half, decision, deadline)
+            except EvidenceLost:  # asking again will not help
+                raise
             except (OutcomeUnknown, BrokerUnavailable):
                 if deadline.left() <= _RETRY_SECONDS:
                     raise

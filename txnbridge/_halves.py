@@ -24,6 +24,7 @@ from txnbridge._topics import Topic, encode_message
 from txnbridge.errors import (
     Abort,
     BrokerUnavailable,
+    EvidenceLost,
     InvalidOption,
     InvalidState,
     OutcomeUnknown,
@@ -197,6 +198,8 @@ class HalfTransaction:
         deadline = self._deadline if self._deadline.left() > _END_SECONDS else Deadline(_END_SECONDS)
         try:
             return end_half(self._connection, self._store, half, decision, deadline)
+        except EvidenceLost:
+            raise
         except (OutcomeUnknown, BrokerUnavailable) as error:
             raise OutcomeUnknown(
                 f"transaction {self._id} was decided ({decision.value}), and the broker may not know it yet: {error}."

@@ -83,7 +83,7 @@ class Logs:
 
     def close(self) -> None:
         self._closed = True
-        for log in list(self._opened.values()):
+        for log in list(self._opened.values()):  # a call that is left to its caller may open another meanwhile
             close_quietly(log.close)
 
     def close_keeper(self) -> None:

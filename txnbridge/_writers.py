@@ -45,12 +45,16 @@ class Writers:
     def open(self, deadline: Deadline) -> None:
         """Open all of them: opening an id is one act. Without an id of its own that waits until one is needed."""
         connection = self._connection
-        with self._opening:
+        if not self._opening.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
+        try:
             if self._idle is None:
                 with connection.events.step("writer.open", count=self._size):
                     self._idle = connection.broker.open_writers(
                         connection.identity, self._size, self._ledger(), deadline
                     )
+        finally:
+            self._opening.release()
 
     def take(self, begin: Begin) -> Writer:
         """One that is free, or gets free within the transaction's deadline. A prepared transaction gets a new one."""

@@ -163,3 +163,56 @@ def test_what_was_renewed_stays_known_when_the_log_is_trimmed_and_long(log, monk
     with pytest.raises(EvidenceLost):
         owner.claim("late", begin)
     assert Process(log).open().unfinished() == ["t99"]
+
+
+def test_what_is_told_of_a_renewal_whose_answer_was_lost_is_where_the_log_begins(log):
+    Process(log).open()
+    operator, append, stored = Process(trimmed(log)), log.append, list[object]()
+
+    def without_an_answer(record, deadline=None):
+        position = append(record)
+        if b'"kind":"renewed"' in record and not stored:
+            stored.append(position)
+            raise OutcomeUnknown("no answer")
+        return position
+
+    log.append = without_an_answer
+    assert [operator.decisions.renew(timeout=5)] == stored
+    assert len([1 for _, record in decoded(log.records) if isinstance(record, Renewed)]) == 2
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "late-copy"])
+def test_a_snapshot_may_cover_just_the_renewal_and_the_log_be_trimmed_up_to_it(log, again):
+    Process(log).open()
+    operator = Process(trimmed(log))
+    operator.decisions.renew(timeout=5)
+    if again:
+        renewal = log.records[-1][1]
+        operator.open()
+        log.append(renewal)
+    operator.decisions.tidy(timeout=5)
+    assert isinstance(decoded(log.records)[0][1], Renewed)
+    assert Process(log).open().claim("new", Process(log).begin()) is COMMIT
+
+
+@pytest.mark.parametrize("how", ["renewed", "made-anew"])
+def test_who_begins_with_a_snapshot_passes_over_what_others_have_passed_over(how):
+    """A member of before acknowledges between what a newer one had read and its claim: it is no rival, for nobody."""
+    log = MemoryLog(origin=ORIGIN)
+    old = Process(log, "Y").open()
+    begin, read_up_to = old.begin(), old.ledger.positions("g", Deadline(5))[1]
+    if how == "renewed":
+        Process(trimmed(log)).decisions.renew(timeout=5)
+    else:
+        log.records, log.next = [], 0
+    member = Process(log, "Z")
+    token, known = member.begin(), member.ledger.positions("g", Deadline(5))[1]
+    with pytest.raises(EvidenceLost):
+        old.claim("late", begin, acks=[Ack("g", ("orders", 0), (0,), (7,), read_up_to)])
+    log.append(log.archive[0][1])  # a late copy of a birth record stays where it is, and is none
+    assert member.claim("new", token, acks=[Ack("g", ("orders", 0), (0,), (3,), known)]) is COMMIT
+    member.decisions.tidy(timeout=5)
+    newcomer = Process(log)
+    assert newcomer.decided("new", token) is COMMIT
+    assert newcomer.claim("new", token, ABORT) is COMMIT
+    assert newcomer.ledger.positions("g", Deadline(5))[0] == {("orders", 0): (3,)}

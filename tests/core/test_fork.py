@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import connect_toy
 from txnbridge import InvalidState, Outcome
+from txnbridge._decisions import Decisions
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*fork.*:DeprecationWarning"
@@ -68,3 +70,17 @@ def test_the_child_opens_a_bridge_of_its_own() -> None:
             assert txn.outcome is Outcome.COMMITTED
 
         assert in_child(check) == 0
+
+
+def test_a_decision_log_of_the_parent_is_not_closed_by_the_child() -> None:
+    log, closed = MemoryLog(), list[int]()
+    log.close = lambda: closed.append(os.getpid())  # type: ignore[method-assign]
+    decisions = Decisions(log)
+
+    def check() -> None:
+        decisions.close()  # as `finally:` does, on the way out of what the fork was called in
+        assert not closed
+
+    assert in_child(check) == 0
+    decisions.close()
+    assert closed == [os.getpid()]

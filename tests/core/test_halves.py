@@ -21,6 +21,7 @@ from txnbridge import (
     Bridge,
     BrokerUnavailable,
     Decision,
+    EvidenceLost,
     HalfMessages,
     HalfTransaction,
     InvalidOption,
@@ -215,6 +216,20 @@ def test_what_the_broker_was_not_told_in_time_check_tells_it(bridge: Bridge, mon
             sell(sales, timeout=TIMEOUT)
         away.clear()
         eventually(lambda: published(bridge) == BOTH, "it is published")
+
+
+def test_nobody_asks_again_about_what_nobody_can_tell(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Decision] = []
+
+    def gone(store: EmbeddedHalves, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
+        asked.append(decision)
+        raise EvidenceLost("a half is gone")
+
+    with bridge.half_messages("shop", execute=says(COMMIT), check=says(UNDECIDED)) as sales:
+        monkeypatch.setattr(EmbeddedHalves, "end", gone)
+        with pytest.raises(EvidenceLost, match="a half is gone"):
+            sell(sales, timeout=5)
+    assert asked == [COMMIT]
 
 
 # --- what check says ------------------------------------------------------------------------------------------------

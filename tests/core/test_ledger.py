@@ -8,7 +8,8 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
-from txnbridge import Bridge, Fenced, InvalidState, TokenState, connect, plugins
+from tests.in_time import within
+from txnbridge import Bridge, DeadlineExceeded, Fenced, InvalidState, TokenState, connect, plugins
 from txnbridge.spi import (
     Begin,
     Context,

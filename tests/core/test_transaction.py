@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from tests.core.toy import ToyBroker, ToyWriter, connect_toy
+from tests.core.toy import ToyBackend, ToyBroker, ToyWriter, connect_toy
 from tests.in_time import within
 from txnbridge import (
     Abort,
@@ -603,6 +603,71 @@ def test_closing_inside_closing_does_not_wait_for_itself() -> None:
     assert len(closes) == 1
 
 
+class Settings(dict[str, object]):
+    """As many programs have one: what is no method is looked for among the keys, and missing is a `KeyError`."""
+
+    __getattr__ = dict.__getitem__
+
+    def close_bridge(self, bridge: Bridge) -> None:
+        bridge.close()
+
+
+def test_a_bridge_is_closed_also_by_an_object_that_has_its_own_idea_of_attributes() -> None:
+    bridge, broker = connect_toy()
+    Settings().close_bridge(bridge)
+    assert broker.closed
+
+
+class Elsewhere:
+    """Where decision logs are kept, if not by the broker."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    found = Elsewhere()
+    monkeypatch.setattr("txnbridge._bridge._keeper_of_logs", lambda *_: found)
+    return found
+
+
+@pytest.mark.parametrize("at", ["the option", "the broker", "the writers"])
+def test_a_bridge_that_does_not_open_lets_go_of_where_its_logs_are_kept(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise BrokerUnavailable("away")
+
+    options: dict[str, Any] = {"transactional_id": "billing", "decision_log": "elsewhere:"}
+    if at == "the broker":
+        monkeypatch.setattr(ToyBackend, "open", fail)
+    elif at == "the writers":
+        monkeypatch.setattr(ToyBroker, "open_writers", fail)
+    else:
+        options["toy"] = {"no-such": 1}
+    with pytest.raises((BrokerUnavailable, InvalidOption)):
+        connect_toy(**options)
+    assert elsewhere.closed == 1
+
+
+def test_a_broker_that_cannot_be_closed_properly_keeps_nothing_else_open(
+    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge, broker = connect_toy(decision_log="elsewhere:")
+
+    def close(deadline: Deadline) -> None:
+        raise BrokerUnavailable("away")
+
+    broker.close = close  # type: ignore[method-assign]
+    bridge.close()
+    bridge.close()
+    assert (elsewhere.closed, caplog.messages) == (1, ["closing: away"])
+
+
 def test_a_bridge_without_an_id_opens_its_writers_when_they_are_needed() -> None:
     bridge, broker = connect_toy()
     with bridge:
@@ -615,6 +680,30 @@ def test_a_bridge_without_an_id_opens_its_writers_when_they_are_needed() -> None
 def test_opening_an_id_opens_all_its_writers(bridge: Bridge, toy: tuple[Bridge, ToyBroker]) -> None:
     assert bridge.transactional_id == "billing"
     assert toy[1].identities[0].owned and "pid" in toy[1].identities[0].host
+
+
+def test_who_waits_for_writers_that_another_thread_opens_waits_no_longer_than_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bridge, broker = connect_toy(timeout=60)
+    opening, may_go_on, open_writers = threading.Event(), threading.Event(), broker.open_writers
+
+    def open_slowly(*given: Any) -> Any:
+        opening.set()
+        assert may_go_on.wait(60)
+        return open_writers(*given)
+
+    monkeypatch.setattr(broker, "open_writers", open_slowly)
+    with bridge:
+        thread = threading.Thread(target=lambda: bridge.transaction().abort())
+        thread.start()
+        try:
+            assert opening.wait(60)
+            with within(0.1), pytest.raises(DeadlineExceeded, match="another thread"):
+                bridge.transaction(timeout=0.1)
+        finally:
+            may_go_on.set()
+            thread.join()
 
 
 # --- what is sent ----------------------------------------------------------------------------------------------------

@@ -318,8 +318,8 @@ class Decisions:
         return LogLedger(self, self._engine, id, begin_of(begin))
 
     def close(self) -> None:
-        """Let go of the log. Safe to repeat."""
-        if not self._closed.is_set():
+        """Let go of the log. Safe to repeat. In the child of a fork it does nothing: the log is the parent's."""
+        if not self._closed.is_set() and self._process == os.getpid():
             self._closed.set()
             self._log.close()
 

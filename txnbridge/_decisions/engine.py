@@ -267,9 +267,10 @@ class Engine:
                 covers, raw = state.cursor
             name, nonce = secrets.token_hex(8), self._nonce()
             renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=host)
-            position, counts = self.follower.append(renewed, deadline)
-            if counts:
-                return position
+            if self.follower.append(renewed, deadline)[1]:
+                with self.follower.looking(deadline) as state:
+                    assert state.renewed is not None
+                    return state.renewed.position  # where its first copy is, if the answer to that was lost
             deadline.check("renewing a decision log to which others append")
 
     def tidy_if_due(self, deadline: Deadline) -> None:

@@ -57,8 +57,8 @@ class Follower:
         self._lost = ""  # why this is not the log that was read before
         self._state = self._new_state()
 
-    def _new_state(self, trust_birth: bool = True) -> State:
-        return State(self._tell, self._log.origin, trust_birth)
+    def _new_state(self, trust_birth: bool = True, own: str | None = None) -> State:
+        return State(self._tell, self._log.origin, trust_birth, own)
 
     def _tell(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:
@@ -174,6 +174,8 @@ class Follower:
             self._start_anew(deadline)
         elif self._state.misled and self._state.trusts_birth:
             self._read_anew(deadline, trust_birth=False)
+        elif self._state.took_strangers:
+            self._read_anew(deadline, self._state.trusts_birth, self._state.log)
 
     def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
         """Take the records from the last known one on; how many, or None if that one or one behind it is gone."""
@@ -199,10 +201,11 @@ class Follower:
         deadline.check("reading a decision log that is being trimmed")
         self._read_anew(deadline)
 
-    def _read_anew(self, deadline: Deadline, trust_birth: bool = True) -> None:
-        self._first = None
-        self._state = self._new_state(trust_birth)
-        if trust_birth:
+    def _read_anew(self, deadline: Deadline, trust_birth: bool = True, own: str | None = None) -> None:
+        self._state = self._new_state(trust_birth, own)
+        if own is None:
+            self._first = None
+        if trust_birth and own is None:
             self._begin_near_end(deadline)
         self._read_to_end(deadline)
         self._read_to_end(deadline)

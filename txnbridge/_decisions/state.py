@@ -379,7 +379,7 @@ class State:
 
     `tell` is called with each record's nonce, its position and whether it counts (None: nobody can tell), as soon as
     that is known. Where every log's first record has the same position, `origin` is that: a birth record elsewhere was
-    not the first.
+    not the first. `own` is this log's id if an earlier reading has found it.
     """
 
     def __init__(
@@ -387,9 +387,11 @@ class State:
         tell: Callable[[str, Position, bool | None], None],
         origin: Position | None = None,
         trust_birth: bool = True,
+        own: str | None = None,
     ) -> None:
         self._tell = tell
         self._origin = origin
+        self._own = own
         self.trusts_birth = trust_birth
         self.misled = False  # the birth record that was trusted was not the log's first record
         self.start: Position | None = None
@@ -429,7 +431,7 @@ class State:
         try:
             record = decode(raw)
             if isinstance(record, Renewed):
-                self._take_renewal(position, record)
+                self._take_renewal(position, raw, record)
             else:
                 self._take(position, raw, record)
         except Unreadable as error:
@@ -446,14 +448,15 @@ class State:
             self._take_first(position, record)
         if not self.founded:
             self._digests[position] = digest(raw)
-            if record.log is not None:
-                self._logs.add(record.log)
-        elif record.log not in (None, self.log) and not isinstance(record, Birth):
-            if self._origin is not None or self.renewed is not None:
+        own = self.log if self.founded else self._own
+        if own is not None and record.log not in (None, own) and not isinstance(record, Birth):
+            if not self.founded or self._tells_strangers:
                 # This log's beginning is beyond doubt: its writer still uses a log that was there before this one.
                 self._tell(record.nonce, position, False)
                 return
             self._distrust()
+        elif not self.founded and record.log is not None:
+            self._logs.add(record.log)
         match record:
             case Opened():
                 self.tokens.open(position, record)
@@ -490,13 +493,15 @@ class State:
             self.log, self.born = record.log, position
             self.snapshot_at = record.at  # a birth record covers all that was before it: nothing
 
-    def _take_renewal(self, position: Position, record: Renewed) -> None:
+    def _take_renewal(self, position: Position, raw: bytes, record: Renewed) -> None:
         """Forget all that is in front of this; not if others appended since the operator looked."""
         if self.cursor is None:
             self._take_first(position, record)
         counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)
         if counts:
             self._renew(position, record)
+        elif not self.founded:
+            self._digests[position] = digest(raw)  # the next snapshot may cover just this
         self._tell(record.nonce, position, counts)
 
     def _renew(self, position: Position, record: Renewed) -> None:
@@ -653,6 +658,19 @@ class State:
                 self._tell(late.nonce, position, True)
 
     # --- asking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _tells_strangers(self) -> bool:
+        """Whether a record of another log says nothing against this one."""
+        return self._origin is not None or self.renewed is not None
+
+    @property
+    def took_strangers(self) -> bool:
+        """Whether records of another log were taken for this log's, because only a snapshot behind them tells its id.
+
+        A reader who knew the id has passed over them, and comes to other conclusions.
+        """
+        return self.strangers and self._tells_strangers and self._own != self.log
 
     @property
     def begins_with_snapshot(self) -> bool:
