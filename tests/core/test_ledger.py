@@ -8,8 +8,7 @@ import pytest
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.toy import ToyBackend, ToyBroker, ToyWriter
-from tests.in_time import within
-from txnbridge import Bridge, DeadlineExceeded, Fenced, InvalidState, TokenState, connect, plugins
+from txnbridge import Bridge, Fenced, InvalidState, TokenState, connect, plugins
 from txnbridge.spi import (
     Begin,
     Context,
