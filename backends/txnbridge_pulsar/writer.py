@@ -337,15 +337,17 @@ class PulsarWriter(Writer):
             with self._cluster.events.step("step:commit", self._begun.transaction) as told:
                 ended = end(self._cluster, self._txn, True, deadline)
                 told["ended"] = ended.name
-        except OutcomeUnknown:
+            if ended is Ended.UNCLEAR:
+                self._ask_marker(deadline)
+            elif ended is not Ended.COMMITTED:
+                # Nobody else commits what was not prepared: it was aborted before our request came.
+                raise self._ended_by_others(deadline)
+            self._owner.confirmer.ended(self._txn, True, places, deadline)
+        except (TransactionAborted, Fenced):
+            raise
+        except BaseException:  # also of an interrupted call a token is given out
             self.unknown = True
             raise
-        if ended is Ended.UNCLEAR:
-            self._ask_marker(deadline)
-        elif ended is not Ended.COMMITTED:
-            # Nobody else commits what was not prepared: it was aborted before our request came.
-            raise self._ended_by_others(deadline)
-        self._owner.confirmer.ended(self._txn, True, places, deadline)
         self._done()
 
     def _places(self, deadline: Deadline) -> list[Place]:

@@ -87,6 +87,19 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnB
     monkeypatch.setattr(endings, "_by_marker", look)
 
 
+@pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
+def test_what_tells_how_a_commit_ended_that_was_not_heard_of_is_kept(
+    ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def end(*_: object) -> Ended:
+        raise error
+
+    monkeypatch.setattr(writer, "end", end)
+    with pytest.raises(type(error)):
+        ready.commit(Deadline(SOON))
+    assert ready.unknown
+
+
 @pytest.mark.parametrize("error", [AccessDenied("the token has expired"), NotFound("no such topic")], ids=repr)
 def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: TxnBridgeError
