@@ -299,7 +299,8 @@ class _Line:
 
     def _recover(self, deadline: Deadline) -> None:
         """Open again, and send messages without a receipt once more, where that makes no copies."""
-        again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
+        if self._producer.lost is not None:  # else that was done, and a broker may take a second time for the first
+            again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
             return
         if not self._is_remembered(deadline):

@@ -433,6 +433,7 @@ def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhi
         if again == "send":
             send_one(publisher, None)
         publisher.flush(Deadline(SOON))
+        assert len(broker.wait_for("producer")) == 2
     assert came == ([0, 1] if again == "send" else [0])
 
 
