@@ -310,9 +310,8 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
 
-    def send(message: object, sequence_id: int, timeout: float) -> Any:
+    def send(message: object, sequence_id: int, timeout: float, when_done: object) -> None:
         sent.append(sequence_id)
-        return SimpleNamespace(when_done=lambda _: None)
 
     producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
     topics = SimpleNamespace(
@@ -435,6 +434,34 @@ def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhi
         publisher.flush(Deadline(SOON))
         assert len(broker.wait_for("producer")) == 2
     assert came == ([0, 1] if again == "send" else [0])
+
+
+def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> None:
+    read_on = threading.Event()
+
+    def hello(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
+
+    with fake_broker(connect=hello) as broker, Client(broker.url) as client:
+        owns_everything(broker)
+
+        def take(peer: Peer, fields: dict[str, Any]) -> None:
+            read_on.wait(SOON)  # it reads nothing meanwhile
+            if fields["sequence_id"] == 0:
+                id = {"ledger_id": 1, "entry_id": 1}
+                peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=0, message_id=id)
+            else:
+                peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
+
+        broker.handlers["send"] = take
+        topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
+        publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
+        send_one(publisher, None)
+        broker.wait_for("send")
+        publisher.send("t", bytes(12_000_000), None, None, None, None, None, Deadline(0.5))
+        read_on.set()
+        with pytest.raises(DeliveryFailed):
+            publisher.flush(Deadline(SOON))
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------
