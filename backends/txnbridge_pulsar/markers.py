@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge.errors import DeadlineExceeded, EvidenceLost
+from txnbridge.errors import DeadlineExceeded, EvidenceLost, NotFound
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.cluster import Cluster
@@ -103,46 +103,52 @@ def was_committed(cluster: Cluster, marked: Marked, txn: wire.TxnId, deadline: D
 
     Right only after its coordinator has said that it has ended. Raises `EvidenceLost` if the topic is not what it was.
     """
-    if not cluster.topics.look(marked.topic, deadline):
-        raise EvidenceLost(f"the marker topic {marked.topic} is gone, and with it what told how transactions ended")
-    with translated(f"asking {marked.topic} how transaction {txn} ended"):
-        with _reading(cluster, marked.topic, marked.since, deadline) as entries:
-            try:
-                until = _check_first(marked, _first(entries)).until
-                probe: str | None = None
-                while True:
-                    entry = next(entries, None)
-                    if entry is None:
-                        if probe is None:  # all is read that was there: something plain has to come behind it
-                            probe = new_nonce()
-                            write_plain(cluster, marked.topic, Record(PROBE, probe), deadline)
-                        continue
-                    found = _verdict(entry, txn, until, probe)
-                    if found is not None:
-                        return found
-            except DeadlineExceeded:
-                return None
+    try:
+        with (
+            translated(f"asking {marked.topic} how transaction {txn} ended"),
+            _reading(cluster, marked.topic, marked.since, deadline) as entries,
+        ):
+            return _told(cluster, entries, marked, txn, deadline)
+    except NotFound as error:
+        gone = f"the marker topic {marked.topic} is gone, and with it what told how transactions ended"
+        raise EvidenceLost(gone) from error
 
 
-def _verdict(entry: wire.Entry, txn: wire.TxnId, until: int, probe: str | None) -> bool | None:
-    record = record_of(entry)
-    if record is None:
+def _told(
+    cluster: Cluster, entries: Iterator[wire.Entry | None], marked: Marked, txn: wire.TxnId, deadline: Deadline
+) -> bool | None:
+    try:
+        _check_first(marked, _first(entries))
+        probe: str | None = None
+        while True:
+            entry = next(entries, None)
+            if entry is None:
+                if probe is None:  # all is read that was there: something plain has to come behind it
+                    probe = new_nonce()
+                    write_plain(cluster, marked.topic, Record(PROBE, probe), deadline)
+                continue
+            found = _verdict(entry, txn, marked.at, probe)
+            if found is not None:
+                return found
+    except DeadlineExceeded:
         return None
-    if record.kind == MARK:
-        return True if entry.txn == txn else None
-    if record.kind == HERE:
-        # A writer says so only when all transactions before on this topic have ended; unless its record was stored
-        # late, behind that of a later writer, and then the probe tells.
-        return False if record.until > until else None
-    return False if record.nonce == probe else None
 
 
-def _check_first(marked: Marked, entry: wire.Entry) -> Record:
+def _verdict(entry: wire.Entry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
+    record = record_of(entry)
+    if record is not None and record.kind == MARK and entry.txn == txn:
+        return True
+    if at is not None and (entry.id.ledger, entry.id.entry) > at:
+        return False  # what stands behind the mark can be read
+    # Else only what is certainly behind it tells: an older owner may have written in front of it, as late as it likes.
+    return False if record is not None and record.kind == PROBE and record.nonce == probe else None
+
+
+def _check_first(marked: Marked, entry: wire.Entry) -> None:
     record = record_of(entry)
     there = (entry.id.ledger, entry.id.entry) == marked.since
     if not there or record is None or (record.kind, record.nonce) != (HERE, marked.nonce):
         raise EvidenceLost(f"the marker topic {marked.topic} has lost records: nobody can tell how transactions ended")
-    return record
 
 
 def write_plain(cluster: Cluster, topic: str, record: Record, deadline: Deadline) -> tuple[int, int]:
@@ -185,7 +191,8 @@ def _reading(
     cluster: Cluster, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.Entry | None]]:
     """The entries from a position on; None whenever nothing more has come, until `DeadlineExceeded`."""
-    reader = cluster.client.read(topic, timeout=deadline.left(), start=before(wire.MessageId(*since)))
+    start = before(wire.MessageId(*since))
+    reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
         yield _entries(reader, topic, deadline)
     finally:

@@ -22,23 +22,26 @@ class Marked:
     """Where the record stands that a transaction puts inside itself: its evidence.
 
     `since` is the position of a plain record with a random `nonce`, which the writer has stored there before: a topic
-    that does not begin with that record has lost some, or was made anew.
+    that does not begin with that record has lost some, or was made anew. `at` is where the transaction's own record
+    stands, once its receipt has told.
     """
 
     topic: str  # its full name
     since: tuple[int, int]
     nonce: str
+    at: tuple[int, int] | None = None
 
     def fields(self) -> dict[str, Any]:
-        return {"m": self.topic, "s": list(self.since), "n": self.nonce}
+        found: dict[str, Any] = {"m": self.topic, "s": list(self.since), "n": self.nonce}
+        return found if self.at is None else {**found, "p": list(self.at)}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Marked:
         """Raises `KeyError`, `TypeError` or `ValueError` for other fields."""
-        ledger, entry = fields["s"]
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
-        return cls(fields["m"], (_number(ledger), _number(entry)), fields["n"])
+        at = _place(fields["p"]) if "p" in fields else None  # none in those of earlier versions
+        return cls(fields["m"], _place(fields["s"]), fields["n"], at)
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,11 @@ class Notice:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error
+
+
+def _place(value: Any) -> tuple[int, int]:
+    ledger, entry = value
+    return _number(ledger), _number(entry)
 
 
 def _number(value: Any) -> int:

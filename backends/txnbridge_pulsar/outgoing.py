@@ -86,6 +86,7 @@ class Line:
         self._lane = lane
         self._producer: wire.Producer | None = None
         self._stored = -1  # the highest number with a receipt
+        self.last: tuple[int, int] | None = None  # where the last entry stands, if that is known
 
     def send(self, content: wire.Single | wire.Batch, txn: TxnId, tally: Tally, deadline: Deadline) -> None:
         """Put an entry on its way; the tally learns what became of it. Waits for room only."""
@@ -152,6 +153,7 @@ class Line:
         if receipt.duplicate and not again:
             return Dropped(f"the broker dropped a new entry on {self.concrete} as if it had it already")
         self._stored = max(self._stored, send.highest_sequence_id)
+        self.last = None if receipt.duplicate else (receipt.message_id.ledger, receipt.message_id.entry)
         return None
 
     def recover(self, tally: Tally, deadline: Deadline) -> bool:

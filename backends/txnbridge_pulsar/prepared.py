@@ -160,7 +160,9 @@ class PreparedWriter(PulsarWriter):
         if self._txn is None:  # nothing was sent, and yet there has to be something that can be committed
             self._cover((), (), deadline)
             self._store(deadline)
+        self.marked = self._located()
         assert self._txn is not None and self.marked is not None
+        self._how = replace(self._how, marked=self.marked)
         # Its time may have been over before the last message came: the broker takes late messages without a word.
         if note_prepared(self._cluster, self._txn, self.marked, deadline) != "OPEN":
             raise self._ended_by_others(deadline)

@@ -247,20 +247,21 @@ class _Line:
                 self._recover(deadline)
             self._check()
             try:
-                send = self._producer.send(message, sequence_id=sequence, timeout=deadline.left())
+                self._producer.send(
+                    message,
+                    sequence_id=sequence,
+                    timeout=deadline.left(),
+                    when_done=lambda send: self._became(send, again=sequence is not None),
+                )
             except wire.ConnectionLost as error:
                 if error.may_have_had_effect:
-                    return  # the message is among those that are sent again
+                    return  # the rest of it goes out later, or it is among those that are sent again
                 if isinstance(error, wire.TimedOut):
                     raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self._concrete}") from error
             else:
-                self._watch(send, again=sequence is not None)
                 return
-
-    def _watch(self, send: wire.Send, again: bool) -> None:
-        send.when_done(lambda send: self._became(send, again))
 
     def _became(self, send: wire.Send, again: bool) -> None:
         """Called by the thread that reads receipts. The next `send` or `settle` looks after a lost connection."""
@@ -299,7 +300,8 @@ class _Line:
 
     def _recover(self, deadline: Deadline) -> None:
         """Open again, and send messages without a receipt once more, where that makes no copies."""
-        again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
+        if self._producer.lost is not None:  # else that was done, and a broker may take a second time for the first
+            again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
             return
         if not self._is_remembered(deadline):
@@ -310,8 +312,7 @@ class _Line:
             self._failure = self._failure or lost
             return
         try:
-            for send in self._producer.resend(deadline.left()):
-                self._watch(send, again=True)
+            self._producer.resend(deadline.left(), lambda send: self._became(send, again=True))
         except wire.TimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.ConnectionLost:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from txnbridge.errors import (
@@ -329,22 +330,24 @@ class PulsarWriter(Writer):
         self._store(deadline)
         places = self._places(deadline)
         deadline.check("the transaction")
-        self._how = How(self._how.txn, self._how.marked, True)
+        self._how = How(self._how.txn, self._located(), True)
         if self._txn is None:
             return  # nothing was sent or acknowledged
         try:
             with self._cluster.events.step("step:commit", self._begun.transaction) as told:
                 ended = end(self._cluster, self._txn, True, deadline)
                 told["ended"] = ended.name
-        except OutcomeUnknown:
+            if ended is Ended.UNCLEAR:
+                self._ask_marker(deadline)
+            elif ended is not Ended.COMMITTED:
+                # Nobody else commits what was not prepared: it was aborted before our request came.
+                raise self._ended_by_others(deadline)
+            self._owner.confirmer.ended(self._txn, True, places, deadline)
+        except (TransactionAborted, Fenced):
+            raise
+        except BaseException:  # also of an interrupted call a token is given out
             self.unknown = True
             raise
-        if ended is Ended.UNCLEAR:
-            self._ask_marker(deadline)
-        elif ended is not Ended.COMMITTED:
-            # Nobody else commits what was not prepared: it was aborted before our request came.
-            raise self._ended_by_others(deadline)
-        self._owner.confirmer.ended(self._txn, True, places, deadline)
         self._done()
 
     def _places(self, deadline: Deadline) -> list[Place]:
@@ -357,6 +360,11 @@ class PulsarWriter(Writer):
         self._owner.confirmer.settle({place.topic for place in places}, deadline)
         return places
 
+    def _located(self) -> Marked | None:
+        """With the place of the transaction's mark, once all is stored."""
+        marked = self._how.marked
+        return None if marked is None else replace(marked, at=self._line(marked.topic).last)
+
     def _ask_marker(self, deadline: Deadline) -> None:
         """An answer was lost, and now the coordinator has forgotten the transaction."""
         if self._by_marker(deadline) is Outcome.ABORTED:
@@ -368,10 +376,10 @@ class PulsarWriter(Writer):
         Raises `OutcomeUnknown` whatever keeps the marker from being read: any other error would say that nothing was
         decided.
         """
-        assert self._txn is not None and self.marked is not None
+        assert self._txn is not None and self._how.marked is not None
         self.unknown = True
         try:
-            return outcome_by_marker(self._cluster, self._txn, self.marked, deadline)
+            return outcome_by_marker(self._cluster, self._txn, self._how.marked, deadline)
         except OutcomeUnknown:
             raise
         except TxnBridgeError as error:

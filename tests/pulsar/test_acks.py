@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from contextlib import ExitStack
 
 import pytest
 from txnbridge_pulsar import reader as reading
 from txnbridge_pulsar import wire
-from txnbridge_pulsar.wire import clock
+from txnbridge_pulsar.wire import Client, clock
 
 from tests.core.reading_kit import by_partition, values
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.wire_kit import admin, batch_of, path_of, payloads, receive
+from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from txnbridge.errors import Conflict
 from txnbridge.spi import Deadline
 
@@ -82,6 +83,36 @@ def test_what_an_aborted_transaction_acknowledged_comes_again(client, topic, mem
         has_left(client, reader, topic)
     else:
         has_left(client, reader, topic, b"0", b"2")
+
+
+@pytest.mark.full
+def test_without_single_acknowledgements_a_broker_that_is_killed_keeps_those_of_transactions(start_pulsar):
+    """The log of what transactions acknowledge keeps them, until all of their entry is acknowledged."""
+    broker = start_pulsar(settings={"acknowledgmentAtBatchIndexLevelEnabled": "false"})
+    topics = {sharing: fresh_topic() for sharing in ("partition", "message", "key")}
+    open_ones = []
+    with ExitStack() as left:
+        client = left.enter_context(Client(service(broker)))
+        for sharing, topic in topics.items():
+            write(client, topic, batch_of(b"0", b"1", b"2", b"3", b"4"))
+            reader = Member(broker.url, topic, sharing=sharing)
+            left.callback(reader.leave)
+            found = {m.value: m for m in reader.take(5)}
+            reader.pass_on([found[b"1"]])
+            reader.pass_on([found[b"2"]])
+            open_ones.append(reader.begin((topic, 0)))
+            reader.ack(open_ones[-1], [found[b"3"]])
+    for round in range(2):
+        broker.kill()
+        broker.start()
+        with Client(service(broker)) as client:
+            for txn in open_ones if round == 0 else ():
+                client.transactions.end(txn, True, SOON)
+            for sharing, topic in topics.items():
+                write(client, topic, b"marker")
+                reader = Member(broker.url, topic, sharing=sharing)
+                assert sorted(values(reader.take(3 + round))) == [b"0", b"4", *[b"marker"] * (1 + round)]
+                reader.leave()
 
 
 def test_acknowledgements_over_many_partitions_are_one_atom(pulsar_broker, client, topic, member):

@@ -48,6 +48,12 @@ def test_a_notice_is_read_as_it_was_written() -> None:
     assert Notice.unpack(GOLDEN) == NOTICE
 
 
+def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
+    at = replace(MARKED, at=(7, 9))
+    assert at.fields() == {**MARKED.fields(), "p": [7, 9]}
+    assert (Marked.read(at.fields()), Marked.read(MARKED.fields())) == (at, MARKED)
+
+
 def test_a_notice_of_before_there_were_lineages_is_read() -> None:
     assert Notice.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, lineage="")
 

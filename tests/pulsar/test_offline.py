@@ -87,6 +87,19 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnB
     monkeypatch.setattr(endings, "_by_marker", look)
 
 
+@pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
+def test_what_tells_how_a_commit_ended_that_was_not_heard_of_is_kept(
+    ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def end(*_: object) -> Ended:
+        raise error
+
+    monkeypatch.setattr(writer, "end", end)
+    with pytest.raises(type(error)):
+        ready.commit(Deadline(SOON))
+    assert ready.unknown
+
+
 @pytest.mark.parametrize("error", [AccessDenied("the token has expired"), NotFound("no such topic")], ids=repr)
 def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: TxnBridgeError
@@ -297,9 +310,8 @@ def publisher_where(deduplicates: Any, last: int = -1, ledger: Any = None) -> tu
     ledger = Kept() if ledger is None else ledger
     sent: list[int] = []
 
-    def send(message: object, sequence_id: int, timeout: float) -> Any:
+    def send(message: object, sequence_id: int, timeout: float, when_done: object) -> None:
         sent.append(sequence_id)
-        return SimpleNamespace(when_done=lambda _: None)
 
     producer = SimpleNamespace(last_sequence_id=last, lost=None, unconfirmed=[], send=send)
     topics = SimpleNamespace(
@@ -420,7 +432,36 @@ def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhi
         if again == "send":
             send_one(publisher, None)
         publisher.flush(Deadline(SOON))
+        assert len(broker.wait_for("producer")) == 2
     assert came == ([0, 1] if again == "send" else [0])
+
+
+def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> None:
+    read_on = threading.Event()
+
+    def hello(peer: Peer, fields: dict[str, Any]) -> None:
+        peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
+
+    with fake_broker(connect=hello) as broker, Client(broker.url) as client:
+        owns_everything(broker)
+
+        def take(peer: Peer, fields: dict[str, Any]) -> None:
+            read_on.wait(SOON)  # it reads nothing meanwhile
+            if fields["sequence_id"] == 0:
+                id = {"ledger_id": 1, "entry_id": 1}
+                peer.say("send_receipt", producer_id=fields["producer_id"], sequence_id=0, message_id=id)
+            else:
+                peer.say("send_error", producer_id=fields["producer_id"], sequence_id=1, error=22, message="no")
+
+        broker.handlers["send"] = take
+        topics = SimpleNamespace(require=lambda *_: ["persistent://a/b/t"])
+        publisher = PulsarPublisher(cluster_with(topics=topics, client=client), None, NO_LEDGER)
+        send_one(publisher, None)
+        broker.wait_for("send")
+        publisher.send("t", bytes(12_000_000), None, None, None, None, None, Deadline(0.5))
+        read_on.set()
+        with pytest.raises(DeliveryFailed):
+            publisher.flush(Deadline(SOON))
 
 
 # --- the doctor -------------------------------------------------------------------------------------------------------

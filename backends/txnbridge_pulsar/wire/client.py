@@ -163,8 +163,11 @@ class Client:
         inbox: Inbox | None = None,
         read_compacted: bool = False,
         lane: str = "",
+        create: bool = True,
     ) -> Consumer:
-        """A reader: a consumer that leaves no subscription behind, from the start or behind a message."""
+        """A reader: a consumer that leaves no subscription behind, from the start or behind a message. `create` as in
+        `subscribe`.
+        """
         return self.subscribe(
             topic,
             f"reader-{uuid.uuid4().hex[:12]}",
@@ -174,6 +177,7 @@ class Client:
             inbox=inbox,
             read_compacted=read_compacted,
             lane=lane,
+            create=create,
         )
 
     def hang_up(self, lane: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import NamedTuple
@@ -35,6 +35,10 @@ from .ids import MessageId, TxnId, message_id
 from .lookup import Lookup
 from .pool import an_attempt, retrying
 from .sending import Budget, Content, Receipt, Send
+
+
+def nobody(send: Send) -> None:
+    """Wants to know what became of it."""
 
 
 class AccessMode(IntEnum):
@@ -176,9 +180,16 @@ class Producer:
     # ------------------------------------------------------------------------------------------ sending
 
     def send(
-        self, content: Content, txn: TxnId | None = None, *, sequence_id: int | None = None, timeout: float
+        self,
+        content: Content,
+        txn: TxnId | None = None,
+        *,
+        sequence_id: int | None = None,
+        timeout: float,
+        when_done: Callable[[Send], None] = nobody,
     ) -> Send:
         """Put an entry on its way. `sequence_id` is its first message's; by default the next after all before.
+        `when_done` is called as `Send.when_done` says, also of one that has gone out though this has raised.
 
         Waits only for room. Raises `MessageTooLarge`; `ConnectionLost` and `TimedOut`, which say whether it may have
         gone out: if so, it is unconfirmed like others.
@@ -191,6 +202,7 @@ class Producer:
             send = Send(next(self._numbers), first, content.count, txn, frame)
             self._budget.take(send.size, deadline)
             self._next = max(self._next, send.highest_sequence_id + 1)
+            send.when_done(when_done)
             try:
                 self._write(connection, send, deadline)
             except ConnectionLost as error:
@@ -209,8 +221,9 @@ class Producer:
         finally:
             self._sending.release()
 
-    def resend(self, timeout: float) -> list[Send]:
-        """Send what is unconfirmed once more, the same bytes in the same order; each can be waited for anew.
+    def resend(self, timeout: float, when_done: Callable[[Send], None] = nobody) -> list[Send]:
+        """Send what is unconfirmed once more, the same bytes in the same order; each can be waited for anew, and
+        `when_done` is called of each.
 
         Raises `ConnectionLost` and `TimedOut`, with what was not sent still unconfirmed.
         """
@@ -221,6 +234,7 @@ class Producer:
                 sends, self._unconfirmed = self._unconfirmed, []
             for at, send in enumerate(sends):
                 send.begin_again()
+                send.when_done(when_done)
                 try:
                     self._write(connection, send, deadline)
                 except ConnectionLost:
