@@ -214,7 +214,10 @@ def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_o
     reader.reader.pause([(topic, 0)])
     reader.acknowledge(reader.take(1))
     reader.close()
-    join(topic, group).has(2)
+    two = join(topic, group)
+    with pytest.raises(PositionLost):
+        two.until(lambda: False)
+    assert len(two.positions()) == 2
 
 
 def test_members_leave_in_time_while_the_broker_is_silent(
