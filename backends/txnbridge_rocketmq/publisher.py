@@ -233,8 +233,10 @@ class RocketMQPublisher(Publisher):
                 if self._cluster.client.call(line.queue.broker, request, _ANSWER_SECONDS):
                     return
                 until = until or time.monotonic() + _LOOK_SECONDS
-            except remoting.RemotingError:
-                pass  # nobody knows until the broker is back
+            except remoting.RemotingError as refused:
+                if isinstance(translate(refused, ""), AccessDenied):
+                    raise _Failure(refused, "no answer came for a message, and it may not be looked for") from error
+                # Else nobody knows until the broker is back.
             time.sleep(_PAUSE)
         raise _Failure(error, "no answer came for a message, and it was not found, though it may yet come")
 

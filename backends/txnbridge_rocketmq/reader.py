@@ -12,6 +12,7 @@ from typing import Any
 
 from txnbridge.errors import (
     BrokerUnavailable,
+    EvidenceLost,
     InvalidOption,
     InvalidState,
     NotSupported,
@@ -176,7 +177,7 @@ class RocketMQReader(Reader):
             work, self._work = self._work, None
             try:
                 work.finish()
-            except PositionLost:
+            except (PositionLost, EvidenceLost):
                 raise
             except (BrokerUnavailable, OutcomeUnknown) as error:
                 _log.warning("tried again: %s", error)
@@ -354,11 +355,12 @@ class RocketMQReader(Reader):
             with suppress(TxnBridgeError):
                 stands, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
                 for partition, cursor in self._cursors.items():
-                    self._tell(cursor, stands[partition])
+                    if partition in stands:  # else only a seek can say where it goes on
+                        self._tell(cursor, stands[partition])
         if self._sharing is not None:
-            self._sharing.close()
+            self._sharing.close(deadline)
         else:
-            self._client.close()
+            self._client.close(deadline.left())
 
 
 def _checked(position: Position) -> int:

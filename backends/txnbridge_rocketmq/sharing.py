@@ -209,14 +209,14 @@ class Sharing:
             with suppress(remoting.RemotingError):
                 self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _LEAVE_SECONDS)
 
-    def close(self) -> None:
+    def close(self, deadline: Deadline) -> None:
         """Leave the group."""
         for broker, place in self._places.items():
             if place.locked:
                 request = groups.unlock(self._group, self.client.client_id, place.locked)
                 with suppress(remoting.RemotingError):
-                    self.client.call(broker, request, _LEAVE_SECONDS)
-        self.client.close()
+                    self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
+        self.client.close(deadline.left())
 
 
 class _Watch:

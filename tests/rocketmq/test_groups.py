@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import take
-from txnbridge_rocketmq import sharing
+from txnbridge_rocketmq import sharing, starts
 from txnbridge_rocketmq.log import RocketMQLog
 from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
 from txnbridge_rocketmq.remoting.frames import Command
 from txnbridge_rocketmq.sharing import shares
 
 from tests.core.reading_kit import SOON, values
-from tests.in_time import within
+from tests.in_time import paused, within
 from tests.rocketmq.kit import BROKER, LONG, becomes_true
 from tests.rocketmq.reading_kit import Member, connect_to, member, new_topic, publish, unique
 from txnbridge import Bridge, Outcome
@@ -168,6 +169,27 @@ def test_a_group_whose_log_is_gone_does_not_begin_again(
         reader.until(lambda: False)
 
 
+def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
+    join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its halves are gone, or cannot be found: nobody would learn from a reader that hands out nothing, for ever."""
+    topic = new_topic(client)
+    publish(client, topic, b"0", b"1")
+    reader = join(topic, group)
+    reader.acknowledge(reader.take(2)[:1])
+    reader.close()
+
+    def publish_decided(*given: Any) -> None:
+        raise EvidenceLost("its halves are gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(starts, "publish_decided", publish_decided)
+        reader = join(topic, group)
+        with pytest.raises(EvidenceLost, match="halves are gone"):
+            reader.until(lambda: False)
+    assert values(reader.take(1)) == [b"1"]
+
+
 def test_the_broker_is_told_where_a_group_stands(join: Join, client: Client, group: str) -> None:
     topic = new_topic(client)
     publish(client, topic, b"0", b"1")
@@ -176,6 +198,43 @@ def test_the_broker_is_told_where_a_group_stands(join: Join, client: Client, gro
     reader.close()
     asked = groups.committed_offset(group, topic, 0)
     assert becomes_true(lambda: client.call(BROKER, asked, LONG) == 2)
+
+
+def test_a_member_leaves_also_while_only_a_seek_can_say_where_a_partition_goes_on(
+    join: Join, client: Client, group: str
+) -> None:
+    """Else its connections would stay, and with them its part of the group, which nobody would read any more."""
+    topic = new_topic(client, 2)
+    publish(client, topic, b"0", queue=1)
+    join(new_topic(client), group).has(1)  # so that the broker has a group of that name
+    client.call(BROKER, groups.commit_offset(group, topic, 0, 1), LONG)
+    reader = join(topic, group)
+    with pytest.raises(PositionLost):
+        reader.until(lambda: False)
+    reader.reader.pause([(topic, 0)])
+    reader.acknowledge(reader.take(1))
+    reader.close()
+    two = join(topic, group)
+    with pytest.raises(PositionLost):
+        two.until(lambda: False)
+    assert len(two.positions()) == 2
+
+
+def test_members_leave_in_time_while_the_broker_is_silent(
+    join: Join, client: Client, rocketmq_broker: brokers.RocketMQ, group: str
+) -> None:
+    """A bridge closes all of its consumers, one after another, and may have no time left for the last ones."""
+    topic = new_topic(client, 4)
+    publish(client, topic, b"0")
+    members = [join(topic, group) for _ in range(4)]
+    for each in members:
+        each.has(1)
+    with paused(rocketmq_broker):
+        started = time.monotonic()
+        for each in members:
+            each.reader.close(Deadline(0))
+        took = time.monotonic() - started
+    assert took < len(members), "each waits for an answer"
 
 
 # --- acknowledging ----------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import pytest
 from txnbridge_conformance import faults
 from txnbridge_rocketmq.messages import partition_of
 from txnbridge_rocketmq.publisher import RocketMQPublisher
+from txnbridge_rocketmq.remoting import Answer, Refused
 
 from tests.in_time import within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
 from txnbridge.errors import (
+    AccessDenied,
     DeadlineExceeded,
     DeliveryFailed,
     InvalidOption,
@@ -147,6 +149,26 @@ def test_a_message_that_may_come_late_is_a_failure_and_not_sent_again(rocketmq_b
         with pytest.raises(DeliveryFailed):
             plain.close(Deadline(LONG))
     assert bodies(client, topic) == [b"0", b"1"]
+
+
+def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(
+    rocketmq_broker, publisher, topic, client, monkeypatch
+):
+    with faults.proxy(rocketmq_broker) as proxy:
+        plain = publisher(proxy.url)
+        send_all(plain, topic, [b"0"])
+
+        def refuse(broker, request, timeout):
+            raise Refused(Answer.NO_PERMISSION, "no right to Sub", request.what)
+
+        monkeypatch.setattr(plain._cluster.client, "call", refuse)
+        hold = proxy.hold(answers="SEND_MESSAGE_V2")
+        send(plain, topic, b"1")
+        hold.answered()
+        proxy.cut()
+        hold.drop()
+        with pytest.raises(AccessDenied, match=r"no answer came for a message.*no right to Sub"):
+            plain.flush(Deadline(5))
 
 
 def test_a_message_that_is_not_as_safe_as_it_should_be_is_a_failure(publisher, topic, settings):

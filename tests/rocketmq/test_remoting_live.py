@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -134,6 +135,15 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
         pulled = client.call(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
     assert [record.body for record in pulled.records] == [b"x"]
+
+
+def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
+    """Else it would be taken for one that is missing, and be published again."""
+    stored = client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)
+    behind = time.time() - 600
+    monkeypatch.setattr(time, "time", lambda: behind)
+    asked = reading.by_unique_key(topic, stored.unique_key)
+    assert becomes_true(lambda: [each.body for each in client.call(BROKER, asked, LONG)] == [b"x"])
 
 
 def test_a_message_is_found_by_its_key_and_by_its_address(client, topic):

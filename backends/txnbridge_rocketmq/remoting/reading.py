@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -19,8 +18,9 @@ _PULLED = frozenset(
     map(int, (Answer.SUCCESS, Answer.PULL_NOT_FOUND, Answer.PULL_RETRY_IMMEDIATELY, Answer.PULL_OFFSET_MOVED))
 )
 _QUERIED = frozenset({int(Answer.SUCCESS), int(Answer.QUERY_NOT_FOUND)})
-# Messages are looked up by when they were stored, by the broker's clock: what is stored now counts in any case.
-_CLOCKS_DIFFER_MS = 60_000
+# Messages are looked up by when they were stored, by the broker's clock, and that may be ahead of ours: up to the last
+# time that there is.
+_NO_END = (1 << 63) - 1
 
 
 class PullStatus(IntEnum):
@@ -115,7 +115,7 @@ def by_unique_key(topic: str, unique_key: str) -> Request[list[Record]]:
         key=unique_key,
         maxNum=32,
         beginTimestamp=0,
-        endTimestamp=int(time.time() * 1000) + _CLOCKS_DIFFER_MS,
+        endTimestamp=_NO_END,
         _UNIQUE_KEY_QUERY=True,
     )
     return Request(f"looking up a message of topic {topic}", Code.QUERY_MESSAGE, read, asked, accepted=_QUERIED)
