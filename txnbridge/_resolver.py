@@ -184,7 +184,12 @@ class Resolver:
             if any(half.transaction == transaction for transaction, _ in self._asking.values()):
                 return  # its check takes longer than it is lent for; one that hangs would take all places else
             self._asking[thread] = half.transaction, time.monotonic()
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads just now
+            with self._changed:
+                del self._asking[thread]
+            _log.warning("half-message transaction %s is asked about again: %s", half.transaction, error)
 
     def _ask(self, half: Half) -> None:
         """On a thread of its own: ask, and end the half as it was answered."""

@@ -110,6 +110,14 @@ def test_a_foreign_error_shows_its_place_and_not_its_text(fail_with):
     assert re.fullmatch(r"txnbridge: ValueError at .+test_common\.py:\d+; --debug shows all\n", result.stderr)
 
 
+def test_a_module_that_python_cannot_read_is_named_with_its_line(invoke, tmp_path, monkeypatch, url):
+    (tmp_path / "unreadable.py").write_text("x = 1\ndef ship(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    result = invoke("run", "unreadable:ship")
+    assert (result.exit_code, f"SyntaxError at {tmp_path}/unreadable.py:2;" in result.stderr) == (1, True)
+
+
 def test_a_failing_system_call_names_the_file(fail_with):
     result = fail_with(FileNotFoundError(2, "No such file or directory", "certificate.pem"))
     assert (result.exit_code, result.stderr) == (1, "txnbridge: certificate.pem: No such file or directory\n")
@@ -180,6 +188,7 @@ def test_the_url_may_come_from_the_environment(monkeypatch, invoke):
         ["topics", "delete", "orders", "--yes"],
         ["transactions", "list"],
         ["transactions", "abort", "x", "--yes", "--reason", "y"],
+        ["resolver", "parked", "--group", "x"],
     ],
 )
 def test_a_command_that_looks_makes_neither_a_topic_nor_a_file(args, invoke, tmp_path):
@@ -190,6 +199,12 @@ def test_a_command_that_looks_makes_neither_a_topic_nor_a_file(args, invoke, tmp
     with txnbridge.connect(url) as bridge:
         invoke(*args, "--url", url)
         assert bridge.admin.topics() == []
+
+
+def test_a_resolver_of_a_mistyped_file_does_not_wait_there_for_ever(invoke, tmp_path):
+    asked = ["resolver", "run", "--group", "x", "--check", "json:dumps"]
+    result = invoke(*asked, "--url", f"embedded:{tmp_path}/broker.db")
+    assert result.exit_code == 2 and "there is no broker's file" in result.stderr
 
 
 def test_the_timeout_reaches_the_bridge(invoke):

@@ -40,6 +40,8 @@ def test_a_group_that_is_not_there_is_named(invoke, bridge):
 def test_a_group_is_set_only_with_yes(invoke, bridge, read):
     result = invoke("groups", "reset", "shipping")
     assert (result.exit_code, "its lag is 1 now" in result.stdout) == (2, True)
+    told = invoke("groups", "reset", "shipping", "--json")
+    assert json.loads(told.stdout) == {"group": "shipping", "lag": 1, "would": "reset"}
     assert invoke("groups", "reset", "shipping", "--yes").stdout == "orders[0] goes on at 0\n"
     told = invoke("groups", "reset", "shipping", "--to", "latest", "--topic", "orders", "--yes", "--json")
     assert json.loads(told.stdout) == {"group": "shipping", "positions": {"orders[0]": [3]}}

@@ -79,5 +79,14 @@ def test_what_is_left_of_a_log_is_told_before_it_is_forgotten(invoke, url, old):
 
 def test_a_log_that_has_its_evidence_is_left_alone(invoke, url, old):
     result = invoke(*RENEW, "--yes")
-    assert (result.exit_code, "nothing to renew" in result.stdout) == (2, True)
+    assert (result.exit_code, "nothing to renew" in result.stderr) == (2, True)
     assert old.claim(("free", 1), Decision.COMMIT).mine
+
+
+@pytest.mark.parametrize("more", [(), ("--yes",)], ids=["look", "yes"])
+def test_a_mistyped_name_is_told_and_no_log_begins_under_it(invoke, url, old, more):
+    before = stored(url)
+    result = invoke("log", "renew", "--application", "billign", "--json", *more)
+    told = json.loads(result.stderr)
+    assert (result.exit_code, told["error"], "'billign' is empty" in told["message"]) == (2, "NotFound", True)
+    assert stored(url) == before

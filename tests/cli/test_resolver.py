@@ -70,9 +70,12 @@ def test_what_nobody_answered_for_is_listed_resumed_and_ended(url: str, bridge: 
 
     unsure = invoke("resolver", "commit", "--group", "shop", one)
     assert (unsure.exit_code, "--yes and --reason" in unsure.stdout) == (2, True)
+    told = invoke("resolver", "commit", "--group", "shop", one, "--json")
+    assert json.loads(told.stdout) == {"transaction": one, "would": "commit"}
     done = invoke("resolver", "commit", "--group", "shop", one, "--yes", "--reason", "paid")
     assert (done.exit_code, done.stdout.strip()) == (0, "committed")
     assert [m.value for m in bridge.read("orders", 10)] == [b"one"]
-    assert invoke("resolver", "resume", "--group", "shop", other).exit_code == 0
+    resumed = invoke("resolver", "resume", "--group", "shop", other, "--json")
+    assert json.loads(resumed.stdout) == {"transaction": other, "resumed": True}
     gone = invoke("resolver", "abort", "--group", "shop", other, "--yes", "--reason", "unpaid")
     assert (gone.exit_code, "is parked" in gone.stderr) == (2, True)

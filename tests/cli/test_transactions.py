@@ -229,3 +229,8 @@ def test_the_reason_goes_into_the_log_and_the_event(invoke, prepared, name, capl
     # By token it is what any process may do; by id it is an administrator's act, told with the reason.
     assert event.data.get("reason") == (None if name == str(prepared.token) else "the payment came")
     assert (event.data["decision"], event.data["outcome"]) == ("commit", "committed")
+
+
+def test_what_a_repair_would_do_is_told_to_machines_too(invoke, bridge):
+    told = invoke("transactions", "repair", "billing/1/1", "--json")
+    assert (told.exit_code, json.loads(told.stdout)) == (2, {"transaction": "billing/1/1", "would": "repair"})

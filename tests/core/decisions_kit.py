@@ -18,12 +18,26 @@ from typing import Any
 
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Claim, Decisions, Opening
-from txnbridge._decisions.records import Claimed, Done, Entry, Opened, Presence, Record, Snapshot, Under, decode
+from txnbridge._decisions.records import (
+    Birth,
+    Claimed,
+    Done,
+    Entry,
+    Opened,
+    Presence,
+    Record,
+    Renewed,
+    Snapshot,
+    Under,
+    decode,
+    digest,
+)
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import (
     BrokerUnavailable,
     Conflict,
+    EvidenceLost,
     Fenced,
     InvalidState,
     OutcomeUnknown,
@@ -87,16 +101,33 @@ def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, R
 
 
 class Oracle:
-    """What counts, by the words of the rules, from every record ever stored. No snapshots, nothing incremental."""
+    """What counts, by the words of the rules, from every record ever stored. No snapshots, nothing incremental.
 
-    def __init__(self, archive: list[tuple[Position, bytes]]) -> None:
-        self._records = decoded(archive)
+    A log that was renewed has an oracle for each of its times: `since` is where that begins, and `log` its id.
+    """
+
+    def __init__(self, archive: list[tuple[Position, bytes]], since: Position = (), log: str | None = None) -> None:
+        self._since = since
+        self._records = [
+            each for each in decoded(archive) if log is None or isinstance(each[1], Birth) or each[1].log in (None, log)
+        ]
         self.openings: dict[Any, list[tuple[Position, Any]]] = {}
         for position, record in self._records:
             if isinstance(record, Opened):
                 counting = self.openings.setdefault(record.under.id, [])
                 if record.under.number > max((under.number for _, under in counting), default=0):
                     counting.append((position, record.under))
+
+    @classmethod
+    def of_each_time(cls, archive: list[tuple[Position, bytes]]) -> dict[Position, Oracle]:
+        """By where a time begins."""
+        starts: list[tuple[int, Position, str | None]] = [(0, (), None)]
+        for number, (position, record) in enumerate(decoded(archive)):
+            before = archive[number - 1]
+            if isinstance(record, Renewed) and (before[0], digest(before[1])) == (record.covers, record.digest):
+                starts.append((number, position, record.log))
+        ends = [*[number for number, _, _ in starts[1:]], len(archive)]
+        return {since: cls(archive[at:end], since, log) for (at, since, log), end in zip(starts, ends, strict=True)}
 
     def is_newest(self, under: Any, at: Position) -> bool:
         """Whether an opening is its id's newest one as seen at a position."""
@@ -187,6 +218,8 @@ class Oracle:
         """Whether others acknowledged between what a claim's author had read and the claim, or it is far too late."""
         assert record.acked is not None and record.begin is not None
         read_up_to, places = record.acked.read_up_to, {each.place for each in record.acked.ranges}
+        if read_up_to < self._since:
+            return True
         for at, other in self._records:
             if at >= position:
                 return False
@@ -231,6 +264,7 @@ class Chances:
     killed: float = 0.02
     echo: float = 0.5  # of an unclean append: another copy arrives at some later time
     retention: float = 0.0  # the oldest records go whether or not anybody needs them
+    renewed: float = 0.0  # an operator looks whether the log has to be begun anew
     clock: float = 0.03
 
 
@@ -261,7 +295,7 @@ class World:
         self.now = 1_700_000_000.0
         self.tokens: list[Token] = []
         self.echoes: list[bytes] = []
-        self.checks: list[Callable[[Oracle], str | None]] = []
+        self.checks: list[tuple[Position, Callable[[Oracle], str | None]]] = []
         self.data: dict[str, Any] = {}
         self.told: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -280,9 +314,10 @@ class World:
             actor.thread.join()
             if actor.error is not None:
                 raise actor.error
-        oracle = Oracle(self.log.archive)
-        self.findings += [finding for check in self.checks if (finding := check(oracle))]
-        self.findings += oracle.chains()
+        oracles = Oracle.of_each_time(self.log.archive)
+        oracle_at = lambda at: oracles[max(since for since in oracles if since <= at)]  # noqa: E731
+        self.findings += [finding for at, check in self.checks if (finding := check(oracle_at(at)))]
+        self.findings += [finding for oracle in oracles.values() for finding in oracle.chains()]
         return self
 
     def _weather(self) -> None:
@@ -335,13 +370,30 @@ class Actor:
         while turns:
             turns -= 1
             try:
-                self.random.choice(self.acts)(self)
+                self._act()
             except Killed:
                 self.world.told["killed"] += 1
                 return turns
+            except EvidenceLost:
+                self.world.told["EvidenceLost"] += 1
+                if self.world.chances.renewed:
+                    return turns  # it has to be started again
             except TxnBridgeError as error:
                 self.world.told[type(error).__name__] += 1
         return 0
+
+    def _act(self) -> None:
+        if (chance := self.world.chances.renewed) and self.random.random() < chance:
+            self.renew()
+        else:
+            self.random.choice(self.acts)(self)
+
+    def renew(self) -> None:
+        """What an operator does, in a process of its own; nobody has stopped the others."""
+        self._begin_anew()
+        if self.decisions.lost() is not None:
+            self.decisions.renew()
+            self.world.told["renewed"] += 1
 
     def _begin_anew(self) -> None:
         self.decisions = Decisions(
@@ -365,12 +417,12 @@ class Actor:
     def _learn(self) -> None:
         """What an owner before may have died over: all of it is committed, and the last commit is among it."""
         opening = self.opening
+        assert opening is not None
         found = {transaction for transaction, _ in self.decisions.ledger("X").claims(Deadline(30))}
         now, kept, end = int(self.world.now * 1000), self.world.log.begin(), self._end()
         self.world.told["learnt"] += len(found)
 
         def check(oracle: Oracle) -> str | None:
-            assert opening is not None
             last = oracle.last_commit("X", opening.position, now, kept)
             false = [id for id in found if not oracle.is_committed(id)]
             overtaken = not oracle.is_newest(_under(opening), end)
@@ -378,7 +430,7 @@ class Actor:
                 return f"{self.name} learnt that the owners before committed {found}: {false} is false, {last} the last"
             return None
 
-        self._check(check)
+        self._check(check, opening.position)
 
     def transact(self) -> None:
         """Begin a transaction, let others know of it, prepare it or not, and commit it as its owner."""
@@ -391,7 +443,7 @@ class Actor:
         if self.random.random() < 0.5:
             self.decisions.ledger("X").record("prepare", token.id, {}, Deadline(30))
             token.prepared = True
-            self._check(lambda oracle: self._is_prepared(oracle, token))
+            self._check(lambda oracle: self._is_prepared(oracle, token), begin["at"])
         if self.random.random() < 0.7:
             self._claim(token.id, Decision.COMMIT, begin=begin, opening=opening)
 
@@ -415,7 +467,8 @@ class Actor:
                     None
                     if count >= len(oracle.notes(("X",), token.id, seen))
                     else f"{self.name} missed a prepare record of {token.id}"
-                )
+                ),
+                token.begin["at"],
             )
 
     def batch(self) -> None:
@@ -455,7 +508,8 @@ class Actor:
                 None
                 if (winner := oracle.winner(token.id, token.begin)) and winner.decision is claim.decision
                 else f"{self.name} was told {claim.decision} about {token.id}, which does not count"
-            )
+            ),
+            token.begin["at"],
         )
 
     def _ack(self, place: Any, known: tuple[dict[Any, Position], Position]) -> Ack:
@@ -471,7 +525,7 @@ class Actor:
             stands = {place: ranges[-1][1] for (_, place), ranges in oracle.acknowledged(behind).items()}
             return None if stands == positions else f"{self.name} saw the group at {positions}, it stood at {stands}"
 
-        self._check(check)
+        self._check(check, known[1])
         return known
 
     def tidy(self) -> None:
@@ -491,8 +545,11 @@ class Actor:
     def _end(self) -> Position:
         return (self.world.log.next,)
 
-    def _check(self, check: Callable[[Oracle], str | None]) -> None:
-        self.world.checks.append(check)
+    def _check(self, check: Callable[[Oracle], str | None], at: Iterable[int] | None = None) -> None:
+        """`at` is a position in the time that it was told about; without one that which this process knows of."""
+        renewed = self.decisions._engine.follower._state.renewed
+        now = renewed.position if renewed else ()
+        self.world.checks.append((now if at is None else tuple(at), check))
 
     def _claim(self, id: Any, decision: Decision, **how: Any) -> Claim | None:
         try:
@@ -504,7 +561,8 @@ class Actor:
                     f"{self.name} was called fenced about {id}, but it is the newest owner"
                     if oracle.is_newest(_under(how["opening"]), at)
                     else None
-                )
+                ),
+                how["opening"].position,
             )
             raise
         except InvalidState:
@@ -528,7 +586,8 @@ class Actor:
                     f"{self.name} saw no decision about {id} where there was one"
                     if oracle.winner(id, begin, seen)
                     else None
-                )
+                ),
+                None if begin is None else begin["at"],
             )
 
     def _saw(self, id: Any, begin: dict[str, Any] | None, claim: Claim) -> None:
@@ -543,7 +602,7 @@ class Actor:
                 return None
             return f"{self.name} was told {claim.decision} at {claim.position} about {id}, which does not count"
 
-        self._check(check)
+        self._check(check, claim.position)
 
     def _is_prepared(self, oracle: Oracle, token: Token) -> str | None:
         if oracle.notes(("X",), token.id, self._end()):

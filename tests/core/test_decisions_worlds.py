@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but e
 CALM = Chances()
 # The broker drops what it likes. Then only the position that every first record has tells a log's beginning.
 HARSH = Chances(retention=0.01)
+# And an operator begins the log anew while everybody goes on: nobody's records of before count then.
+RENEWED = Chances(retention=0.01, renewed=0.1)
 ORIGIN = (0,)
 
 
@@ -63,6 +65,18 @@ def test_nor_where_a_process_reads_the_last_records_alone(chances, origin, near_
     findings, told = explore([*range(worlds), 1_241, 2_811], chances, origin=origin, numbered=True)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "learnt"):
+        assert told[answer] >= 15, told
+
+
+@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
+def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds, monkeypatch):
+    if near_end is not None:
+        monkeypatch.setattr(follower, "NEAR_END", near_end)
+        monkeypatch.setattr(follower, "_FORGET_AFTER", near_end)
+    findings, told = explore(range(worlds), RENEWED, origin=ORIGIN, numbered=near_end is not None)
+    assert findings == []
+    for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "EvidenceLost", "looked", "learnt", "renewed"):
         assert told[answer] >= 15, told
 
 
@@ -242,6 +256,16 @@ def late_copies_of_acknowledgements_count_again(monkeypatch):
     )
 
 
+def renewals_count_wherever_they_stand(monkeypatch):
+    def take_renewal(self, position, raw, record):
+        if self.cursor is None:
+            self._take_first(position, record)
+        self._renew(position, record)
+        self._tell(record.nonce, position, True)
+
+    monkeypatch.setattr(state.State, "_take_renewal", take_renewal)
+
+
 @pytest.mark.parametrize(
     ("take_away", "chances"),
     [
@@ -259,6 +283,7 @@ def late_copies_of_acknowledgements_count_again(monkeypatch):
         (positions_are_not_in_snapshots, CALM),
         (nobody_looks_who_else_acknowledged, CALM),
         pytest.param(late_copies_of_acknowledgements_count_again, CALM, marks=pytest.mark.full),  # found late
+        (renewals_count_wherever_they_stand, RENEWED),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

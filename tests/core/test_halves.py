@@ -316,6 +316,22 @@ def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Brid
                 held.set()
 
 
+def test_a_check_for_which_there_is_no_thread_is_made_later(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name.startswith("txnbridge check") and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    with bridge.half_messages("shop", execute=says(UNDECIDED), check=says(COMMIT)) as sales:
+        sell(sales, timeout=TIMEOUT)
+        eventually(lambda: published(bridge) == BOTH, "it is published")
+    assert refused
+
+
 def test_closing_a_bridge_ends_its_resolvers_and_what_they_asked_about_waits(bridge: Bridge, tmp_path: Path) -> None:
     asked, go_on = threading.Event(), threading.Event()
 

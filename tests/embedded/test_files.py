@@ -166,7 +166,7 @@ def test_a_damaged_page_is_told_when_it_is_met_and_by_the_doctor(opened, path):
     [problem] = [advice for advice in second.admin.check(Deadline(5)) if advice.level == "problem"]
     assert problem.subject == "file"
     assert "restore a copy" in problem.remedy
-    with pytest.raises(StorageFailed, match="damaged"):
+    with pytest.raises(StorageFailed, match=r"damaged: .*recover"):
         values(second, "orders")
 
 

@@ -30,7 +30,7 @@ from txnbridge._decisions.state import Opener, State, Winner
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import InvalidOption, InvalidState
+from txnbridge.errors import InvalidOption, InvalidState, NotFound
 from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
@@ -121,6 +121,7 @@ class Decisions:
         `host` describes this process to those that it fences.
         """
         self._log = log
+        self._name = name
         self._timeout = timeout
         self._host = host
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
@@ -288,10 +289,18 @@ class Decisions:
         return self._engine.tidy(self._deadline(timeout))
 
     def lost(self, *, timeout: float | Deadline | None = None) -> Lost | None:
-        """Why this log proves nothing about ids without a token, and what it still says; None if it proves them."""
+        """Why this log proves nothing about ids without a token, and what it still says; None if it proves them.
+
+        Raises `NotFound` for a log that is empty: nobody has used it.
+        """
         with self._engine.follower.following(self._deadline(timeout), may_create=False) as state:
             require_readable(state)
-            if state.founded or state.cursor is None:
+            if state.cursor is None:
+                raise NotFound(
+                    f"the decision log {self._name or ''!r} is empty, there is nothing to renew: look whether its name"
+                    " (that of the application) and its place are right"
+                )
+            if state.founded:
                 return None
             ids = state.remains()
             known = {*ids.openings, *ids.done, *ids.claims}

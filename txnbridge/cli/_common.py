@@ -280,4 +280,5 @@ def _describe(error: Exception) -> tuple[str, int]:
         return f"{error.filename or 'the operating system'}: {error.strerror}", ExitCode.FAILED
     # Not one of ours, so its text may quote anything, also a message's body.
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}; --debug shows all", ExitCode.FAILED
+    place = error if isinstance(error, SyntaxError) and error.filename else frame  # of a module that was to be read
+    return f"{type(error).__name__} at {place.filename}:{place.lineno}; --debug shows all", ExitCode.FAILED

@@ -62,6 +62,8 @@ def reset(cli: Cli, group: str, to: str | int, topics: tuple[str, ...], yes: boo
     with cli.look() as bridge:
         if not yes:
             lag = sum(bridge.admin.group(group).lag.values())
+            if cli.json:
+                cli.document({"group": group, "lag": lag, "would": "reset"})
             cli.say(f"would set group {group} to {to} in {', '.join(topics) or 'all its topics'}; its lag is {lag} now")
             cli.say("do it with --yes")
             return ExitCode.USAGE

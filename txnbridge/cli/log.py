@@ -7,6 +7,7 @@ import click
 from txnbridge._decisions import Lost
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
+from txnbridge.errors import InvalidState
 
 command = _common.Group("log", help="Begin a decision log anew whose evidence is gone.")
 _AT_MOST = 20  # ids, and positions, that are shown
@@ -29,8 +30,9 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
         try:
             lost = decisions.lost()
             if lost is None:
-                cli.say(f"the decision log of {application} has all of its evidence: there is nothing to renew")
-                return ExitCode.USAGE
+                raise InvalidState(
+                    f"the decision log of {application} has all of its evidence: there is nothing to renew"
+                )
             position = decisions.renew() if yes else None
         finally:
             decisions.close()

@@ -33,7 +33,7 @@ def run(cli: Cli, group: str, check: str, parallel: int) -> None:
     found = load(check, callable, "not a function")
     with ExitStack() as stack:
         stack.enter_context(telling())
-        bridge = stack.enter_context(cli.connect())
+        bridge = stack.enter_context(cli.look())  # whatever it publishes is stored, and its topics are there
         resolver = bridge.resolver(group, check=found, parallel=parallel)
         resolver.run()
     stats = resolver.stats
@@ -77,6 +77,8 @@ def _as_json(half: Half) -> dict[str, object]:
 def resume(cli: Cli, group: str, transaction: str) -> None:
     with cli.look() as bridge:
         bridge.admin.resume(group, transaction)
+    if cli.json:
+        cli.document({"transaction": transaction, "resumed": True})
     cli.say(f"{transaction} is asked about again")
 
 
@@ -88,6 +90,8 @@ def _ending(decision: Decision, help: str) -> click.Command:
     @click.option("--reason", metavar="TEXT", help="Why it is done by hand; goes into the log.")
     def end(cli: Cli, group: str, transaction: str, yes: bool, reason: str | None) -> ExitCode:
         if not (yes and reason):
+            if cli.json:
+                cli.document({"transaction": transaction, "would": decision.value})
             cli.say(f"would {decision.value} half-message transaction {transaction} of group {group}")
             cli.say("do it with --yes and --reason TEXT")
             return ExitCode.USAGE

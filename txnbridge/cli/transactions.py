@@ -115,6 +115,8 @@ def _end(bridge: Bridge, what: Token | str, decision: Decision, reason: str) -> 
 def repair(cli: Cli, transaction: str, yes: bool, reason: str | None) -> ExitCode:
     with cli.look() as bridge:
         if not (yes and reason):
+            if cli.json:
+                cli.document({"transaction": transaction, "would": "repair"})
             cli.say(f"would finish what is half done about transaction {transaction}; its writer must be stopped first")
             cli.say("do it with --yes and --reason TEXT")
             return ExitCode.USAGE

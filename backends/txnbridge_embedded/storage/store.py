@@ -501,7 +501,7 @@ _MEANINGS: dict[int, tuple[type[TxnBridgeError], str]] = {
     _CANTOPEN: (AccessDenied, "the file, or one beside it, cannot be opened: check the rights and the open files"),
     _FULL: (StorageFailed, "there is no room: the disk is full or max_bytes is reached"),
     _IOERR: (StorageFailed, "the disk refuses to read or write"),
-    _CORRUPT: (StorageFailed, "the file is damaged: restore a copy (`txnbridge doctor` tells how much is damaged)"),
+    _CORRUPT: (StorageFailed, "the file is damaged: restore a copy; `sqlite3 FILE .recover` saves what can be read"),
     _NOTADB: (StorageFailed, "the file is not an SQLite database, or its header is damaged"),
 }
 

@@ -38,8 +38,8 @@ _log = logging.getLogger("txnbridge")
 def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCode:
     """Show what txnbridge promises: a short story with real processes.
 
-    It plays on a temporary embedded broker; with BROKER (kafka, pulsar) on a real one that is started for it; with
-    --url on yours. Exit code 0 only if every claim was checked and held.
+    It plays on a temporary embedded broker; with BROKER (kafka, pulsar, rocketmq) on a real one that is started for
+    it; with --url on yours. Exit code 0 only if every claim was checked and held.
     """
     from txnbridge.cli.demo.actors import Shop
     from txnbridge.cli.demo.stage import Stage
