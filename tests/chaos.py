@@ -6,6 +6,7 @@ fails. The tests of each broker say how it is started, and who reads it independ
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import os
@@ -43,6 +44,8 @@ def say(text: str) -> None:
 
 
 def begin() -> random.Random:
+    # What pytest would dump of all threads after five minutes reads their frames while they run, and may crash.
+    faulthandler.cancel_dump_traceback_later()
     say(f"TXNBRIDGE_CHAOS_SEED={SEED}")
     return random.Random(SEED)
 
