@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sqlite3
-import sys
 import threading
 import time
 from collections import Counter
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
+from tests.chaos import SECONDS, SEED, begin, say
 from txnbridge import Decision, HalfTransaction, Message
 from txnbridge.testing import Child
 
-SECONDS = float(os.environ.get("TXNBRIDGE_CHAOS_SECONDS", "300"))
-SEED = int(os.environ.get("TXNBRIDGE_CHAOS_SEED", str(random.randrange(10**6))))
 SETTLING = 240.0  # for what is left to do when nothing fails any more
 GROUP, APPLICATION = "chaos", "half-chaos"
 SELLERS = 3
@@ -112,8 +110,7 @@ def attack(
     kill_broker: Callable[[], object] | None = None,
 ) -> None:
     """`published` is all that an independent reader finds in a topic, `left` what is undecided."""
-    sys.stderr.write(f"TXNBRIDGE_CHAOS_SEED={SEED}\n")  # shown with `pytest -s`, or when the test fails
-    chance, path = random.Random(SEED), str(folder / "books.db")
+    chance, path = begin(), str(folder / "books.db")
     books, seeds = Books(path), itertools.count(SEED)
     until = time.monotonic() + SECONDS
     kills = Counter[str]()
@@ -153,7 +150,7 @@ def attack(
             time.sleep(0.5)
     assert list(left()) == []
     sold = books.sold()
-    sys.stderr.write(f"{sold.total()} sold; {dict(kills)}\n")
+    say(f"{sold.total()} sold; {dict(kills)}")
     for topic in topics:
         found = Counter(published(topic))
         assert {value: (sold[value], found[value]) for value in sold | found if sold[value] != found[value]} == {}

@@ -21,6 +21,7 @@ from pyspark_txnbridge._session import Session
 from txnbridge_conformance.looking import eventually
 
 import txnbridge
+from tests.chaos import SECONDS, begin, say
 from tests.spark import kit
 from txnbridge import Bridge, TxnBridgeError
 
@@ -28,16 +29,9 @@ pytest.importorskip("pyspark", reason="needs PySpark")
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-SECONDS = float(os.environ.get("TXNBRIDGE_CHAOS_SECONDS", "300"))
-SEED = int(os.environ.get("TXNBRIDGE_CHAOS_SEED", str(random.randrange(10**6))))
 SETTLING = 600.0  # for a driver that nobody disturbs to publish all the rest
 PARTITIONS, ROWS = 3, 60_000
 SMALL, LARGE = "300", "20000"  # rows in a batch
-
-
-def say(text: str) -> None:
-    """Shown with `pytest -s`, or when the test fails."""
-    sys.stderr.write(f"{text}\n")
 
 
 class Driver:
@@ -92,7 +86,7 @@ class Attack:
     def __init__(self, url: str, folder: Path, topics: tuple[str, str], restart: Callable[[], None] | None) -> None:
         self._url, self._folder, self._topics = url, folder, topics
         self._restart = restart
-        self._chance = random.Random(SEED)
+        self._chance = begin()
         self._drivers: list[Driver] = []
         self.done: Counter[str] = Counter()
 
@@ -199,7 +193,6 @@ def committed(url: str, topic: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["embedded", "kafka"])
 def test_a_pipeline_loses_and_doubles_nothing(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    say(f"TXNBRIDGE_CHAOS_SEED={SEED}")
     restart = None
     url = f"embedded:{tmp_path / 'broker.db'}"
     if name == "kafka":
