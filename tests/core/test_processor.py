@@ -278,12 +278,13 @@ def test_slow_messages_get_smaller_transactions_instead_of_a_missed_deadline(roo
     room.feed(*(b"%d" % n for n in range(4)))
 
     def slow(message: Message, txn: Transaction) -> None:
-        time.sleep(0.11)
+        time.sleep(0.3)
         copy(message, txn)
 
-    room.run(each=slow, timeout=0.4)
+    room.run(each=slow, timeout=1.0)
     assert room.broker.sent == [b"0", b"1", b"2", b"3"]
-    assert [len(committed.acked) for committed in room.broker.committed] == [2, 2]
+    sizes = [len(committed.acked) for committed in room.broker.committed]
+    assert sum(sizes) == 4 and max(sizes) <= 2, sizes  # on a busy machine smaller ones yet
 
 
 def test_what_a_partition_delivered_before_it_left_is_not_processed(room):
