@@ -15,7 +15,19 @@ from typing import Any, TypeVar
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Count
 from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_quietly, connect, sessions
-from pyspark_txnbridge._sweep import ask_all, decided, finish, finish_decided, in_doubt, is_done, lost, mark_done, sweep
+from pyspark_txnbridge._sweep import (
+    ask_all,
+    check_log,
+    decided,
+    finish,
+    finish_decided,
+    in_doubt,
+    is_done,
+    lost,
+    mark_done,
+    other_rows,
+    sweep,
+)
 from pyspark_txnbridge._task import TASK_SHARE
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import (
@@ -142,6 +154,7 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
     began = time.monotonic()
     decisions = session.decisions
     opening = decisions.open(unit.path, name=unit.run)
+    check_log(session, options, unit)
     if is_done(session, unit):
         published = _check_repetition(session, unit)
         decided_at = began
@@ -158,7 +171,7 @@ def _commit(session: Session, options: SinkOptions, unit: Unit, written: list[Wr
         published = None if claim is None else claim.data
     # The batch is done: what attempts wrote and nobody decided must not hold readers back.
     sweep(session, options, unit.path, opening.number)
-    _check_rows(options, unit, written, published)
+    _check_rows(session, options, unit, written, published)
     prepared = [part for part in written if part.token]
     total = _total(written)
     _log.info(
@@ -264,8 +277,10 @@ def _check_age(unit: Unit, part: Written, expires_at: int) -> None:
 
 
 def _check_repetition(session: Session, unit: Unit) -> Mapping[str, Any] | None:
-    """Rows and fingerprint of a batch that is done and comes again; None if the log has forgotten them."""
+    """Return rows and fingerprint of a batch that is done and comes again; None if they are not to be compared."""
     _check_order(session, unit)
+    if session.decisions.read(("#skipped", *unit.batch_path)).claim is not None:
+        return None  # an operator has looked at what was published
     claims = session.decisions.claims(("#results", *unit.path))
     return next((claim.data for claim in claims if claim.id[-1] == unit.batch), None)
 
@@ -286,17 +301,23 @@ def _check_order(session: Session, unit: Unit) -> None:
     )
 
 
-def _check_rows(options: SinkOptions, unit: Unit, written: list[Written], published: Mapping[str, Any] | None) -> None:
-    """A batch that is published is not written again; but it has to be the same batch."""
-    if published is None or options.app_id is None or not all(part.settled for part in written):
-        return  # not all of it was counted
+def _check_rows(
+    session: Session, options: SinkOptions, unit: Unit, written: list[Written], published: Mapping[str, Any] | None
+) -> None:
+    """Raise if a batch that is published comes again with other rows: those are not written."""
+    if published is None:
+        return
     count = _total(written)
-    if (count.rows, count.fingerprint) != (published["rows"], published["fingerprint"]):
-        raise InvalidOption(
-            f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other ones. Nothing of them"
-            " was published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same"
-            f" txnAppId, goes on behind the last one: txnVersion={unit.batch + 1}"
-        )
+    same = count.rows == published["rows"]
+    if same and (options.nondeterministic or count.fingerprint == published["fingerprint"]):
+        return
+    if options.app_id is None:
+        raise other_rows(session, unit, published["rows"], count.rows)
+    raise InvalidOption(
+        f"{unit} is done, with {published['rows']} rows; now it has {count.rows}, or other ones. Nothing of them"
+        " was published. Is txnVersion used twice? The next version of a job, or a new checkpoint under the same"
+        f" txnAppId, goes on behind the last one: txnVersion={unit.batch + 1}"
+    )
 
 
 # --- abort -----------------------------------------------------------------------------------------------------------
@@ -306,6 +327,7 @@ def _abort(session: Session, options: SinkOptions, unit: Unit, attempt: int | No
     decisions = session.decisions
     try:
         opening = decisions.open(unit.path, name=unit.run)
+        check_log(session, options, unit)
         claims = decisions.claims(unit.batch_path)
         if any(claim.decision is Decision.COMMIT for claim in claims):
             return

@@ -23,6 +23,7 @@ _NAMES = {
         "createTopics",
         "txnAppId",
         "txnVersion",
+        "nondeterministic",
     )
 }
 # Spark's own, or of its Kafka sink, which looks for headers in the column alone.
@@ -53,6 +54,7 @@ class SinkOptions:
     create_topics: int | None = None
     app_id: str | None = None
     version: int | None = None
+    nondeterministic: bool = False
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
@@ -76,6 +78,7 @@ class SinkOptions:
             create_topics=number(options, "createTopics"),
             app_id=_name(options, "txnAppId"),
             version=number(options, "txnVersion"),
+            nondeterministic=flag(options, "nondeterministic", cls.nondeterministic),
         )
         if found.version is not None and found.app_id is None:
             raise InvalidOption("txnVersion numbers the runs of one job, so it needs the job's name: txnAppId")
@@ -164,3 +167,10 @@ def seconds(options: Mapping[str, str], name: str, default: float) -> float:
     if not 0 < found < float("inf"):
         raise InvalidOption(f"option {name} is a number of seconds above 0, not {value!r:.100}")
     return found
+
+
+def flag(options: Mapping[str, str], name: str, default: bool) -> bool:
+    value = options.get(name.lower(), str(default)).lower()
+    if value not in ("true", "false"):
+        raise InvalidOption(f"option {name} is true or false, not {value!r:.100}")
+    return value == "true"

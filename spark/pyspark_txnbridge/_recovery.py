@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._session import Session
-from pyspark_txnbridge._sweep import decided, finish, mark_done, shut_out, sweep, writer_ids
+from pyspark_txnbridge._sweep import decided, finish, knows, mark_done, shut_out, sweep, writer_ids
 from pyspark_txnbridge._unit import BatchInDoubt
-from txnbridge import Decision, InvalidOption, TokenState
+from txnbridge import Decision, InvalidOption, InvalidState, TokenState
 from txnbridge.spi import OpenTransaction
 
 
@@ -87,7 +89,9 @@ def _undone(session: Session, claim: Any) -> Undone:
 def recover(session: Session, path: tuple[str, str], skip: int | None = None) -> list[int]:
     """Publish every batch that is decided, and mark it done; the batches. Safe while the query runs.
 
-    A batch part of which can no longer be published raises `BatchInDoubt`, unless it is the one to `skip`.
+    A batch part of which can no longer be published raises `BatchInDoubt`, unless it is the one to `skip`: that one
+    counts as published from now on, whatever the decision log knows of it. Raises `InvalidOption` if a batch to skip
+    is not the one that the query stands at.
     """
     finished = []
     for claim in decided(session, path):
@@ -99,7 +103,19 @@ def recover(session: Session, path: tuple[str, str], skip: int | None = None) ->
                 raise
         mark_done(session, path, batch, claim.data)
         finished.append(batch)
+    if skip is not None and skip not in finished:
+        _skip(session, path, skip)
     return finished
+
+
+def _skip(session: Session, path: tuple[str, str], batch: int) -> None:
+    done = session.decisions.read(path).done_up_to
+    if done is not None and done != batch:
+        raise InvalidOption(f"the query has published every batch up to {done}: batch {batch} is not one to skip")
+    with suppress(InvalidState):  # a later batch is done meanwhile
+        session.decisions.claim(("#skipped", *path, batch), Decision.COMMIT)
+    if done is None:
+        session.decisions.done(path, batch)
 
 
 def clear(session: Session, options: SinkOptions, path: tuple[str, str]) -> list[str]:
@@ -107,4 +123,5 @@ def clear(session: Session, options: SinkOptions, path: tuple[str, str]) -> list
     opening = session.decisions.open(path, name=f"recovery-{uuid.uuid4()}")
     recover(session, path)
     shut_out(session, options, path, opening.number)
-    return sweep(session, options, path, opening.number)
+    # Where a log was deleted, runs that it knew had higher numbers.
+    return sweep(session, options, path, opening.number if knows(session, path) else sys.maxsize)

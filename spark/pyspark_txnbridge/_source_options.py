@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pyspark_txnbridge._options import Settings, check_names, number, seconds, take_address
+from pyspark_txnbridge._options import Settings, check_names, flag, number, seconds, take_address
 from txnbridge import InvalidOption, Position
 from txnbridge.spi import Partition
 
@@ -62,8 +62,8 @@ class SourceOptions:
             starting=_wanted(options, "startingOffsets", (EARLIEST, LATEST)),
             ending=_wanted(options, "endingOffsets", (LATEST,)) or cls.ending,
             max_offsets=number(options, "maxOffsetsPerTrigger"),
-            fail_on_data_loss=_flag(options, "failOnDataLoss", cls.fail_on_data_loss),
-            headers=_flag(options, "includeHeaders", cls.headers),
+            fail_on_data_loss=flag(options, "failOnDataLoss", cls.fail_on_data_loss),
+            headers=flag(options, "includeHeaders", cls.headers),
             timeout=seconds(options, "timeout", cls.timeout),
         )
         if found.max_offsets == 0:
@@ -77,13 +77,6 @@ def _topics(options: Mapping[str, str]) -> tuple[str, ...]:
     if not names or "" in names:
         raise InvalidOption("say what to read, once: option topic, or subscribe with a list such as orders,refunds")
     return tuple(dict.fromkeys(names))
-
-
-def _flag(options: Mapping[str, str], name: str, default: bool) -> bool:
-    value = options.get(name.lower(), str(default)).lower()
-    if value not in ("true", "false"):
-        raise InvalidOption(f"option {name} is true or false, not {value!r:.100}")
-    return value == "true"
 
 
 def _wanted(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> Wanted | None:

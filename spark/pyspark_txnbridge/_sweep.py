@@ -12,7 +12,17 @@ from typing import Any, TypeVar
 from pyspark_txnbridge._options import NAMELESS, SinkOptions
 from pyspark_txnbridge._session import Claim, Session, close_quietly, connect
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
-from txnbridge import BrokerUnavailable, Decision, InvalidState, NotFound, Outcome, Token, TxnBridgeError
+from txnbridge import (
+    AccessDenied,
+    BrokerUnavailable,
+    Decision,
+    EvidenceLost,
+    InvalidState,
+    NotFound,
+    Outcome,
+    Token,
+    TxnBridgeError,
+)
 
 _log = logging.getLogger("txnbridge.spark")
 
@@ -91,6 +101,64 @@ def in_doubt(session: Session, claim: Claim, dead: list[Mapping[str, Any]], more
     )
 
 
+def other_rows(session: Session, unit: Unit, published: int, now: int) -> BatchInDoubt:
+    return BatchInDoubt(
+        f"{unit} is published with {published} rows, and comes again with {now} rows, or with other ones. Nothing of"
+        " them was published. If the checkpoint has lost its plan of this batch (a backup was restored, the file"
+        f" offsets/{unit.batch} is gone), Spark has planned the batch anew: compare its rows with the topic, and"
+        " publish in another way those that are missing. Then:"
+        f" {_recover(session.options, unit.query)} --skip {unit.batch}, and restart the query."
+        " If the query makes other rows from the same input by itself (uuid(), rand()): with the"
+        " option nondeterministic=true only the number of rows is compared"
+    )
+
+
+# --- is this the log of this query? -----------------------------------------------------------------------------------
+
+
+def check_log(session: Session, options: SinkOptions, unit: Unit) -> None:
+    """Raise `EvidenceLost` if the decision log knows nothing of a query that has written before.
+
+    The log was deleted then, or options that are part of its name have changed: with an empty log, batches that are
+    published would be published again.
+    """
+    if unit.query.startswith(NAMELESS) or knows(session, unit.path):
+        return
+    first = options.version or 0
+    if unit.batch > first and not unit.job:
+        raise EvidenceLost(
+            f"{unit} comes, and its decision log ({options.application(unit.query)}) knows of no batch before it."
+            " Nothing was published. If transactionalIdPrefix, decisionLog or the broker has changed, change it back."
+            " If the log was deleted, look in the topic which batch is the last one there; if another sink has"
+            f" published the batches before this one, it is batch {unit.batch - 1}. Then name that batch:"
+            f" {_recover(options, unit.query)} --skip BATCH"
+        )
+    leased = {claim.id[-2:] for claim in session.decisions.claims(("#slots", *unit.path))}
+    begins = writer_ids(options, unit.path)
+    with suppress(AccessDenied):
+        for found in session.bridge.admin.transactions(begins):
+            run, _, slot = found.transactional_id.removeprefix(begins).partition(".")
+            slot, _, _ = slot.partition(".")
+            if run.isdigit() and slot.isdigit() and (int(run), int(slot)) not in leased:
+                raise EvidenceLost(
+                    f"{unit} has open transactions of an earlier run ({found.transaction}), which its decision log does"
+                    " not know: the log was deleted. Nothing was published now. What those transactions hold may have"
+                    " been decided, and a part of it published: look in the topic. If all of the batch is there, or"
+                    f" you have published the rest: {_recover(options, unit.query)} --skip {unit.batch}. If nothing is"
+                    f" there: {_recover(options, unit.query)} --clear, which aborts them. Then restart the query"
+                )
+
+
+def knows(session: Session, path: tuple[str, str]) -> bool:
+    """Return whether the log has a decided batch of this query, at whichever of its sinks."""
+    query, _ = path
+    return (
+        session.decisions.read(path).done_up_to is not None
+        or bool(session.decisions.claims(("#results", query)))
+        or bool(decided(session, (query,)))
+    )
+
+
 def _recover(options: SinkOptions, query: str) -> str:
     """The command that finishes a query, without what may be a secret."""
     url, has_more, _ = options.url.partition("?")
@@ -128,7 +196,9 @@ def mark_done(session: Session, path: tuple[str, str], batch: int, data: Mapping
     if decisions.claims(("#lost", *path, batch)):
         decisions.done(("#lost", *path), batch)
     if batch:
-        decisions.done(("#results", *path), batch - 1)
+        for kind in ("#results", "#skipped"):
+            if decisions.claims((kind, *path)):
+                decisions.done((kind, *path), batch - 1)
 
 
 def shut_out(session: Session, options: SinkOptions, path: tuple[str, str], up_to: int) -> None:

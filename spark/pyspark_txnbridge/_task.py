@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns, Count
 from pyspark_txnbridge._session import Keeper, Opening, Session, close_quietly, connect, sessions
-from pyspark_txnbridge._sweep import decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
+from pyspark_txnbridge._sweep import check_log, decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
 
@@ -52,6 +52,8 @@ def _write(
     writers: Writers,
 ) -> Written:
     opening = session.decisions.open(unit.path, name=unit.run)
+    if writers.number != opening.number:
+        check_log(session, options, unit)
     if partition == 0 and opening.number > 1 and writers.number != opening.number:
         # First the decisions of older runs are finished; all else that they left open would hold readers back.
         finish_decided(session, unit.path)
@@ -59,7 +61,7 @@ def _write(
         sweep(session, options, unit.path, opening.number - 1)
     attempt = _attempt(unit, session)
     if attempt is None:
-        return _settled(unit, partition, _count(columns, batches) if options.app_id is not None else Count())
+        return _settled(unit, partition, _count(columns, batches))
     began_at = _now()
     rows = iter(batches)
     first = next((batch for batch in rows if batch.num_rows), None)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from pyspark_txnbridge import _driver
 from pyspark_txnbridge._driver import with_session
+from pyspark_txnbridge._recovery import recover
 from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import write_partition
@@ -15,7 +16,7 @@ from pyspark_txnbridge._unit import BatchInDoubt, Unit
 
 import txnbridge
 from tests.spark.kit import forget, left_open, mostly_embedded, new_run, options, published, rows, run_batch, write
-from txnbridge import AccessDenied, Decision, Fenced, InvalidOption, TransactionAborted
+from txnbridge import AccessDenied, Decision, EvidenceLost, Fenced, InvalidOption, TransactionAborted
 from txnbridge.testing import Child, crash_everywhere
 
 source = pytest.importorskip("pyspark_txnbridge._source", reason="needs PySpark")
@@ -51,8 +52,9 @@ def test_nothing_is_visible_before_the_driver_commits(sink, query):
 
 def test_a_batch_without_rows_is_committed(sink, query):
     run_batch(sink, Unit(query, "sink", 0, new_run()), [[], []])
-    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)  # it is done, with no rows
-    assert published(sink) == []
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[]])
+    run_batch(sink, Unit(query, "sink", 1, new_run()), FIRST)
+    assert published(sink) == [0, 1, 2, 3, 4]
 
 
 @mostly_embedded
@@ -87,6 +89,36 @@ def test_a_committed_batch_that_comes_again_changes_nothing(sink, query):
     _driver.commit(sink, again)
     assert published(sink) == [0, 1, 2, 3, 4]
     assert left_open(sink, query) == []
+
+
+@pytest.mark.parametrize("kill", [None, "resolve/before/1"], ids=["done", "decided"])
+@pytest.mark.parametrize("other", [[[0, 1, 2], [3, 4, 5]], [[0, 1], [2, 9, 4]], []], ids=["more", "others", "none"])
+def test_a_batch_that_comes_again_with_other_rows_is_in_doubt_until_somebody_has_looked(start, kill, other):
+    """A restored checkpoint that lacks the plan of its last batch makes Spark plan that batch anew."""
+    sink, query = start
+    with Child(decide_and_die, start, kill=kill) as child:
+        child.stopped() if kill else child.result(60)
+    if not other:
+        other = [[]]
+    for _ in range(2):
+        with pytest.raises(BatchInDoubt, match=r"published with 5 rows.*--skip 0"):
+            run_batch(sink, Unit(query, "sink", 0, new_run()), other)
+        assert published(sink) == [0, 1, 2, 3, 4]
+        assert left_open(sink, query) == []
+    with_session(sink, Unit(query, "sink", 0, "-"), lambda session: recover(session, (query, "sink"), skip=0))
+    run_batch(sink, Unit(query, "sink", 0, new_run()), other)
+    run_batch(sink, Unit(query, "sink", 1, new_run()), [[5], [6]])
+    assert published(sink) == list(range(7))
+
+
+@mostly_embedded
+def test_a_query_whose_rows_vary_is_compared_by_their_number(sink, query):
+    sink = replace(sink, nondeterministic=True)
+    run_batch(sink, Unit(query, "sink", 0, new_run()), FIRST)
+    run_batch(sink, Unit(query, "sink", 0, new_run()), [[10, 11], [12, 13, 14]])
+    with pytest.raises(BatchInDoubt, match="published with 5 rows"):
+        run_batch(sink, Unit(query, "sink", 0, new_run()), SECOND)
+    assert published(sink) == [0, 1, 2, 3, 4]
 
 
 def test_two_sinks_of_one_query_do_not_know_each_other(sink, query):
@@ -435,6 +467,58 @@ def test_a_decision_of_somebody_else_that_gives_the_batch_up_is_respected(sink, 
     assert published(sink) == []
 
 
+# --- a decision log that is gone -------------------------------------------------------------------------------------
+
+
+def elsewhere(url, tmp_path):
+    """A sink whose decision log can be deleted."""
+    place = f"sqlite:///{tmp_path / 'decisions.db'}"
+    return options(url, topic=f"out-{new_run()}", transactionalIdPrefix=f"test-{new_run()}", decisionLog=place)
+
+
+def test_a_later_batch_without_its_decision_log_is_refused_until_somebody_has_looked(url, query, tmp_path):
+    sink = elsewhere(url, tmp_path)
+    for batch in range(2):
+        run_batch(sink, Unit(query, "sink", batch, new_run()), [[batch]])
+    forget()
+    (tmp_path / "decisions.db").unlink()
+    again = Unit(query, "sink", 1, new_run())
+    for _ in range(2):
+        with pytest.raises(EvidenceLost, match="knows of no batch"):
+            run_batch(sink, again, [[1]])
+        _driver.abort(sink, [], again)
+        again = replace(again, run=new_run())
+    assert published(sink) == [0, 1]
+    with_session(sink, again, lambda session: recover(session, again.path, skip=1))
+    run_batch(sink, again, [[1]])
+    run_batch(sink, replace(again, batch=2), [[2]])
+    assert published(sink) == [0, 1, 2]
+
+
+def test_a_first_batch_whose_decision_is_gone_is_refused_while_its_transactions_are_open(url, query, tmp_path):
+    sink = elsewhere(url, tmp_path)
+    with Child(decide_and_die, (sink, query), kill="resolve/before/2") as child:
+        child.stopped()
+    opened = left_open(sink, query)
+    (tmp_path / "decisions.db").unlink()
+    again = Unit(query, "sink", 0, new_run())
+    for _ in range(2):
+        with pytest.raises(EvidenceLost, match="which its decision log does not know"):
+            run_batch(sink, again, FIRST)
+        _driver.abort(sink, [], again)
+        again = replace(again, run=new_run())
+    assert len(published(sink)) < 5
+    assert left_open(sink, query) == opened
+
+
+@mostly_embedded
+def test_a_sink_that_is_added_to_a_query_begins_where_the_query_is(sink, query):
+    run = new_run()
+    run_batch(sink, Unit(query, "sink", 0, run), FIRST)
+    run_batch(replace(sink, sink="added"), Unit(query, "added", 1, run), SECOND)
+    assert published(sink) == list(range(8))
+
+
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -464,7 +548,8 @@ def test_a_session_in_use_is_not_closed_for_the_sake_of_others(tmp_path):
 @mostly_embedded
 def test_a_batch_below_one_that_is_done_is_an_error_and_a_jobs_version_is_skipped(sink, query):
     """Spark repeats the last batch only: a lower number comes from another checkpoint, and has other rows."""
-    run_batch(sink, Unit(query, "sink", 3, new_run()), FIRST)
+    for batch in range(4):
+        run_batch(sink, Unit(query, "sink", batch, new_run()), FIRST if batch == 3 else [[]])
     with pytest.raises(InvalidOption, match=r"every batch up to 3 is done.*txnVersion=4"):
         run_batch(sink, Unit(query, "sink", 2, new_run()), SECOND)
     run_batch(sink, Unit(query, "sink", 2, new_run(), job=True), SECOND)
@@ -483,14 +568,14 @@ def test_a_version_that_is_decided_is_finished_and_has_to_have_the_same_rows(url
     assert left_open(sink, job) == []
 
 
-@pytest.mark.parametrize("version", [{"txnVersion": "7"}, {}], ids=["numbered", "named only"])
+@pytest.mark.parametrize("version", [7, None], ids=["numbered", "named only"])
 def test_a_version_that_is_done_is_not_written_again_and_has_to_have_the_same_rows(url, version):
     job = f"job-{new_run()}"
-    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, **version)
-    run_batch(sink, Unit(job, "sink", 7, new_run()), FIRST)
-    run_batch(sink, Unit(job, "sink", 7, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
+    sink = options(url, topic=f"out-{new_run()}", txnAppId=job, **({"txnVersion": str(version)} if version else {}))
+    run_batch(sink, Unit(job, "sink", version or 0, new_run()), FIRST)
+    run_batch(sink, Unit(job, "sink", version or 0, new_run()), [[4, 3], [2, 1, 0]])  # the same in another order
     assert published(sink) == [0, 1, 2, 3, 4]
     for other in ([[0, 1, 2, 3]], [[0, 1, 2, 3, 5]]):
         with pytest.raises(InvalidOption, match="txnVersion used twice"):
-            run_batch(sink, Unit(job, "sink", 7, new_run()), other)
+            run_batch(sink, Unit(job, "sink", version or 0, new_run()), other)
     assert published(sink) == [0, 1, 2, 3, 4]

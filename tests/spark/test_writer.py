@@ -242,6 +242,34 @@ def test_a_batch_that_spark_replays_after_its_commit_is_not_published_twice(spar
     assert_a_prefix(published(sink))
 
 
+def test_a_batch_that_spark_plans_anew_is_not_taken_for_the_published_one(spark, sink, tmp_path):
+    """A backup of the checkpoint was restored that lacks the plan of the last batch, and more input has come since."""
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "input"
+    folder.mkdir()
+
+    def start(name, values):
+        (folder / name).write_text("".join(f"{value}\n" for value in values))
+        frame = spark.readStream.format("text").load(str(folder))
+        return (
+            frame.writeStream.format("txnbridge")
+            .options(url=sink.url, topic=sink.topic, transactionalIdPrefix=sink.prefix, createTopics="2")
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+
+    start("first", range(20)).awaitTermination(120)
+    start("second", range(20, 30)).awaitTermination(120)
+    assert published(sink) == list(range(30))
+    for name in ("offsets", "commits", "sources/0"):
+        (checkpoint / name / "1").unlink()
+        (checkpoint / name / ".1.crc").unlink()
+    again = start("third", range(30, 40))
+    with pytest.raises(Exception, match=r"BatchInDoubt.*published with 10 rows, and comes again with 20 rows"):
+        again.awaitTermination(120)
+    assert published(sink) == list(range(30))
+
+
 def test_with_the_continuous_trigger_nothing_is_taken_for_published(spark, tmp_path):
     """Spark calls no task's write() there, and ignores what commit() raises; but then it does not go on either."""
     sink = options(f"embedded:{tmp_path / 'broker.db'}", topic="out")
