@@ -337,7 +337,8 @@ TRUTHS: dict[str, tuple[tuple[str, int, int], type[TxnBridgeError] | None]] = {
     "committed": (("CompleteCommit", 0, 0), COMMITTED),
     "being committed": (("PrepareCommit", 0, 0), COMMITTED),
     "aborted": (("CompleteAbort", 0, 0), TransactionAborted),
-    "timed out": (("CompleteAbort", 1, 0), TransactionAborted),
+    # A time-out, or whoever opened it again: only the coordinator's log would tell, which is missing here.
+    "timed out": (("CompleteAbort", 1, 0), EvidenceLost),
     "opened again": (("Empty", 1, 0), EvidenceLost),
     "committed by whoever opened it again": (("CompleteCommit", 1, 0), EvidenceLost),
     "expired and used again": (("CompleteCommit", 0, 1), EvidenceLost),

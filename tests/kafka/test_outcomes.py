@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartKafka
@@ -22,6 +24,7 @@ from txnbridge import (
     Bridge,
     DeadlineExceeded,
     EvidenceLost,
+    Fenced,
     Outcome,
     OutcomeUnknown,
     Token,
@@ -110,6 +113,50 @@ def test_what_was_never_stored_is_aborted_although_the_coordinator_speaks_of_the
     hold.release()
     send(through, topic, b"2")
     assert values(seen(bridge, topic)) == [b"0", b"2"]
+
+
+def test_a_transaction_of_a_named_owner_that_timed_out_while_its_commit_was_on_its_way_is_aborted(
+    proxy: faults.Proxy, bridge: Bridge, topic: str, owner: str
+) -> None:
+    with txnbridge.connect(proxy.url, transactional_id=owner, writers=1, timeout=SECONDS) as through:
+        hold = proxy.hold(requests="EndTxn", count=None)
+        token = unknown(through, topic, b"never")
+        proxy.cut()
+        hold.drop()
+        eventually(lambda: bridge.status(token).state is TokenState.ABORTED, "the broker has timed it out")
+        send(through, topic, b"2")
+        assert bridge.status(token).state is TokenState.ABORTED
+    assert values(seen(bridge, topic)) == [b"2"]
+
+
+def test_a_commit_whose_answer_is_lost_stays_committed_when_a_stranger_aborts_one_on_the_same_id(
+    proxy: faults.Proxy, kafka_broker: brokers.Broker, bridge: Bridge, topic: str, owner: str
+) -> None:
+    """A program that does not write this application's decision log opens the id, and nobody here is told."""
+    with (
+        txnbridge.connect(proxy.url, transactional_id=owner, writers=1, timeout=15) as through,
+        ThreadPoolExecutor(1) as other,
+    ):
+        send(through, topic, b"0")
+        hold = proxy.hold(answers="EndTxn")
+        txn = through.transaction()
+        txn.send(topic, b"1")
+        committing = other.submit(txn.commit)
+        hold.wait()
+        eventually(lambda: describe(bridge, f"{owner}.0")[f"{owner}.0"].state == "CompleteCommit", "it is committed")
+        servers = kafka_broker.url.removeprefix("kafka://")
+        stranger = Producer({"bootstrap.servers": servers, "transactional.id": f"{owner}.0"}, logger=_silent)
+        stranger.init_transactions(30)
+        stranger.begin_transaction()
+        stranger.produce(topic, b"never")
+        stranger.flush(30)
+        stranger.abort_transaction(30)
+        hold.drop()
+        proxy.cut()
+        with suppress(Fenced):
+            committing.result(60)
+    assert txn.outcome is Outcome.COMMITTED
+    assert values(seen(bridge, topic)) == [b"0", b"1"]
 
 
 # When the coordinator dies, of a transaction of which everything is stored.

@@ -55,8 +55,11 @@ def plain_status(cluster: Cluster, ledger: Ledger, how: Mapping[str, Any], deadl
     if state := recorded_outcome(ledger, key, deadline, under=how.get("opening")):
         return Status(TokenState(state))
     timed_out = found is not None and found.epoch == epoch + 1 and found.state in ABORTED
-    if timed_out and _is_still_ours(ledger, how, deadline):
+    if timed_out and "opening" not in how:
+        # Nobody else knows this id. Its own writer records what it opens again, or leaves an epoch out.
         return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
+    # A raised epoch may be that of a time-out, or of a program without our decision log that has opened the id since
+    # and aborted one of its own.
     return _written_down(cluster, id, pid, epoch, start, deadline)
 
 
@@ -79,14 +82,6 @@ def _written_down(cluster: Cluster, id: str, pid: int, epoch: int, start: int | 
     if committed is None:
         return Status(TokenState.UNKNOWN, reason=_GONE, permanent=True)
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
-
-
-def _is_still_ours(ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> bool:
-    """Whether nobody opened the id since: then a raised epoch is that of a time-out, not of another opening."""
-    if "opening" not in how:
-        return True  # an id that nobody else knows; its own writer records what it opens again, or leaves an epoch out
-    newest = ledger.newest_opening(deadline)
-    return newest is not None and newest[0] == how["opening"]
 
 
 def _status(found: Described) -> Status:
