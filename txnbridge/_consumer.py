@@ -283,7 +283,7 @@ class Consumer:
             return
         by_partition = {assignment.partition: positions for assignment, positions in back.items()}
         if self._subscription.sharing == "partition":
-            self._reader.seek({partition: positions[0] for partition, positions in by_partition.items()})
+            self._reader.rewind({partition: positions[0] for partition, positions in by_partition.items()})
         else:
             self._reader.nack(by_partition)
         deliveries.gone_back(back)

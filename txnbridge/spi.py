@@ -423,6 +423,13 @@ class Reader(ABC):
         Raises `PositionLost` below retention.
         """
 
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        """Go back to what was delivered before and comes again, as after an abort.
+
+        Unlike `seek`, by which a user says where to go on, it leaves a partition lost whose position is lost.
+        """
+        self.seek(positions)
+
     @abstractmethod
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         """Every assigned partition: go on from the first message stamped at or after `timestamp`."""

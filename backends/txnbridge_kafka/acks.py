@@ -6,6 +6,7 @@ import struct
 from dataclasses import dataclass
 
 from txnbridge.errors import BackendMissing
+from txnbridge.spi import Partition
 
 _MARK = b"CGMDv2:"
 
@@ -18,11 +19,12 @@ class AckContext:
     while a partition stays where it is.
     """
 
-    __slots__ = ("group", "metadata")
+    __slots__ = ("group", "metadata", "topic_ids")
 
     def __init__(self, group: str) -> None:
         self.group = group
         self.metadata: object = None
+        self.topic_ids: dict[Partition, str] = {}  # of the topic that each partition is read in, where it has an id
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from confluent_kafka import KafkaError
 
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.wire.answers import EARLIEST, LATEST
+from txnbridge_kafka.wire.answers import EARLIEST, LATEST, Committed
 from txnbridge_kafka.wire.errors import kafka_error
 from txnbridge_kafka.wire.requests import Requests
 
@@ -50,11 +50,37 @@ class Offsets:
 
         With `decided=True` without the partitions that a transaction has acknowledged and not ended yet.
         """
+        found = self.committed_with_topics(group, partitions, deadline, decided=decided)
+        return {partition: None if each is None else each.at for partition, each in found.items()}
+
+    def committed_with_topics(
+        self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
+    ) -> Mapping[Partition, Committed | None]:
+        """As `committed`, with the ids of the topics that the positions belong to."""
         return self._requests.positions(group, list(partitions), deadline, decided=decided)
+
+    def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
+        """Return the id of each topic that is there, which is empty where topics have none."""
+        return self._requests.topic_ids(topics, deadline)
 
     def counts(self, topics: Iterable[str], deadline: Deadline) -> dict[str, int]:
         """How many partitions each topic has. Raises `NotFound`."""
         return self._requests.counts(list(topics), deadline)
+
+
+def is_another(now: str | None, before: str | None) -> bool:
+    """Return whether two ids of a topic are known, and of different topics."""
+    return bool(now) and bool(before) and now != before
+
+
+def made_anew(owner: str, partition: Partition, at: int) -> str:
+    """Return the text for a position that belongs to a topic which is there no more."""
+    topic, number = partition
+    return (
+        f"{owner} is {at} in {topic}[{number}], but the topic was deleted and made anew since, so that says nothing of"
+        f" the topic that is there now. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) says where to"
+        " go on in it"
+    )
 
 
 def is_passing(error: BaseException | None) -> bool:

@@ -8,7 +8,7 @@ says what a test has decided. So this shows what our code makes of an answer, an
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,8 +119,19 @@ class Coordinator(Requests):
         self._answer(deadline)
         return []
 
+    def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
+        self._answer(deadline)
+        return dict.fromkeys(topics, "")
+
     def acknowledge(
-        self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline
+        self,
+        id: str,
+        pid: int,
+        epoch: int,
+        member: Member,
+        offsets: Mapping[Partition, int],
+        deadline: Deadline,
+        topic_ids: Mapping[Partition, str] | None = None,
     ) -> Acknowledged:
         self._answer(deadline)
         assert (member.group, member.generation, member.name) == ("billing", -1, ""), member

@@ -69,7 +69,7 @@ class Still:
     def _acknowledge(self, requests: Requests, member: Member, offsets: Mapping[Partition, int], by: Deadline) -> None:
         async def attempt(line: Line) -> Any:
             node = await line.group_coordinator(self.group)
-            return await line.ask(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets))
+            return await line.ask(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets, {}))
 
         (topic,) = requests._asker.until(by, "acknowledging", attempt).topics
         assert [each.error_code for each in topic.partitions] == [0]

@@ -18,11 +18,15 @@ _COUNTS = 1000  # counts of deliveries that are kept without asking whether they
 
 @dataclass(frozen=True, eq=False)
 class Wish:
-    """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have."""
+    """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have.
+
+    `topic_id` is of the topic that the offset belongs to; None for an offset that holds in whatever topic is there.
+    """
 
     target: int | None = None
     since: tuple[int, int] | None = None  # a point in time that the target stands for, and where the log ended then
     refused: int | None = None
+    topic_id: str | None = None
 
 
 class State(Enum):
@@ -54,6 +58,7 @@ class Cursor:
         self.state = State.COMING
         self.source: object = None
         self.next: int | None = None
+        self.topic_id: str | None = None  # of the topic that `next` belongs to, where topics have ids
         self.wish = Wish()
         self.why_lost = ""
         self.placed = False  # it is among the partitions that the client reads, wherever

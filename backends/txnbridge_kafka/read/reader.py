@@ -27,10 +27,11 @@ from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reade
 from txnbridge_kafka.acks import AckContext
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.ends.forgotten import mend_group
-from txnbridge_kafka.offsets import is_passing
+from txnbridge_kafka.offsets import is_another, is_passing
 from txnbridge_kafka.read.cursor import Cursor, State, Wish, has_errors, split
 from txnbridge_kafka.read.starts import Found, GroupStarts, Lost, Starts, out_of_range
 from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.wire.bodies import metadata_of
 from txnbridge_kafka.wire.clients import Consumer, settle
 from txnbridge_kafka.wire.errors import translate
 
@@ -45,6 +46,9 @@ SHORT_CALL = 10.0
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.005
 # How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
 _LOOK_SECONDS = 3.0
+# How often a reader asks whether its topics are still the same, and how long it waits for the answer: a topic is not
+# deleted, made anew and filled beyond where a reader stands within this time.
+_CHECK_SECONDS, _CHECK_PATIENCE = 0.1, 1.0
 # The client's messages are made ours in pieces of so many: many more at once take longer a message, because they leave
 # the processor's cache.
 _PIECE = 1000
@@ -69,7 +73,7 @@ class Committing:
     """Where a group begins to read partitions, until the broker says that it is committed."""
 
     wishes: Mapping[Cursor, Wish]
-    begun: Mapping[Partition, int]
+    begun: Found
 
 
 class KafkaReader(Reader):
@@ -94,7 +98,7 @@ class KafkaReader(Reader):
         self._work: Work[Any] | None = None
         self._committing: Committing | None = None
         self._closed = False
-        self._look_at = 0.0
+        self._look_at = self._check_at = 0.0
         self._left = 0  # how many times partitions have left
         self._ahead: list[Any] = []  # what `lag` came across
         self._context = AckContext(subscription.group or "")
@@ -128,7 +132,8 @@ class KafkaReader(Reader):
         if isinstance(self._subscription.start, int):
             self._go_to(cursors, self._subscription.start, deadline)
         else:
-            first = self._starts.first(partitions, deadline)
+            topic_ids = self._offsets.topic_ids(self._counts, deadline)
+            first = Found(self._starts.first(partitions, deadline), topic_ids=topic_ids)
             self._settle({cursor: cursor.wish for cursor in cursors.values()}, first)
 
     def _join(self, context: Context, cluster: Cluster, deadline: Deadline) -> None:
@@ -159,6 +164,8 @@ class KafkaReader(Reader):
             if messages and len(batch) == _PIECE < max_messages:
                 messages = self._add_what_is_there(messages, max_messages, sum(map(len, batch)))
             if messages:
+                messages = self._without_lost(messages, deadline)
+            if messages:
                 self._renew_context()
                 return messages
             if lost:
@@ -181,6 +188,30 @@ class KafkaReader(Reader):
         # A partition left meanwhile: what was read of it comes again where it is now.
         here = {(*partition, cursor.source) for partition, cursor in self._cursors.items()}
         return [message for message in messages if (message.topic, message.partition, message.source) in here]
+
+    def _without_lost(self, messages: list[Message], deadline: Deadline) -> list[Message]:
+        """Return the messages but for those of topics that were made anew since their partitions were placed.
+
+        Acknowledging asks for certain; here it is asked often enough that a reader without a group learns of it, too.
+        """
+        if time.monotonic() < self._check_at:
+            return messages
+        topics = {message.topic for message in messages}
+        try:
+            topic_ids = self._offsets.topic_ids(topics, Deadline(max(deadline.left(), _CHECK_PATIENCE)))
+        except BrokerUnavailable as error:
+            _log.debug("whether %s is still the same topic is asked again: %s", ", ".join(sorted(topics)), error)
+            return messages
+        self._check_at = time.monotonic() + _CHECK_SECONDS
+        here = [self._cursors[partition] for partition in {(m.topic, m.partition) for m in messages}]
+        strange = {c.partition: c for c in here if is_another(topic_ids.get(c.partition[0]), c.topic_id)}
+        if not strange:
+            return messages
+        for partition, cursor in strange.items():
+            (at,) = next(m.position for m in messages if (m.topic, m.partition) == partition)
+            lost = self._starts.made_anew(partition, at)
+            cursor.lose(lost.why, lost.at)
+        return [message for message in messages if (message.topic, message.partition) not in strange]
 
     def _raise_kept(self) -> None:
         if self._kept:
@@ -220,7 +251,7 @@ class KafkaReader(Reader):
                 messages += cursor.hand_out(run)
             except UnicodeDecodeError as error:
                 # The client cannot tell such a name. It stays where it is: to go on behind it takes a seek.
-                cursor.seek(Wish(target=cursor.next))
+                cursor.seek(Wish(target=cursor.next, topic_id=cursor.topic_id))
                 text = f"a header behind {cursor.next} of {partition[0]}[{partition[1]}] has a name that is not UTF-8"
                 self._keep(NotSupported(text), error)
         return messages
@@ -235,7 +266,7 @@ class KafkaReader(Reader):
         elif error.code() in _OUT_OF_RANGE:
             # It may be older than a seek.
             if cursor is not None and cursor.state is State.READING and message.offset() >= (cursor.next or 0):
-                cursor.seek(Wish(refused=cursor.next))
+                cursor.seek(Wish(refused=cursor.next, topic_id=cursor.topic_id))
         elif error.code() == KafkaError._FATAL:
             self._broken = translate(error, f"reading in group {self._context.group!r}")
             self._broken.__cause__ = KafkaException(error)
@@ -289,15 +320,19 @@ class KafkaReader(Reader):
     def _begin(self, wishes: Mapping[Cursor, Wish], found: Found) -> None:
         """Where a group begins to read partitions is committed and recorded before they are read."""
         owed = set() if self._group_starts is None else self._group_starts.owed
-        self._settle(wishes, {p: start for p, start in found.known.items() if p[0] not in owed})
+        ready = {p: start for p, start in found.known.items() if p[0] not in owed}
+        self._settle(wishes, Found(ready, topic_ids=found.topic_ids))
         begun = {c.partition: at for c in self._current(wishes) if (at := found.begun.get(c.partition)) is not None}
         if begun:
             self._say("%s: begins to read, at %s", named(begun), ", ".join(map(str, begun.values())))
-            offsets = [TopicPartition(*partition, at) for partition, at in begun.items()]
+            offsets = [
+                TopicPartition(*partition, at, metadata_of(found.topic_ids.get(partition[0])))
+                for partition, at in begun.items()
+            ]
             self._tell(lambda: self._client.commit(offsets=offsets, asynchronous=True))
-            self._committing = Committing(wishes, begun)
+            self._committing = Committing(wishes, Found(begun, topic_ids=found.topic_ids))
         elif owed:
-            self._record(sorted(owed), lambda: self._settle(wishes, found.known))
+            self._record(sorted(owed), lambda: self._settle(wishes, found))
 
     def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
         """The client calls this inside `poll`."""
@@ -316,7 +351,7 @@ class KafkaReader(Reader):
 
     def _begun(self, committed: Committing) -> None:
         assert self._group_starts is not None
-        self._group_starts.owed.update(topic for topic, _ in committed.begun)
+        self._group_starts.owed.update(topic for topic, _ in committed.begun.known)
         self._record(sorted(self._group_starts.owed), lambda: self._settle(committed.wishes, committed.begun))
 
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
@@ -339,11 +374,11 @@ class KafkaReader(Reader):
         """Those that have neither left nor been moved since they wished."""
         return [c for c, wish in wishes.items() if self._cursors.get(c.partition) is c and c.wish is wish]
 
-    def _settle(self, wishes: Mapping[Cursor, Wish], found: Mapping[Partition, int | Lost]) -> None:
+    def _settle(self, wishes: Mapping[Cursor, Wish], found: Found) -> None:
         """Go on where it was found that partitions go on."""
         ready: list[Cursor] = []
         for cursor in self._current(wishes):
-            if (start := found.get(cursor.partition)) is None:
+            if (start := found.known.get(cursor.partition)) is None:
                 continue
             if not cursor.told:
                 at = start.at if isinstance(start, Lost) else start
@@ -353,10 +388,19 @@ class KafkaReader(Reader):
                 cursor.lose(start.why, start.at)
             else:
                 cursor.next = start
+                self._read_in(cursor, found.topic_ids.get(cursor.partition[0], cursor.wish.topic_id))
                 if start != cursor.wish.target:
                     cursor.since = None  # the group has got further
                 ready.append(cursor)
         self._tell(lambda: self._place(ready))
+
+    def _read_in(self, cursor: Cursor, topic_id: str | None) -> None:
+        """Remember which topic a partition is read in: one that is made anew under its name is another."""
+        cursor.topic_id = topic_id
+        if topic_id is None:
+            self._context.topic_ids.pop(cursor.partition, None)
+        else:
+            self._context.topic_ids[cursor.partition] = topic_id
 
     # --- what the client reads ----------------------------------------------------------------------------------------
 
@@ -483,28 +527,41 @@ class KafkaReader(Reader):
                 raise PositionLost(out_of_range(what, partition, elsewhere[partition], begin, begin))
         self._go_on({cursor: Wish(target=offset) for cursor, offset in offsets.items()})
 
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
+        self._go_on({c: Wish(target=offset, topic_id=c.topic_id) for c, offset in offsets.items()})
+
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         cursors = {partition: cursor for partition, cursor in self._cursors.items() if cursor.next is not None}
         self._go_to(cursors, timestamp, deadline)
 
     def _go_to(self, cursors: Mapping[Partition, Cursor], timestamp: int, deadline: Deadline) -> None:
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in cursors}, deadline)
         since = self._offsets.since(cursors, timestamp, deadline)
         ats = {cursor: since[partition] for partition, cursor in cursors.items()}
-        self._go_on({c: Wish(target=first, since=(timestamp, end)) for c, (first, end) in ats.items()})
+        self._go_on(
+            {
+                c: Wish(target=first, since=(timestamp, end), topic_id=topic_ids.get(c.partition[0]))
+                for c, (first, end) in ats.items()
+            }
+        )
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         back = {partition: min(_offset(each) for each in given) for partition, given in positions.items() if given}
         # If it has left, they come again where it is now.
         here = {cursor: at for partition, at in back.items() if (cursor := self._cursors.get(partition)) is not None}
-        self._go_on({c: Wish(target=at if c.next is None else min(at, c.next)) for c, at in here.items()})
+        self._go_on(
+            {c: Wish(target=at if c.next is None else min(at, c.next), topic_id=c.topic_id) for c, at in here.items()}
+        )
 
     def _go_on(self, wishes: Mapping[Cursor, Wish]) -> None:
         for cursor, wish in wishes.items():
             cursor.next = wish.target
             cursor.seek(wish)
-        if self._group_starts is None:
-            self._settle(wishes, {c.partition: c.next for c in wishes if c.next is not None})
-        # In a group the next poll first asks what is acknowledged: that is not read again.
+        if self._group_starts is None and all(wish.topic_id == c.topic_id for c, wish in wishes.items()):
+            self._settle(wishes, Found({c.partition: c.next for c in wishes if c.next is not None}))
+        # Else the next poll first asks which topics are there now, and in a group what is acknowledged: that is not
+        # read again.
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         cursors = [self._cursor(partition) for partition in partitions]

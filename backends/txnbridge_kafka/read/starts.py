@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from txnbridge.errors import AccessDenied, Fenced, TxnBridgeError
 from txnbridge.spi import Context, Deadline, Partition, Subscription
-from txnbridge_kafka.offsets import Offsets
+from txnbridge_kafka.offsets import Offsets, is_another, made_anew
 from txnbridge_kafka.read.cursor import Wish
 
 _log = logging.getLogger("txnbridge")
@@ -36,6 +36,7 @@ class Found:
 
     known: Mapping[Partition, int | Lost]
     begun: Mapping[Partition, int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)  # of topics that have one, as it was before all that
 
 
 class Starts:
@@ -58,13 +59,36 @@ class Starts:
 
     def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """What is new since the start is read from its beginning, whatever the start was: it has all come since."""
+        topic_ids, wishes = self._there(wishes, deadline)
         told = {partition: wish.target for partition, wish in wishes.items() if wish.target is not None}
         new = self._offsets.begins([partition for partition in wishes if partition not in told], deadline)
-        return Found({**told, **new, **self._refused(wishes, deadline)})
+        known = {**told, **new, **self._refused(wishes, deadline), **self._made_anew(wishes, topic_ids)}
+        return Found(known, topic_ids=topic_ids)
 
     def owner(self) -> str:
         """Whose position it is, for errors."""
         return "this reader's position"
+
+    def _there(
+        self, wishes: Mapping[Partition, Wish], deadline: Deadline
+    ) -> tuple[Mapping[str, str], Mapping[Partition, Wish]]:
+        """Return the ids of the topics, and the wishes about topics that the broker knows now.
+
+        A broker that has just started answers before it knows its topics; the others are asked about again.
+        """
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in wishes}, deadline)
+        return topic_ids, {partition: wish for partition, wish in wishes.items() if partition[0] in topic_ids}
+
+    def _made_anew(self, wishes: Mapping[Partition, Wish], topic_ids: Mapping[str, str]) -> Mapping[Partition, Lost]:
+        """Return the partitions whose offsets belong to a topic that is there no more."""
+        return {
+            partition: self.made_anew(partition, wish.target or wish.refused or 0)
+            for partition, wish in wishes.items()
+            if is_another(topic_ids.get(partition[0]), wish.topic_id)
+        }
+
+    def made_anew(self, partition: Partition, at: int) -> Lost:
+        return Lost(made_anew(self.owner(), partition, at), at)
 
     def _refused(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Mapping[Partition, int | Lost]:
         """The positions that the broker does not have, each with what it has."""
@@ -116,7 +140,8 @@ class GroupStarts(Starts):
 
     def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """Without the partitions of which nobody can tell yet, because an open transaction has acknowledged some."""
-        committed = self._offsets.committed(self._group, wishes, deadline, decided=True)
+        topic_ids, wishes = self._there(wishes, deadline)
+        committed = self._offsets.committed_with_topics(self._group, wishes, deadline, decided=True)
         if len(committed) < len(wishes):
             time.sleep(min(_PAUSE, deadline.left()))
             self._look_for_forgotten(deadline)
@@ -124,19 +149,24 @@ class GroupStarts(Starts):
             self._look_at = None
         known: dict[Partition, int | Lost] = {}
         missing: dict[str, list[int]] = {}
-        for (topic, number), at in committed.items():
-            if at is None:
+        for (topic, number), found in committed.items():
+            target = wishes[topic, number].target
+            strange = found is not None and is_another(topic_ids[topic], found.topic_id)
+            if found is None or (strange and target is not None):
                 missing.setdefault(topic, []).append(number)
+            elif strange:
+                known[topic, number] = self.made_anew((topic, number), found.at)
             else:
                 # What was acknowledged is not read again.
-                known[topic, number] = max(at, wishes[topic, number].target or 0)
+                known[topic, number] = max(found.at, target or 0)
         begun: dict[Partition, int] = {}
         for topic, numbers in missing.items():
-            found = self._begin(topic, numbers, wishes, deadline)
-            known.update(found.known)
-            begun.update(found.begun)
+            begins = self._begin(topic, numbers, wishes, deadline)
+            known.update(begins.known)
+            begun.update(begins.begun)
         known.update(self._refused({p: wish for p, wish in wishes.items() if p in known}, deadline))
-        return Found(known, begun)
+        lost = self._made_anew(wishes, topic_ids)
+        return Found({**known, **lost}, {p: at for p, at in begun.items() if p not in lost}, topic_ids)
 
     def _look_for_forgotten(self, deadline: Deadline) -> None:
         now = time.monotonic()

@@ -99,6 +99,14 @@ class Acknowledged:
 
 
 @dataclass(frozen=True)
+class Committed:
+    """A group's position in a partition, and the id of the topic that it was acknowledged in, where that is known."""
+
+    at: int
+    topic_id: str | None
+
+
+@dataclass(frozen=True)
 class ActiveProducer:
     """A producer as a partition's leader knows it; `start_offset` is where its open transaction begins."""
 

@@ -9,9 +9,10 @@ from typing import Any
 from txnbridge.spi import Partition
 from txnbridge_kafka.acks import Member
 from txnbridge_kafka.wire import library
-from txnbridge_kafka.wire.answers import DONE, ActiveProducer, Described, Ended
+from txnbridge_kafka.wire.answers import DONE, UNKNOWN_TOPIC, ActiveProducer, Committed, Described, Ended
 
 _READ_COMMITTED = 1
+_TOPIC_ID = "txnbridge-topic-id:"
 
 
 def features() -> Any:
@@ -54,7 +55,9 @@ def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
     )
 
 
-def acknowledgement(id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int]) -> Any:
+def acknowledgement(
+    id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], topic_ids: Mapping[Partition, str]
+) -> Any:
     kind = library.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     topics = [
         kind(
@@ -64,7 +67,7 @@ def acknowledgement(id: str, pid: int, epoch: int, member: Member, offsets: Mapp
                     partition_index=number,
                     committed_offset=offsets[topic, number],
                     committed_leader_epoch=-1,
-                    committed_metadata="",
+                    committed_metadata=metadata_of(topic_ids.get((topic, number))),
                 )
                 for number in numbers
             ],
@@ -84,6 +87,19 @@ def acknowledgement(id: str, pid: int, epoch: int, member: Member, offsets: Mapp
         min_version=3,
         max_version=3,
     )
+
+
+def metadata_of(topic_id: str | None) -> str:
+    """Return what is stored with a group's position: the id of the topic that the position belongs to."""
+    return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
+
+
+def committed(partition: Any) -> Committed | None:
+    if partition.committed_offset < 0:
+        return None
+    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka stores the end of its C string, too
+    known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
+    return Committed(partition.committed_offset, known)
 
 
 def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
@@ -129,6 +145,16 @@ def active(producer: Any) -> ActiveProducer:
         last_timestamp=producer.last_timestamp,
         coordinator_epoch=producer.coordinator_epoch,
     )
+
+
+def topic_ids(metadata: Any) -> dict[str, str]:
+    """Return the ids of the topics that a broker knows; of one that was made before topics had ids, an empty text."""
+    found = {topic.name: topic.topic_id for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC}
+    return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
+
+
+def leaders(metadata: Any) -> set[int]:
+    return {each.leader_id for topic in metadata.topics for each in topic.partitions if each.leader_id >= 0}
 
 
 def by_topic(partitions: Iterable[Partition]) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from txnbridge_kafka.wire.answers import (
     Acknowledged,
     ActiveProducer,
     Answer,
+    Committed,
     Described,
     Ended,
     Listed,
@@ -159,9 +160,19 @@ class Requests:
         self._asker.until(deadline, what, attempt)
 
     def acknowledge(
-        self, id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], deadline: Deadline
+        self,
+        id: str,
+        pid: int,
+        epoch: int,
+        member: Member,
+        offsets: Mapping[Partition, int],
+        deadline: Deadline,
+        topic_ids: Mapping[Partition, str] | None = None,
     ) -> Acknowledged:
-        """Put a group's positions into a transaction. Raises `DeadlineExceeded` if no final answer came."""
+        """Put a group's positions into a transaction, with the ids of their topics.
+
+        Raises `DeadlineExceeded` if no final answer came.
+        """
         added, out, lost = False, False, False
 
         async def ask(line: Line, node: int, request: Any) -> Any:
@@ -183,7 +194,7 @@ class Requests:
                     return int(answer.error_code)
                 added = True
             node = await line.group_coordinator(member.group)
-            answer = await ask(line, node, bodies.acknowledgement(id, pid, epoch, member, offsets))
+            answer = await ask(line, node, bodies.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {}))
             refusals = {each.error_code for _, each in bodies.each_partition(answer.topics)} - {DONE}
             if final := refusals - ACK_LATER:
                 return int(min(final))
@@ -229,22 +240,22 @@ class Requests:
 
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
-    ) -> dict[Partition, int | None]:
+    ) -> dict[Partition, Committed | None]:
         """The positions of a group, None for a partition that has none.
 
         With `decided` without those that a transaction is about to change.
         """
         what = f"reading the positions of group {group!r}"
 
-        async def attempt(line: Line) -> dict[Partition, int | None]:
+        async def attempt(line: Line) -> dict[Partition, Committed | None]:
             node = await line.group_coordinator(group)
             answer = await line.ask(node, bodies.positions_of(group, partitions, decided))
             check(answer.error_code, what)
-            found: dict[Partition, int | None] = {}
+            found: dict[Partition, Committed | None] = {}
             for partition, each in bodies.each_partition(answer.topics):
                 if each.error_code != UNSTABLE:
                     check(each.error_code, f"{what}, {bodies.title(partition)}")
-                    found[partition] = each.committed_offset if each.committed_offset >= 0 else None
+                    found[partition] = bodies.committed(each)
             return found
 
         return self._asker.until(deadline, what, attempt) if partitions else {}
@@ -256,6 +267,25 @@ class Requests:
             return await line.counts(topics)
 
         return self._asker.until(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
+
+    def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
+        """Return the id of each topic: one that is made later under the same name has another.
+
+        A topic that is missing is absent, and one that has no id has an empty one. The leaders of the partitions are
+        asked, because only they know for certain which topic they hand messages out of.
+        """
+        wanted = sorted(set(topics))
+
+        async def attempt(line: Line) -> dict[str, str]:
+            first = await line.metadata(wanted)
+            found = bodies.topic_ids(first)
+            for node in bodies.leaders(first) if len(first.brokers) > 1 else ():
+                told = bodies.topic_ids(await line.metadata(wanted, node))
+                if strange := [topic for topic, id in told.items() if found.get(topic, id) != id]:
+                    raise NotYetError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
+            return found
+
+        return self._asker.until(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
 
     def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
         """Every transactional id that any broker coordinates; only those in one of `states`, of one of `pids`."""

@@ -25,6 +25,7 @@ from txnbridge.errors import (
     InvalidOption,
     NotFound,
     OutcomeUnknown,
+    PositionLost,
     StorageFailed,
     TransactionAborted,
     TransactionTimedOut,
@@ -46,6 +47,7 @@ from txnbridge_kafka.acks import AckContext, member_of
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.ends.endings import plain_status
 from txnbridge_kafka.ends.forgotten import mend_own
+from txnbridge_kafka.offsets import is_another, made_anew
 from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 from txnbridge_kafka.wire.answers import DONE, Described
@@ -373,6 +375,7 @@ class KafkaWriter(Writer):
         for group, (context, offsets) in self._acks.items():
             if group not in self._mended_groups:
                 self._mend_group(group, deadline)
+            self._check_topics(context, offsets, deadline)
             with self._cluster.events.step("step:acks", self._begun.transaction, group=group):
                 error = self._acknowledge(context, offsets, deadline)
             if error is None:
@@ -384,6 +387,13 @@ class KafkaWriter(Writer):
             raise found from KafkaException(error)
         self._acks = {}
 
+    def _check_topics(self, context: AckContext, offsets: Mapping[Partition, int], deadline: Deadline) -> None:
+        """Raise `PositionLost` if what is acknowledged was read in topics that have been made anew since."""
+        ids = self._cluster.offsets.topic_ids({topic for topic, _ in offsets}, deadline)
+        for partition, offset in offsets.items():
+            if is_another(ids.get(partition[0]), context.topic_ids.get(partition)):
+                raise PositionLost(made_anew(f"the position of group {context.group!r}", partition, offset))
+
     def _acknowledge(
         self, context: AckContext, offsets: Mapping[Partition, int], deadline: Deadline
     ) -> KafkaError | None:
@@ -393,7 +403,9 @@ class KafkaWriter(Writer):
         pid, epoch, member = self._opened.pid, self._opened.epoch, member_of(context.metadata)
         lost = "the answer to an acknowledgement was lost"  # so a copy of it may still arrive
         try:
-            found = self._cluster.requests.acknowledge(self.id, pid, epoch, member, offsets, deadline)
+            found = self._cluster.requests.acknowledge(
+                self.id, pid, epoch, member, offsets, deadline, context.topic_ids
+            )
         except DeadlineExceeded:
             self._stale = self._stale or lost
             raise
