@@ -165,7 +165,7 @@ class StorageFailed(BrokerUnavailable):
 
 
 class PositionLost(TxnBridgeError):
-    """The position to read from is no longer there (retention); nothing was skipped silently."""
+    """The position to read from is no longer there (retention, a topic made anew); nothing was skipped silently."""
 
 
 class AccessDenied(TxnBridgeError):
