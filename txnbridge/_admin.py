@@ -92,6 +92,15 @@ class Admin:
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.bounds(names, self._deadline())
 
+    def topic_ids(self, topics: str | Iterable[str]) -> dict[str, str]:
+        """Return for each topic an id that one made later under the same name does not have.
+
+        A position holds in the topic that it was read in: whoever keeps positions keeps these ids with them. A topic
+        that is missing, or of which the broker tells none, is absent.
+        """
+        names = (topics,) if isinstance(topics, str) else tuple(topics)
+        return self._broker.admin.topic_ids(names, self._deadline())
+
     def groups(self) -> dict[str, int]:
         """Every group by name, and how many members it has now."""
         self._broker.capabilities.require(Capability.GROUP_ADMIN)

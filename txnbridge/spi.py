@@ -559,6 +559,13 @@ class Admin(ABC):
         Raises `NotFound`.
         """
 
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        """Return for each topic an id that one made later under the same name does not have.
+
+        A topic that is missing, or of which the broker tells none, is absent.
+        """
+        return {}
+
     def groups(self, deadline: Deadline) -> dict[str, int]:
         """Every group and how many members it has."""
         raise NotImplementedError("declare group-admin absent, or provide this")

@@ -137,6 +137,11 @@ class EmbeddedAdmin(Admin):
                 found = read_bounds(connection, topics)
         return {partition: ((bounds.kept,), (bounds.end,)) for partition, bounds in found.items()}
 
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        with self._session(deadline) as connection, self._store.reading(connection, deadline):
+            ids = dict(connection.execute("SELECT name, id FROM topics"))
+        return {name: str(ids[name]) for name in topics if name in ids}
+
     def _existing(self, connection: sqlite3.Connection, name: str) -> Topic:
         topic = read_topic(connection, name)
         if topic is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from pyspark_txnbridge._plan import Range, connect, report_loss, show
+from pyspark_txnbridge._plan import MADE_ANEW, Range, connect, is_another, report_loss, show
 from pyspark_txnbridge._session import Keeper
 from pyspark_txnbridge._source_options import SourceOptions
 from txnbridge import InvalidState, Message, Position, PositionLost
@@ -28,10 +28,10 @@ _WAIT_SECONDS = 0.02
 def read_range(options: SourceOptions, wanted: Range) -> Iterator[pa.RecordBatch]:
     """The rows of a range, in order. Raises `PositionLost` if some of them are gone, unless the query goes on then."""
     with _feeds.held(options, lambda: Feed(options)) as feed:  # closed also when nobody takes the rest
-        if feed.has(wanted.topic, wanted.partition):
+        if feed.has(wanted):
             yield from feed.read(wanted)
             return
-    _feeds.drop(options)  # the topic has more partitions now
+    _feeds.drop(options)  # the topic has more partitions now, or was made anew
     with _feeds.held(options, lambda: Feed(options)) as feed:
         yield from feed.read(wanted)
 
@@ -43,6 +43,7 @@ class Feed:
         self._options = options
         self._bridge = connect(options)
         try:
+            self._topic_ids = self._bridge.admin.topic_ids(options.topics)
             # From the end, so that nothing is fetched before a task says from where.
             self._consumer = self._bridge.consumer(options.topics, start="latest")
             self._consumer.pause()
@@ -50,11 +51,20 @@ class Feed:
             self._bridge.close()
             raise
 
-    def has(self, topic: str, number: int) -> bool:
-        return (topic, number) in self._consumer.assignment
+    def has(self, wanted: Range) -> bool:
+        """Return whether this feed can read a range: it has the partition, and began in the same topic."""
+        known = self._topic_ids.get(wanted.topic)
+        return (wanted.topic, wanted.partition) in self._consumer.assignment and not is_another(wanted.topic_id, known)
 
     def read(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         """As `read_range`."""
+        yield from self._read_all(wanted)
+        # Read behind the rows: all of them came out of the topic that they were planned in.
+        now = self._bridge.admin.topic_ids(wanted.topic)
+        if is_another(wanted.topic_id, now.get(wanted.topic)):
+            report_loss((wanted.topic, wanted.partition), wanted.start, MADE_ANEW, self._options)
+
+    def _read_all(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         at = wanted.start
         while at < wanted.end:
             try:

@@ -10,7 +10,7 @@ from typing import Any
 import txnbridge
 from pyspark_txnbridge._options import as_keywords
 from pyspark_txnbridge._session import Keeper
-from pyspark_txnbridge._source_options import EARLIEST, LATEST, SourceOptions, Wanted, position_of
+from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, SourceOptions, Wanted, position_of
 from txnbridge import Bridge, InvalidOption, NotSupported, Position, PositionLost
 from txnbridge.spi import Partition
 
@@ -18,6 +18,7 @@ _log = logging.getLogger("txnbridge.spark")
 
 Offsets = dict[Partition, Position]
 Bounds = Mapping[Partition, tuple[Position, Position]]
+TopicIds = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Range:
     partition: int
     start: Position
     end: Position
+    topic_id: str | None = None  # of the topic that the positions belong to, where the broker tells it
 
 
 def connect(options: SourceOptions) -> Bridge:
@@ -35,14 +37,15 @@ def connect(options: SourceOptions) -> Bridge:
     return txnbridge.connect(options.url, timeout=options.timeout, create_topics=0, **as_keywords(options.settings))
 
 
-def bounds_of(options: SourceOptions) -> Bounds:
-    """What can be read of each partition now. Raises `NotFound`."""
+def look(options: SourceOptions) -> tuple[TopicIds, Bounds]:
+    """Return which topics there are now, and what can be read of each partition. Raises `NotFound`."""
     with _planners.held(options, lambda: connect(options)) as bridge:
-        return bridge.admin.bounds(options.topics)
+        # The ids first: positions of a topic that was made anew in between do not pass for those of the one before.
+        return bridge.admin.topic_ids(options.topics), bridge.admin.bounds(options.topics)
 
 
 def let_go(options: SourceOptions) -> None:
-    """Close what `bounds_of` keeps open."""
+    """Close what `look` keeps open."""
     _planners.drop(options)
 
 
@@ -63,7 +66,9 @@ def resolve(name: str, wanted: Wanted, bounds: Bounds) -> Offsets:
     return {each: bounds[each][words[at]] if isinstance(at, str) else at for each, at in sorted(told.items())}
 
 
-def ranges(start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions) -> list[Range]:
+def ranges(
+    start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions, topic_ids: TopicIds | None = None
+) -> list[Range]:
     """The ranges to read between two sets of positions. Messages in between that the broker removed are lost, and told.
 
     A partition that only the second set names begins there.
@@ -74,7 +79,7 @@ def ranges(start: Offsets, end: Offsets, bounds: Bounds, options: SourceOptions)
         if at != stop:
             _check_kept((topic, number), min(at, stop), max(at, stop), bounds, options)
         if at < stop:
-            found.append(Range(topic, number, at, stop))
+            found.append(Range(topic, number, at, stop, (topic_ids or {}).get(topic)))
     return found
 
 
@@ -96,6 +101,25 @@ def report_loss(partition: Partition, at: Position, why: str, options: SourceOpt
     if options.fail_on_data_loss:
         raise PositionLost(f"{text}. Nothing was skipped; with failOnDataLoss=false the query goes on without it")
     _log.warning("%s. The query goes on without it (failOnDataLoss=false)", text)
+
+
+def in_the_same_topics(offsets: Offsets, before: TopicIds, now: TopicIds, options: SourceOptions) -> Offsets:
+    """Return the positions but for those in topics that were made anew since: these rows are lost, and told."""
+    found = {}
+    for (topic, number), at in offsets.items():
+        if is_another(before.get(topic), now.get(topic)):
+            report_loss((topic, number), at, MADE_ANEW, options)
+        else:
+            found[topic, number] = at
+    return found
+
+
+def is_another(before: str | None, now: str | None) -> bool:
+    """Return whether two ids of a topic are known, and of different topics."""
+    return before is not None and now is not None and before != now
+
+
+MADE_ANEW = "the topic was deleted and made anew since"
 
 
 # --- a stream goes on ------------------------------------------------------------------------------------------------
@@ -140,16 +164,27 @@ def show(position: Position) -> str:
     return str(_plain(position))
 
 
-def to_json(offsets: Offsets) -> dict[str, dict[str, Any]]:
-    """Positions as a checkpoint holds them: as Spark's Kafka source writes them, where they are numbers."""
+def to_json(offsets: Offsets, topic_ids: TopicIds | None = None) -> dict[str, dict[str, Any]]:
+    """Return positions as a checkpoint holds them: as Spark's Kafka source writes them, where they are numbers.
+
+    The topics' ids stand beside the partitions.
+    """
     found: dict[str, dict[str, Any]] = {}
     for (topic, number), position in sorted(offsets.items()):
         found.setdefault(topic, {})[str(number)] = _plain(position)
+    for topic, partitions in found.items():
+        if topic_ids and topic in topic_ids:
+            partitions[TOPIC_ID] = topic_ids[topic]
     return found
 
 
 def from_json(told: Mapping[str, Mapping[str, Any]]) -> Offsets:
     return dict(_told(told))
+
+
+def topic_ids_of(told: Mapping[str, Mapping[str, Any]]) -> TopicIds:
+    """Return the ids of the topics that positions in a checkpoint belong to; earlier versions wrote none."""
+    return {topic: str(partitions[TOPIC_ID]) for topic, partitions in told.items() if TOPIC_ID in partitions}
 
 
 def _plain(position: Position) -> int | list[int]:
@@ -159,4 +194,5 @@ def _plain(position: Position) -> int | list[int]:
 def _told(told: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[Partition, Position]]:
     for topic, partitions in told.items():
         for number, position in partitions.items():
-            yield (topic, int(number)), position_of(position)
+            if number != TOPIC_ID:
+                yield (topic, int(number)), position_of(position)

@@ -24,10 +24,10 @@ class BatchReader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        bounds = _plan.bounds_of(self._options)
+        topic_ids, bounds = _plan.look(self._options)
         start = _plan.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
         end = _plan.resolve("endingOffsets", self._options.ending, bounds)
-        return tasks(_plan.ranges(start, end, bounds, self._options))
+        return tasks(_plan.ranges(start, end, bounds, self._options, topic_ids))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)

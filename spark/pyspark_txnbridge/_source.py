@@ -42,11 +42,12 @@ class DefaultSource(DataSource):
 
     def schema(self) -> str:
         from pyspark_txnbridge._fetch import columns
-        from pyspark_txnbridge._plan import bounds_of
+        from pyspark_txnbridge._plan import look
         from pyspark_txnbridge._source_options import SourceOptions
 
         options = SourceOptions.parse(self.options)
-        first, _ = next(iter(bounds_of(options).values()))
+        _, bounds = look(options)
+        first, _ = next(iter(bounds.values()))
         return columns(first, options.headers)
 
     def reader(self, schema: StructType) -> DataSourceReader:

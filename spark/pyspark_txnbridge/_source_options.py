@@ -29,6 +29,9 @@ EARLIEST, LATEST = "earliest", "latest"
 # As Spark's Kafka source writes them in JSON.
 _WORDS: Mapping[Any, str] = {-2: EARLIEST, -1: LATEST, EARLIEST: EARLIEST, LATEST: LATEST}
 
+# Beside the partitions of a topic in a checkpoint: which topic of that name their positions belong to.
+TOPIC_ID = "topicId"
+
 # A word for all partitions, or for each of them its position or a word.
 Wanted = str | tuple[tuple[Partition, Position | str], ...]
 
@@ -95,6 +98,8 @@ def _wanted(options: Mapping[str, str], name: str, words: tuple[str, ...]) -> Wa
 def _positions(told: Any) -> Iterator[tuple[Partition, Position | str]]:
     for topic, partitions in told.items():
         for partition, at in partitions.items():
+            if partition == TOPIC_ID:
+                continue  # it comes from a checkpoint
             word = None if isinstance(at, list) else _WORDS.get(at)
             yield (topic, int(partition)), word or position_of(at)
 

@@ -29,24 +29,26 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._seen: Offsets | None = None
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 (Spark's names, here and below)
-        bounds = _plan.bounds_of(self._options)
-        return _plan.to_json(_plan.resolve("startingOffsets", self._options.starting or LATEST, bounds))
+        topic_ids, bounds = _plan.look(self._options)
+        return _plan.to_json(_plan.resolve("startingOffsets", self._options.starting or LATEST, bounds), topic_ids)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         most = self._options.max_offsets
         return ReadAllAvailable() if most is None else ReadMaxRows(most)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        self._last = {partition: end for partition, (_, end) in _plan.bounds_of(self._options).items()}
+        _, bounds = _plan.look(self._options)
+        self._last = {partition: end for partition, (_, end) in bounds.items()}
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        bounds = _plan.bounds_of(self._options)
+        topic_ids, bounds = _plan.look(self._options)
         self._seen = {partition: end for partition, (_, end) in bounds.items()}
-        stands = _plan.from_json(start)
+        before = _plan.topic_ids_of(start)
+        stands = _plan.in_the_same_topics(_plan.from_json(start), before, topic_ids, self._options)
         end = _plan.go_on(stands, self._as_it_was(bounds), self._options)
         if isinstance(limit, ReadMaxRows):
             end = _plan.limited(stands, end, bounds, limit.max_rows)
-        return _plan.to_json(end)
+        return _plan.to_json(end, topic_ids)
 
     def _as_it_was(self, bounds: Bounds) -> Bounds:
         if self._last is None:
@@ -58,8 +60,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return None if self._seen is None else _plan.to_json(self._seen)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        bounds = _plan.bounds_of(self._options)
-        return tasks(_plan.ranges(_plan.from_json(start), _plan.from_json(end), bounds, self._options))
+        topic_ids, bounds = _plan.look(self._options)
+        planned, before = _plan.topic_ids_of(end), _plan.topic_ids_of(start)
+        # What the plan only placed in a topic that had been made anew has no rows in it, and was told by the plan.
+        begin = {
+            partition: at
+            for partition, at in _plan.from_json(start).items()
+            if not _plan.is_another(before.get(partition[0]), planned.get(partition[0]))
+        }
+        until = _plan.in_the_same_topics(_plan.from_json(end), planned, topic_ids, self._options)
+        return tasks(_plan.ranges(begin, until, bounds, self._options, planned))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(self._options, partition)

@@ -331,8 +331,11 @@ def test_retention_that_passes_a_task_while_it_reads_is_noticed(url, bridge, top
     assert values(accepting, [task]) == list(range(4, 10))
 
 
-def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic):
+@pytest.mark.parametrize("more", [1, 30], ids=["shorter", "longer"])
+def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic, more):
     send(bridge, topic, range(10), partition=0)
+    if more > 10 and not bridge.admin.topic_ids(topic):
+        pytest.skip("this broker tells nothing by which a longer topic could be told from the one before")
     stream = Stream(url, topic, startingOffsets="earliest")
     assert stream.run() == [list(range(10))]
     bridge.admin.delete_topic(topic)
@@ -341,11 +344,31 @@ def test_a_topic_that_was_made_anew_stops_the_stream(url, bridge, topic):
         stream.plan()
     with txnbridge.connect(url) as fresh:
         fresh.admin.create_topic(topic, partitions=2)
-        send(fresh, topic, [100], partition=0)
-    with pytest.raises(PositionLost, match=r"Was the topic made anew|retention has removed everything"):
+        send(fresh, topic, range(100, 100 + more), partition=0)
+    with pytest.raises(PositionLost, match=r"made anew|retention has removed everything"):
         stream.plan()
     going_on = Stream(url, topic, start=stream.at, failOnDataLoss="false")
-    assert flat(going_on.run()) == [100]
+    assert flat(going_on.run()) == list(range(100, 100 + more))
+
+
+@where_positions_are_numbers
+def test_a_topic_that_is_made_anew_between_a_plan_and_its_tasks_stops_the_batch(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    stream = Stream(url, topic, startingOffsets="earliest")
+    end = stream.plan()
+    reader = BatchReader(SourceOptions.parse({"url": url, "topic": topic}))
+    (task,) = reader.partitions()
+    if not bridge.admin.topic_ids(topic):
+        pytest.skip("this broker tells nothing by which a longer topic could be told from the one before")
+    bridge.admin.delete_topic(topic)
+    eventually(lambda: topic not in [found.name for found in bridge.admin.topics()], "it is gone")
+    with txnbridge.connect(url) as fresh:
+        fresh.admin.create_topic(topic, partitions=2)
+        send(fresh, topic, range(100, 130), partition=0)
+    with pytest.raises(PositionLost, match="made anew"):
+        stream.read(end)
+    with pytest.raises(PositionLost, match="made anew"):
+        values(reader, [task])
 
 
 # --- options and plans -----------------------------------------------------------------------------------------------

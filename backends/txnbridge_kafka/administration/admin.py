@@ -132,6 +132,9 @@ class KafkaAdmin(Admin):
         ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
         return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
 
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        return {topic: id for topic, id in self._cluster.offsets.topic_ids(topics, deadline).items() if id}
+
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def groups(self, deadline: Deadline) -> dict[str, int]:
