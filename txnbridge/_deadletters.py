@@ -20,7 +20,9 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def dead_letter_headers(message: Message, group: str, error: BaseException, attempts: int) -> list[tuple[str, bytes]]:
+def dead_letter_headers(
+    message: Message, group: str, error: BaseException, attempts: int
+) -> list[tuple[str, bytes | None]]:
     """The headers of a dead letter: the message's own, then where it comes from and why it is here."""
     ours = {
         # It may quote the message: the message itself lies beside it.
@@ -38,6 +40,6 @@ def dead_letter_headers(message: Message, group: str, error: BaseException, atte
     ]
 
 
-def without_ours(headers: Headers) -> list[tuple[str, bytes]]:
+def without_ours(headers: Headers) -> list[tuple[str, bytes | None]]:
     """The headers that the message had before it was set aside."""
     return [(name, value) for name, value in headers.raw if not name.startswith(PREFIX)]

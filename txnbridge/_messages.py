@@ -14,26 +14,26 @@ class Headers(Mapping[str, str]):
     """Header names and values in their order; a name may occur more than once.
 
     `headers[name]` is the last value, `all(name)` every one. Values that are not UTF-8 come as surrogate escapes and
-    go out as the same bytes.
+    go out as the same bytes. A header without a value reads as empty text here; `raw` and `items_all` tell it apart.
     """
 
     __slots__ = ("_pairs",)
 
-    def __init__(self, pairs: Iterable[tuple[str, bytes]] = ()) -> None:
+    def __init__(self, pairs: Iterable[tuple[str, bytes | None]] = ()) -> None:
         self._pairs = tuple(pairs)
 
     @property
-    def raw(self) -> tuple[tuple[str, bytes], ...]:
-        """The pairs as they are stored."""
+    def raw(self) -> tuple[tuple[str, bytes | None], ...]:
+        """The pairs as they are stored; None is no value."""
         return self._pairs
 
     def all(self, name: str) -> list[str]:
         """Every value of a name, in order; empty if there is none."""
         return [_text(value) for key, value in self._pairs if key == name]
 
-    def items_all(self) -> list[tuple[str, str]]:
+    def items_all(self) -> list[tuple[str, str | None]]:
         """Every (name, value) in order, repeated names included: what `send(headers=…)` takes to pass them on."""
-        return [(key, _text(value)) for key, value in self._pairs]
+        return [(key, None if value is None else _text(value)) for key, value in self._pairs]
 
     def __getitem__(self, name: str) -> str:
         for key, value in reversed(self._pairs):
@@ -60,12 +60,15 @@ class Headers(Mapping[str, str]):
 NO_HEADERS = Headers()
 
 
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
+def _text(value: bytes | None) -> str:
+    return "" if value is None else value.decode("utf-8", "surrogateescape")
 
 
-def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, bytes], ...]:
-    """What a user gives as headers, as stored pairs. Raises `InvalidOption` for what is neither text nor bytes."""
+def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, bytes | None], ...]:
+    """Return what a user gives as headers as stored pairs.
+
+    Raises `InvalidOption` for a value that is neither text, bytes nor None.
+    """
     if isinstance(headers, Headers):
         return headers.raw
     pairs = headers.items() if isinstance(headers, Mapping) else headers
@@ -74,20 +77,20 @@ def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tu
     return tuple(map(_encode_header, pairs))
 
 
-def _encode_header(pair: Any) -> tuple[str, bytes]:
+def _encode_header(pair: Any) -> tuple[str, bytes | None]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InvalidOption("each header is a pair of its name and its value")
     name, value = pair
-    if not isinstance(name, str) or not name or not _is_utf8(name):
-        raise InvalidOption("a header's name must be non-empty text that can be written as UTF-8")
+    if not isinstance(name, str) or not _is_utf8(name):
+        raise InvalidOption("a header's name must be text that can be written as UTF-8")
     if isinstance(value, str):
         try:
             return name, value.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
             raise InvalidOption(f"header {name!r} holds half a character (a lone surrogate)") from None
-    if isinstance(value, bytes):
+    if value is None or isinstance(value, bytes):
         return name, value
-    raise InvalidOption(f"header {name!r} must be text or bytes, not {type(value).__name__}")
+    raise InvalidOption(f"header {name!r} must be text, bytes or None, not {type(value).__name__}")
 
 
 def encode_key(key: Any) -> bytes | None:
@@ -122,7 +125,7 @@ def check_place(partition: Any, timestamp: Any) -> None:
         raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
 
 
-def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes], ...] | None]:
+def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes | None], ...] | None]:
     """One item of `send_many` that is not plain bytes, as (value, key, headers). Raises `InvalidOption`."""
     value, key, headers = split_item(item)
     if value is not None and not isinstance(value, bytes):

@@ -89,7 +89,7 @@ class Encoded(NamedTuple):
     topic: str
     value: bytes | None
     key: bytes | None
-    headers: tuple[tuple[str, bytes], ...]
+    headers: tuple[tuple[str, bytes | None], ...]
 
 
 def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:

@@ -53,6 +53,7 @@ class Capability(Enum):
     EMPTY_VALUE = "empty-value", "A message may have an empty value."
     BINARY_HEADERS = "binary-headers", "Header values may be any bytes."
     REPEATED_HEADERS = "repeated-headers", "A header name may occur more than once."
+    BARE_HEADERS = "bare-headers", "A header may have no value (None), or an empty name."
     CHOOSE_PARTITION = "choose-partition", "The sender may choose the partition."
     TIMESTAMPS = "timestamps", "The sender may set the timestamp."
     TOPIC_ADMIN = "topic-admin", "Topics can be created, listed, grown and deleted."

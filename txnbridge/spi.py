@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 Partition = tuple[str, int]  # topic and partition number
-RawHeaders = Sequence[tuple[str, bytes]]
+RawHeaders = Sequence[tuple[str, bytes | None]]
 # One message of `send_many`: bytes are taken as they are, anything else goes through `encode_item` first.
 Item = Any
 

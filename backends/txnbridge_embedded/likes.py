@@ -35,6 +35,8 @@ class Like:
             raise self._missing(Capability.EMPTY_VALUE)
         if headers and Capability.REPEATED_HEADERS in self.lacks and len({name for name, _ in headers}) < len(headers):
             raise self._missing(Capability.REPEATED_HEADERS)
+        if Capability.BARE_HEADERS in self.lacks and any(not name or value is None for name, value in headers):
+            raise self._missing(Capability.BARE_HEADERS)
         most = self.limits.transaction_messages
         if most is not None and before >= most:
             raise NotSupported(f"{self.name} takes at most {most} messages in one transaction")
@@ -69,6 +71,7 @@ LIKES: Mapping[str, Like] = {
         Limits(message_bytes=5 << 20),
         _lacks(
             (Capability.REPEATED_HEADERS, "a message's properties are a map"),
+            (Capability.BARE_HEADERS, "a message's properties are text with a name"),
             (Capability.HALF_MESSAGES, _NO_HALVES),
         ),
     ),
@@ -82,6 +85,7 @@ LIKES: Mapping[str, Like] = {
             (Capability.RESUME_SEQUENCE, "the broker keeps no sequences"),
             (Capability.EMPTY_VALUE, "the broker fails on a message with an empty body"),
             (Capability.REPEATED_HEADERS, "a message's properties are a map"),
+            (Capability.BARE_HEADERS, "a message's properties are text with a name"),
         ),
     ),
 }

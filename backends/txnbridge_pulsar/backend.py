@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
             " or the same one",
         ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
+        Capability.BARE_HEADERS: absent("a message's properties are text with a name"),
         Capability.GROUP_ADMIN: absent("it is not built; `pulsar-admin topics stats` and `reset-cursor` do it"),
         Capability.RESUME_SEQUENCE: Support(
             Level.NATIVE,

@@ -7,6 +7,7 @@ import binascii
 from collections.abc import Iterable
 from functools import lru_cache
 
+from txnbridge.errors import NotSupported
 from txnbridge.spi import RawHeaders
 
 # A header whose value is not text is kept in base64 under this and its name.
@@ -41,7 +42,12 @@ def to_properties(headers: RawHeaders) -> list[tuple[str, str]]:
     return [_property(name, value) for name, value in headers]
 
 
-def _property(name: str, value: bytes) -> tuple[str, str]:
+def _property(name: str, value: bytes | None) -> tuple[str, str]:
+    if value is None or not name:
+        raise NotSupported(
+            f"header {name!r}: Pulsar's properties are text with a name. Leave a header out that has no value, or give"
+            " it an empty one; give one without a name a name"
+        )
     if not name.startswith(_BASE64):
         try:
             return name, value.decode()
@@ -50,12 +56,12 @@ def _property(name: str, value: bytes) -> tuple[str, str]:
     return _BASE64 + name, base64.b64encode(value).decode()
 
 
-def to_headers(properties: Iterable[tuple[str, str]]) -> list[tuple[str, bytes]]:
+def to_headers(properties: Iterable[tuple[str, str]]) -> list[tuple[str, bytes | None]]:
     """The other way round."""
     return [_header(name, text) for name, text in properties]
 
 
-def _header(name: str, text: str) -> tuple[str, bytes]:
+def _header(name: str, text: str) -> tuple[str, bytes | None]:
     if name.startswith(_BASE64):
         try:
             return name[len(_BASE64) :], base64.b64decode(text, validate=True)

@@ -142,7 +142,7 @@ class PulsarWriter(Writer):
         size = len(value or b"") + len(key or b"")
         for name, content in headers or ():
             try:
-                size += len(name.encode()) + len(content)
+                size += len(name.encode()) + len(content or b"")
             except UnicodeEncodeError:
                 raise InvalidOption("a header's name must be text that can be written as UTF-8") from None
         if size > _MOST_BYTES:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from txnbridge.errors import InvalidOption
+from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.remoting import Property, Record
@@ -99,6 +99,11 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
     tags: str | None = None
     seen: dict[str, int] = {}
     for name, value in headers:
+        if value is None or not name:
+            raise NotSupported(
+                f"header {name!r}: RocketMQ's properties are text with a name. Leave a header out that has no value, or"
+                " give it an empty one; give one without a name a name"
+            )
         if name == Property.TAGS:
             tags = _tag(value)
             continue

@@ -167,9 +167,18 @@ def _fingerprint(
     return sum(map(digest, values, seeds)) & _FINGERPRINT  # type: ignore[arg-type]
 
 
-def _headers(column: Any) -> list[list[tuple[str, bytes]] | None]:
+def _headers(column: Any) -> list[list[tuple[str, bytes | None]] | None]:
     # An empty list is no headers: so it arrives.
-    return [[(header["key"], header["value"]) for header in row] if row else None for row in column.to_pylist()]
+    return [[_header(each) for each in row] if row else None for row in column.to_pylist()]
+
+
+def _header(given: dict[str, Any] | None) -> tuple[str, bytes | None]:
+    if given is None or given["key"] is None:
+        raise InvalidOption(
+            "the column headers holds a header that is null, or has a null key: a header needs a name, its value may be"
+            " null. Leave such a header out: filter(headers, h -> h.key is not null)"
+        )
+    return given["key"], given["value"]
 
 
 def _milliseconds(column: Any) -> list[int | None]:

@@ -409,6 +409,7 @@ class LosesKeys(Broken):
     "test_headers_arrive",
     "test_a_header_of_any_bytes_arrives",
     "test_a_repeated_header_arrives_as_often_and_in_order",
+    "test_a_header_without_a_value_or_a_name_arrives",
     "test_send_many_sends_what_send_does",
     "test_closing_a_publisher_flushes_it",
     "test_a_processor_sets_poison_aside_with_its_reason",
@@ -425,8 +426,15 @@ class LosesHeaders(Broken):
 class ReadsHeadersAsText(Broken):
     class Writer(Changing):
         def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
-            readable = [(name, value.decode(errors="replace").encode()) for name, value in headers or ()]
+            readable = [(name, each and each.decode(errors="replace").encode()) for name, each in headers or ()]
             return topic, value, key, readable or None, *rest
+
+
+@caught_by("test_a_header_without_a_value_or_a_name_arrives")
+class GivesEachHeaderAValue(Broken):
+    class Writer(Changing):
+        def changed(self, topic: Any, value: Any, key: Any, headers: Any, *rest: Any) -> Any:
+            return topic, value, key, [(name, found or b"") for name, found in headers or ()] or None, *rest
 
 
 @caught_by("test_a_repeated_header_arrives_as_often_and_in_order")

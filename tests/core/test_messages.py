@@ -51,7 +51,7 @@ def test_headers_compare_with_a_mapping_by_their_last_values() -> None:
     assert Headers([("a", b"1")]) != Headers([("a", b"1"), ("a", b"1")])
 
 
-@pytest.mark.parametrize("bad", [{"a": 1}, {"": "x"}, {1: "x"}, [("a", None)]])
+@pytest.mark.parametrize("bad", [{"a": 1}, {1: "x"}, {None: "x"}])
 def test_headers_of_another_kind_are_refused(bad: object) -> None:
     with pytest.raises(InvalidOption):
         encode_headers(bad)  # type: ignore[arg-type]

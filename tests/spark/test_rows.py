@@ -7,6 +7,8 @@ import pytest
 pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
 from pyspark_txnbridge._rows import Columns  # noqa: E402
 
+from txnbridge import InvalidOption  # noqa: E402
+
 pytestmark = pytest.mark.offline
 
 KINDS = {
@@ -41,6 +43,12 @@ def test_rows_that_differ_in_any_column_have_another_fingerprint(other):
     second = {"value": "2", "key": "k", "topic": "one"}
     assert fingerprint(row | other, second) != fingerprint(row, second | other)
     assert fingerprint(row | other, second) == fingerprint(second, row | other)
+
+
+@pytest.mark.parametrize("header", [None, {"key": None, "value": b"1"}], ids=["null", "null key"])
+def test_a_header_without_a_name_is_refused_by_its_column(header):
+    with pytest.raises(InvalidOption, match="column headers"):
+        fingerprint({"value": "1", "headers": [header]}, topic="out")
 
 
 def test_columns_without_anything_do_not_change_a_fingerprint():

@@ -103,7 +103,9 @@ def as_line(message: txnbridge.Message) -> str:
     """A message as one line that is safe to show: nothing in it can steer the terminal."""
     place = f"{message.topic}[{message.partition}] {':'.join(map(str, message.position))}"
     key = [] if message.key is None else [f"key={_readable(message.key)}"]
-    headers = [f"{printable(name)}={_readable(value)}" for name, value in message.headers.raw]
+    headers = [
+        printable(name) + ("" if value is None else f"={_readable(value)}") for name, value in message.headers.raw
+    ]
     value = "(no value)" if message.value is None else _readable(message.value)
     return " | ".join([place, *([" ".join(key + headers)] if key or headers else []), value])
 

@@ -12,12 +12,14 @@ def pack(headers: RawHeaders | None) -> str | None:
     if not headers:
         return None
     # ASCII only, because a name may hold lone surrogates, which SQLite's UTF-8 cannot.
-    return json.dumps([(name, value.decode("latin-1")) for name, value in headers], separators=(",", ":"))
+    pairs = [(name, None if value is None else value.decode("latin-1")) for name, value in headers]
+    return json.dumps(pairs, separators=(",", ":"))
 
 
-def unpack_raw(text: str | None) -> list[tuple[str, bytes]]:
+def unpack_raw(text: str | None) -> list[tuple[str, bytes | None]]:
     """The pairs that were stored."""
-    return [(name, value.encode("latin-1")) for name, value in json.loads(text)] if text else []
+    pairs = json.loads(text) if text else []
+    return [(name, None if value is None else value.encode("latin-1")) for name, value in pairs]
 
 
 def unpack(text: str | None) -> Headers:

@@ -158,7 +158,7 @@ class Cursor:
 
 
 def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
-    return Headers([(name, value or b"") for name, value in pairs])
+    return Headers(pairs)
 
 
 def split(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:

@@ -75,6 +75,15 @@ def test_a_repeated_header_arrives_as_often_and_in_order(bridge: Bridge, topic: 
     assert message.headers.all("a") == ["1", "3", "1"]
 
 
+@proves(Capability.BARE_HEADERS)
+def test_a_header_without_a_value_or_a_name_arrives(bridge: Bridge, topic: str) -> None:
+    pairs = [("nothing", None), ("", "unnamed"), ("empty", "")]
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1", headers=pairs)
+    (message,) = seen(bridge, topic)
+    assert message.headers.items_all() == pairs
+
+
 @proves(Capability.TIMESTAMPS)
 def test_a_timestamp_arrives_as_it_was_set(bridge: Bridge, topic: str) -> None:
     with bridge.transaction() as txn:
