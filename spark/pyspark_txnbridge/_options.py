@@ -32,6 +32,8 @@ _NOT_OURS = {"checkpointlocation", "queryname", "includeheaders"}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 # How a job is called that has no name; no name begins so.
 NAMELESS = "#"
+# What the names of options begin with that only Spark's own Kafka source and sink know.
+_SPARKS_OWN = {"kafkaconsumer": "source", "fetchoffset": "source"}
 _BOOTSTRAP = re.compile(r"([a-z0-9_]+)\.bootstrap\.servers")
 
 
@@ -104,6 +106,10 @@ def take_address(options: dict[str, str], purpose: str) -> tuple[str, Settings]:
     settings: dict[str, dict[str, str]] = {}
     for name in [name for name in options if "." in name]:
         backend, _, setting = name.partition(".")
+        if backend in _SPARKS_OWN:
+            raise InvalidOption(
+                f"option {name!r} is for Spark's own Kafka {_SPARKS_OWN[backend]}, and means nothing here: leave it out"
+            )
         settings.setdefault(backend, {})[setting] = options.pop(name)
     return url, tuple((backend, tuple(pairs.items())) for backend, pairs in settings.items())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import txnbridge
 from pyspark_txnbridge._options import as_keywords
-from pyspark_txnbridge._session import Keeper
+from pyspark_txnbridge._session import Keeper, patiently
 from pyspark_txnbridge._source_options import EARLIEST, LATEST, TOPIC_ID, SourceOptions, Wanted, position_of
 from txnbridge import Bridge, InvalidOption, NotSupported, Position, PositionLost
 from txnbridge.spi import Partition
@@ -34,7 +34,12 @@ class Range:
 
 def connect(options: SourceOptions) -> Bridge:
     # A reader makes no topics.
-    return txnbridge.connect(options.url, timeout=options.timeout, create_topics=0, **as_keywords(options.settings))
+    return patiently(
+        options.timeout,
+        lambda: txnbridge.connect(
+            options.url, timeout=options.timeout, create_topics=0, **as_keywords(options.settings)
+        ),
+    )
 
 
 def look(options: SourceOptions) -> tuple[TopicIds, Bounds]:

@@ -27,6 +27,12 @@ class BatchReader(DataSourceReader):
         topic_ids, bounds = _plan.look(self._options)
         start = _plan.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
         end = _plan.resolve("endingOffsets", self._options.ending, bounds)
+        for (topic, number), at in start.items():
+            if at > end[topic, number]:
+                raise InvalidOption(
+                    f"the end of {topic}[{number}], {_plan.show(end[topic, number])}, lies before its start,"
+                    f" {_plan.show(at)}: endingOffsets is behind startingOffsets"
+                )
         return tasks(_plan.ranges(start, end, bounds, self._options, topic_ids))
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import txnbridge
 from pyspark_txnbridge._options import SinkOptions, as_keywords
-from txnbridge import Bridge, TxnBridgeError
+from txnbridge import Bridge, BrokerUnavailable, InvalidOption, TxnBridgeError
 
 _log = logging.getLogger("txnbridge.spark")
 
@@ -23,6 +24,8 @@ Opening = Any
 # Of each kind, in one process, beside those in use: a query needs one for each of its sinks, and several queries or
 # jobs may take turns.
 _MOST_KEPT = 8
+# Between two attempts to connect.
+_PAUSE_SECONDS = 0.5
 
 
 class Session:
@@ -42,16 +45,39 @@ class Session:
 
 
 def connect(options: SinkOptions, application: str, transactional_id: str | None = None) -> Bridge:
-    return txnbridge.connect(
-        options.url,
-        transactional_id=transactional_id,
-        application=application,
-        timeout=options.commit_timeout,
-        create_topics=options.create_topics,
-        writers=1,
-        decision_log=options.log_place,
-        **as_keywords(options.settings),
+    return patiently(
+        options.commit_timeout,
+        lambda: txnbridge.connect(
+            options.url,
+            transactional_id=transactional_id,
+            application=application,
+            timeout=options.commit_timeout,
+            create_topics=options.create_topics,
+            writers=1,
+            decision_log=options.log_place,
+            **as_keywords(options.settings),
+        ),
     )
+
+
+def patiently(seconds: float, connect: Callable[[], Bridge]) -> Bridge:
+    """Connect to a broker that may be away for some seconds, as it is when it restarts.
+
+    Raises `BrokerUnavailable` if it is away for longer: Spark does not start a query again by itself.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return connect()
+        except InvalidOption as error:
+            if "timeout" not in str(error):
+                raise
+            raise InvalidOption(f"{error}. Here timeout is the option commitTimeout of a sink") from None
+        except BrokerUnavailable as error:
+            if time.monotonic() + _PAUSE_SECONDS > until:
+                raise
+            _log.warning("the broker is away, it is waited for: %s", error)
+        time.sleep(_PAUSE_SECONDS)
 
 
 _Kept = TypeVar("_Kept", bound=Any)

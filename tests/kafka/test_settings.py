@@ -175,6 +175,13 @@ def test_an_unknown_setting_is_refused_with_the_nearest_known_one(name, nearest)
     assert refusal({name: "1"}) == f"the Kafka client has no setting {name!r}; did you mean {nearest}?"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("acks", "all"), ("enable.idempotence", True), ("isolation.level", "read_committed")]
+)
+def test_what_holds_here_all_the_same_may_be_said(name: str, value: object) -> None:
+    assert read({name: value}) == read({})
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_setting_with_an_owner_is_refused_with_the_reason(name):
     assert refusal({name: "1"}) == f"{name!r} is not yours to set: {REFUSED[name]}"

@@ -371,6 +371,14 @@ def test_a_topic_that_is_made_anew_between_a_plan_and_its_tasks_stops_the_batch(
         values(reader, [task])
 
 
+@where_positions_are_numbers
+def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
+    send(bridge, topic, range(10), partition=0)
+    start, end = json.dumps({topic: {"0": 7, "1": 0}}), json.dumps({topic: {"0": 3, "1": "latest"}})
+    with pytest.raises(InvalidOption, match=r"the end of .*\[0\], 3, lies before its start, 7"):
+        batch_of(url, topic, startingOffsets=start, endingOffsets=end)
+
+
 # --- options and plans -----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,7 @@ def test_a_named_job_that_is_run_again_is_not_published_twice(spark, sink):
         ({"txnAppId": "daily"}, "only the first would publish anything"),
         ({"kafka.bootstrap.servers": "localhost:1"}, "say where to write, once"),
         ({"transactionalIdPrefix": "a.b"}, "letters, digits"),
+        ({"kafkaConsumer.pollTimeoutMs": "100"}, "is for Spark's own Kafka source"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name_before_the_first_row(spark, tmp_path, change, message):
@@ -163,6 +165,12 @@ def test_overwriting_is_refused_with_the_reason(spark, tmp_path):
         writer(numbers(spark, 1), sink).mode("overwrite").save()
 
 
+@pytest.mark.parametrize("url", ["kafka"], indirect=True)
+def test_a_timeout_beyond_what_the_broker_allows_is_refused_by_the_options_name(spark, sink):
+    with pytest.raises(Exception, match="commitTimeout"):
+        writer(numbers(spark, 1), sink, commitTimeout="100000").save()
+
+
 def test_a_broker_that_cannot_be_reached_is_named_before_the_first_row(spark):
     sink = options("kafka://127.0.0.1:9", topic="out")
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):
@@ -204,6 +212,22 @@ def test_a_stream_that_is_stopped_and_started_publishes_each_row_once(spark, sin
         run_until(stream(spark, sink, tmp_path / "checkpoint").start(), batch)
     values = published(sink)
     assert len(values) >= 120
+    assert_a_prefix(values)
+
+
+@pytest.mark.parametrize("url", ["kafka"], indirect=True)
+def test_a_stream_that_starts_while_the_broker_is_away_waits_for_it(spark, sink, kafka_broker, tmp_path):
+    run_until(stream(spark, sink, tmp_path / "checkpoint").start(), 1)
+    kafka_broker.kill()
+    with ThreadPoolExecutor(1) as later:
+        back = later.submit(lambda: (time.sleep(3), kafka_broker.start()))
+        try:
+            query = stream(spark, sink, tmp_path / "checkpoint").start()
+        finally:
+            back.result()
+        run_until(query, 3)
+    values = published(sink)
+    assert len(values) >= 80
     assert_a_prefix(values)
 
 

@@ -161,6 +161,16 @@ REFUSED: Mapping[str, str] = {
 }
 
 
+# What a program that comes from another client sets, and what holds here all the same.
+_AS_IT_IS: Mapping[str, frozenset[str]] = {
+    "acks": frozenset({"all", "-1"}),
+    "request.required.acks": frozenset({"all", "-1"}),
+    "enable.idempotence": frozenset({"true"}),
+    "isolation.level": frozenset({"read_committed"}),
+    "enable.auto.commit": frozenset({"false"}),
+}
+
+
 def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
     """What a URL, our options and the client's own say together.
 
@@ -169,6 +179,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
     bootstrap = _bootstrap(url)
     _check(options)
     given = {name: _value(name, value) for name, value in context.client_options.items()}
+    given = {name: value for name, value in given.items() if value.lower() not in _AS_IT_IS.get(name, ())}
     for name in given:
         if name in REFUSED:
             raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
