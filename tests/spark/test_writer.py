@@ -219,8 +219,13 @@ def test_a_stream_that_is_stopped_and_started_publishes_each_row_once(spark, sin
 def test_a_stream_that_starts_while_the_broker_is_away_waits_for_it(spark, sink, kafka_broker, tmp_path):
     run_until(stream(spark, sink, tmp_path / "checkpoint").start(), 1)
     kafka_broker.kill()
+
+    def come_back():
+        time.sleep(3)
+        kafka_broker.start()
+
     with ThreadPoolExecutor(1) as later:
-        back = later.submit(lambda: (time.sleep(3), kafka_broker.start()))
+        back = later.submit(come_back)
         try:
             query = stream(spark, sink, tmp_path / "checkpoint").start()
         finally:
