@@ -747,12 +747,11 @@ class Asker(RocketMQHalves):
     def __init__(self, process: Process, broker: HalfBroker) -> None:
         super().__init__(process.ender)
         self._broker = broker
-        self._name = process.cluster.settings.half_group("shop")
-        self._asked[self._name] = OrderedDict()
+        self._asked["shop"] = OrderedDict()
 
     def ask(self) -> list[str]:
         """The broker asks; those that the application is asked about."""
-        self._hear(self._name, self._broker.ask())
+        self._hear("shop", self._broker.ask())
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
 
@@ -768,7 +767,7 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
 def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
     store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    asker._hear(asker._name, broker.ask())
+    asker._hear("shop", broker.ask())
     [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
     assert check.record.body == b""
     [found] = asker.checks("shop", 1, Deadline(60))
