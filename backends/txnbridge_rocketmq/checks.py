@@ -50,7 +50,7 @@ class Checks:
 
     def start(self, deadline: Deadline) -> None:
         """Be asked from now on about halves of this application, and look after those that are not asked about."""
-        self._cluster.members.answer_for(self._group, self.answer, deadline)
+        self._cluster.members.answer_for([self._group], self.answer, deadline)
         threading.Thread(target=self._look_after_discarded, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:

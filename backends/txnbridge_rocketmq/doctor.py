@@ -27,6 +27,7 @@ _SKEW_SECONDS = 300
 _NEARLY_FULL, _DROPS = 0.75, 0.85
 # So long after its deadline a transaction should have been aborted: brokers look every half minute as they come.
 _LATE_SECONDS = 90
+_Named = tuple[str | None, str] | None
 _HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
 
 
@@ -194,11 +195,11 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
     """What nobody ends."""
     parked: Counter[str] = Counter()
     for found in transactions:
-        group = settings.group_of_halves(found.owner)
-        if group is not None and found.state == "discarded" and found.token is not None:
-            parked[group] += 1
+        named = settings.group_of_halves(found.owner)
+        if named is not None and found.state == "discarded" and found.token is not None:
+            parked[named[1]] += 1
         else:
-            yield from _check_transaction(found, group)
+            yield from _check_transaction(found, named)
     for group, count in parked.items():
         yield Advice(
             "problem",
@@ -208,8 +209,8 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
         )
 
 
-def _check_transaction(found: OpenTransaction, group: str | None) -> Iterator[Advice]:
-    """One transaction; `group` is the one whose half messages these are."""
+def _check_transaction(found: OpenTransaction, named: _Named) -> Iterator[Advice]:
+    """One transaction; `named` are the application, if it is known, and the group whose half messages these are."""
     now = time.time() * 1000
     if found.state == "discarded":
         yield Advice(
@@ -230,20 +231,22 @@ def _check_transaction(found: OpenTransaction, group: str | None) -> Iterator[Ad
         yield Advice(
             "warning",
             f"transaction {found.transaction}",
-            f"of {found.owner} is {found.state}, and nobody ends it: {_nobody(group)} is there to be asked. Its halves"
+            f"of {found.owner} is {found.state}, and nobody ends it: {_nobody(named)} is there to be asked. Its halves"
             " are written again at each look",
-            f"{_asked(found.owner, group)}, or end it with txnbridge transactions",
+            f"{_asked(found.owner, named)}, or end it with txnbridge transactions",
         )
 
 
-def _nobody(group: str | None) -> str:
-    return "no bridge of that application" if group is None else f"no resolver of the half messages of {group}"
+def _nobody(named: _Named) -> str:
+    return "no bridge of that application" if named is None else f"no resolver of the half messages of {named[1]}"
 
 
-def _asked(owner: str, group: str | None) -> str:
-    if group is None:
+def _asked(owner: str, named: _Named) -> str:
+    if named is None:
         return f"open a bridge with application={owner!r}"
-    return f"txnbridge resolver run --group {shlex.quote(group)} --check MODULE:FUNCTION"
+    application, group = named
+    told = "" if application is None else f" --application {shlex.quote(application)}"
+    return f"txnbridge resolver run --group {shlex.quote(group)}{told} --check MODULE:FUNCTION"
 
 
 def _problem(told: BrokerSettings, text: str, key: str, value: str) -> Advice:

@@ -9,10 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, Conflict, EvidenceLost, InvalidToken, OutcomeUnknown
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    Conflict,
+    EvidenceLost,
+    InvalidToken,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
 from txnbridge_rocketmq.ends import Ender, Turn
-from txnbridge_rocketmq.halves import Part, immunity, parts_as_json, parts_from_json
+from txnbridge_rocketmq.halves import Part, immunity, parts_as_json, parts_from_json, seconds_since
 from txnbridge_rocketmq.marks import is_over
 
 # The kind of ledger record that makes a transaction independent of its owner.
@@ -173,14 +181,27 @@ def status_of(ender: Ender, token: Token, ledger: Ledger, deadline: Deadline) ->
     except OutcomeUnknown as error:
         return Status(TokenState.UNKNOWN, reason=str(error))
     if claim is not None:
-        committed = claim.decision is Decision.COMMIT
-        doubtful = ender.doubtful.get(token.transaction) if committed else None
-        if doubtful and ender.missing(token.transaction, doubtful, deadline):
-            return Status(TokenState.UNKNOWN, reason="it is committed; the broker says it is published, and it is not")
-        return Status(TokenState.COMMITTED if committed else TokenState.ABORTED, reason="the decision log says so")
+        return _status_by(claim, ender, token, deadline)
     if token.prepared:
         return Status(TokenState.PREPARED, expires_at=token.expires_at)
     return Status(
         TokenState.UNKNOWN,
         reason="nothing is decided yet; some seconds past its deadline it is aborted by whoever asks",
     )
+
+
+def _status_by(claim: LedgerClaim, ender: Ender, token: Token, deadline: Deadline) -> Status:
+    """Return what a decision has led to: COMMITTED only if no message of the transaction still waits as a half."""
+    if claim.decision is Decision.ABORT:
+        return Status(TokenState.ABORTED, reason="the decision log says so")
+    try:
+        parts, age = parts_from_json(claim.data), seconds_since(claim.data)
+        unpublished = ender.unpublished(token.transaction, parts, age, deadline)
+    except TxnBridgeError as error:
+        reason = f"it is committed; whether all of it is published cannot be seen now: {error}"
+        return Status(TokenState.UNKNOWN, reason=reason)
+    if unpublished:
+        return Status(
+            TokenState.UNKNOWN, reason=f"it is committed; {unpublished} of its messages are not published yet"
+        )
+    return Status(TokenState.COMMITTED, reason="the decision log says so")

@@ -15,19 +15,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.asking import AT_ONCE, ask, ask_all
+from txnbridge_rocketmq.asking import AT_ONCE, ask, look_up
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.halves import Part
 from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import Answer, Call, End, Half, Property, Queue, Record, end, groups, reading
+from txnbridge_rocketmq.remoting import Answer, Call, End, Half, Property, Queue, Record, end, groups
 
 T = TypeVar("T")
 
@@ -44,8 +44,6 @@ _LOOK_SECONDS = 0.01
 _LOOK_HOLDS = 1.0
 # So many are published between two looks, each of which is mostly much shorter than it holds.
 _PUBLISHED_AT_ONCE = 64
-# Halves are looked for in small numbers: each answer holds many copies, with what is in them.
-_HALVES_AT_ONCE = 16
 # A broker that is away, or busy, is asked again so soon.
 _PAUSE = 0.05
 # The locks that keep two resolvers from publishing the same transaction at once are hints: a broker forgets them a
@@ -83,8 +81,6 @@ class Ender:
     cluster: Cluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _under_way: set[str] = field(default_factory=set)
-    # Committed transactions of which nothing was seen when their broker said that it had published them.
-    doubtful: dict[str, Sequence[Part]] = field(default_factory=dict)
     _trusted: set[str] = field(default_factory=set)  # brokers that have published what they said they had
 
     # --- one at a time ------------------------------------------------------------------------------------------------
@@ -285,6 +281,20 @@ class Ender:
         """How many of its messages cannot be seen yet."""
         return len(self._not_there(_wanted(transaction, parts), deadline))
 
+    def unpublished(self, transaction: str, parts: Sequence[Part], age: float, deadline: Deadline) -> int:
+        """Return how many messages of a committed transaction have a half that still waits to be published.
+
+        The transaction was decided `age` seconds ago: of a young one the broker's index may lack what is published. A
+        message that is not found, nor any half of it, was dropped by age.
+        """
+        until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
+        wanted = _wanted(transaction, parts)
+        while waiting := self._copies(wanted := self._not_there(wanted, deadline), deadline):
+            if until.expired:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return len(waiting)
+
     def withdraw(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction, as far as the brokers are there."""
         found = self._copies(_wanted(transaction, parts), deadline)
@@ -298,9 +308,9 @@ class Ender:
 
     def _not_there(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
         """Those that are not in their topic."""
-        asked = [(each.broker, reading.by_unique_key(each.topic, each.key)) for each in wanted]
-        found = ask_all(self.cluster.client, asked, "looking for what is published", deadline)
-        return [each for each, records in zip(wanted, found, strict=True) if not records]
+        asked = [(each.broker, each.topic, each.key) for each in wanted]
+        found = look_up(self.cluster.client, asked, "looking for what is published", deadline)
+        return [each for each, record in zip(wanted, found, strict=True) if record is None]
 
     def _copies(
         self, wanted: Sequence[_Wanted], deadline: Deadline, bodies: bool = False
@@ -310,15 +320,13 @@ class Ender:
         left = list(wanted)
         for topic in (remoting.HALF_TOPIC, remoting.ROCKSDB_HALF_TOPIC):
             looked_for, left = left, []
-            for at in range(0, len(looked_for), _HALVES_AT_ONCE):
-                chunk = looked_for[at : at + _HALVES_AT_ONCE]
-                asked = [(each.broker, reading.by_unique_key(topic, each.key)) for each in chunk]
-                answers = ask_all(self.cluster.client, asked, "looking for halves", deadline)
-                for each, records in zip(chunk, answers, strict=True):
-                    if records:
-                        found.append((each, records[-1] if bodies else replace(records[-1], body=b"")))
-                    else:
-                        left.append(each)
+            asked = [(each.broker, topic, each.key) for each in looked_for]
+            newest = look_up(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
+            for each, record in zip(looked_for, newest, strict=True):
+                if record is None:
+                    left.append(each)
+                else:
+                    found.append((each, record))
         return found
 
     def _lines(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[Line]:

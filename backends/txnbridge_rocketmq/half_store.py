@@ -54,7 +54,7 @@ class RocketMQHalves(HalfStore):
         self._ender = ender
         self._cluster = ender.cluster
         self._changed = threading.Condition()
-        # By producer group: of each transaction the newest question about each of its halves.
+        # By group: of each transaction the newest question about each of its halves.
         self._asked: dict[str, OrderedDict[str, dict[str, Check]]] = {}
         self._lent: dict[str, float] = {}  # transactions, until when
         self._owners: dict[str, Owner] = {}
@@ -107,11 +107,10 @@ class RocketMQHalves(HalfStore):
     # --- questions --------------------------------------------------------------------------------------------------
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        name = self._cluster.settings.half_group(group)
-        self._be_asked(name, deadline)
+        self._be_asked(group, deadline)
         found: list[Half] = []
         while not found and not deadline.expired:
-            taken, patience = self._take(name, limit, deadline), Deadline(_LENT_SECONDS)
+            taken, patience = self._take(group, limit, deadline), Deadline(_LENT_SECONDS)
             for transaction, checks in taken:
                 half = self._half_or_none(group, transaction, checks, patience)
                 if half is not None:
@@ -128,44 +127,53 @@ class RocketMQHalves(HalfStore):
             _log.warning("half-message transaction %s is not asked about now: %s", transaction, error)
             return None
 
-    def _be_asked(self, name: str, deadline: Deadline) -> None:
+    def _be_asked(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            if name in self._asked:
+            if group in self._asked:
                 return
-            self._asked[name] = OrderedDict()
+            self._asked[group] = OrderedDict()
         try:
-            self._cluster.members.answer_for(name, lambda checks: self._hear(name, checks), deadline)
+            names = self._producer_groups(group)
+            self._cluster.members.answer_for(names, lambda checks: self._hear(group, checks), deadline)
         except BaseException:
             with self._changed:
-                del self._asked[name]
+                del self._asked[group]
             raise
 
-    def leave(self, group: str, deadline: Deadline) -> None:
-        name = self._cluster.settings.half_group(group)
-        with self._changed:
-            left = self._asked.pop(name, None)
-        if left is not None:
-            self._cluster.members.answer_no_more(name, deadline)
+    def _producer_groups(self, group: str) -> list[str]:
+        settings = self._cluster.settings
+        return [settings.half_group(group), settings.shared_half_group(group)]
 
-    def _hear(self, name: str, checks: Sequence[Check]) -> None:
-        """What brokers have asked meanwhile. Silence means that they ask again."""
+    def leave(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            asked = self._asked.get(name, OrderedDict())
+            left = self._asked.pop(group, None)
+        if left is not None:
+            self._cluster.members.answer_no_more(self._producer_groups(group), deadline)
+
+    def _hear(self, group: str, checks: Sequence[Check]) -> None:
+        """Note what brokers have asked meanwhile. Silence means that they ask again."""
+        with self._changed:
+            asked = self._asked.get(group, OrderedDict())
             for check in checks:
-                if (mark := mark_of(check.record)) is not None:
+                if (mark := mark_of(check.record)) is not None and self._is_own(check.record):
                     check = replace(check, record=replace(check.record, body=b""))  # thousands may wait
                     asked.setdefault(mark.transaction, {})[check.half.unique_key] = check
                     if len(asked) > _REMEMBERED:
                         asked.popitem(last=False)
             self._changed.notify_all()
 
-    def _take(self, name: str, limit: int, deadline: Deadline) -> list[tuple[str, list[Check]]]:
+    def _is_own(self, record: Record) -> bool:
+        """Whether a half is this application's: the shared producer group also has those of others."""
+        application, origin = self._cluster.settings.application, origin_of(record)
+        return origin is not None and origin.log.get("log", application) == application
+
+    def _take(self, group: str, limit: int, deadline: Deadline) -> list[tuple[str, list[Check]]]:
         """Some that were asked about and that nobody here is at; it waits for one."""
         with self._changed:
             while True:
                 now = time.monotonic()
                 self._lent = {transaction: until for transaction, until in self._lent.items() if until > now}
-                asked = self._asked.get(name, OrderedDict())
+                asked = self._asked.get(group, OrderedDict())
                 free = [item for item in asked.items() if item[0] not in self._lent][:limit]
                 if free or not self._changed.wait(deadline.left()):
                     break
@@ -236,10 +244,11 @@ class RocketMQHalves(HalfStore):
         return self._shown(group, found.name, record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[Found]:
-        name = self._cluster.settings.half_group(group)
+        """Those of all applications: who looks after them need not be one."""
         for found in list_open(self._cluster, deadline):
-            record = found.halves[0].record
-            if found.state == "discarded" and record.properties.get(Property.GROUP) == name:
+            producer_group = found.halves[0].record.properties.get(Property.GROUP, "")
+            named = self._cluster.settings.group_of_halves(producer_group)
+            if found.state == "discarded" and named is not None and named[1] == group:
                 yield found
 
     def resume(self, half: Half, deadline: Deadline) -> None:

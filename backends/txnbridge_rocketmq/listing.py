@@ -12,7 +12,7 @@ from typing import TypeVar
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
 from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.asking import ask, ask_all
+from txnbridge_rocketmq.asking import ask, look_up
 from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared, publish_alone
 from txnbridge_rocketmq.ends import Ender, half_at
@@ -127,9 +127,9 @@ def _discarded(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Wa
     """Those that were published all the same, by their token, are left out."""
     records = _records(cluster, broker, remoting.DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([Waiting(broker, replace(record, body=b""), discarded=True) for record in records])
-    asked = [(broker, reading.by_unique_key(half.partition[0], half.record.unique_key or "")) for half in discarded]
-    published = ask_all(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
-    yield from (half for half, found in zip(discarded, published, strict=True) if not found)
+    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
+    published = look_up(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
+    yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
 
 
 def _stands(cluster: Cluster, broker: str, topic: str, deadline: Deadline) -> int:
@@ -300,10 +300,11 @@ def _end_foreign(cluster: Cluster, found: Found, decision: Decision, deadline: D
     if decision is Decision.COMMIT:
         raise InvalidState(f"half {found.name!r} is another client's: only that can commit it")
     key = half.record.unique_key or ""
-    copies = _ask(cluster, half.broker, reading.by_unique_key(remoting.HALF_TOPIC, key), deadline)
-    if not copies:
+    what = f"looking for halves on broker {half.broker}"
+    (newest,) = look_up(cluster.client, [(half.broker, remoting.HALF_TOPIC, key)], what, deadline)
+    if newest is None:
         raise EvidenceLost(f"half {found.name!r} is not there any more")
-    _ask(cluster, half.broker, end(half_at(copies[-1]), End.ABORT, from_check=True), deadline)
+    _ask(cluster, half.broker, end(half_at(newest), End.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 
 

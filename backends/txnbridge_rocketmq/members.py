@@ -36,16 +36,17 @@ class Members:
     def groups(self) -> frozenset[str]:
         return frozenset(self._questions.answers)
 
-    def answer_for(self, group: str, answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
-        """Be asked about the halves of a producer group, from now on; those that came meanwhile come together."""
+    def answer_for(self, groups: Sequence[str], answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
+        """Be asked about the halves of these producer groups, from now on; those that came meanwhile come together."""
         with self._lock:
-            self._questions.answers[group] = answer
+            self._questions.answers.update(dict.fromkeys(groups, answer))
             self._tell(deadline)
 
-    def answer_no_more(self, group: str, deadline: Deadline) -> None:
-        """Brokers ask others of this group from now on."""
+    def answer_no_more(self, groups: Sequence[str], deadline: Deadline) -> None:
+        """Brokers ask others of these groups from now on."""
         with self._lock:
-            self._questions.answers.pop(group, None)
+            for group in groups:
+                self._questions.answers.pop(group, None)
             self._tell(deadline)
 
     def _tell(self, deadline: Deadline) -> None:

@@ -54,13 +54,19 @@ class Settings:
         return group_name(encoded(self.application))
 
     def half_group(self, group: str) -> str:
-        """The same for half messages of this group. Raises `InvalidOption` for a name that is too long."""
+        """The same for our half messages of this group. Raises `InvalidOption` for names that are too long."""
+        return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
+
+    def shared_half_group(self, group: str) -> str:
+        """The producer group of half messages that were stored before it named the application."""
         return group_name(f"{self._half_groups}{encoded(group)}")
 
-    def group_of_halves(self, producer_group: str) -> str | None:
-        """The group whose half messages are sent so; None for an application's producer group."""
-        begin = self._half_groups
-        return decoded(producer_group.removeprefix(begin)) if producer_group.startswith(begin) else None
+    def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
+        """The application, if it is named, and the group whose half messages are sent so; None for other ones."""
+        if not producer_group.startswith(self._half_groups):
+            return None
+        *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))
+        return (application[0] if application else None), group
 
     @property
     def _half_groups(self) -> str:

@@ -83,7 +83,6 @@ class RocketMQWriter(Writer):
     def begin(self, begin: Begin) -> None:
         if self._unpublished is not None:  # the next owner of the id looks at our last transaction alone
             publish_alone(self._owner.ender, *self._unpublished, begin.deadline)
-            self._owner.ender.doubtful.pop(self._unpublished[0], None)
             self._unpublished = None
         self._forget()
         self._begun = begin
@@ -197,12 +196,13 @@ class RocketMQWriter(Writer):
                 return False
             return True
 
-    def _doubt(self, error: NotThere) -> OutcomeUnknown:
-        """The transaction is committed; but a proxy may have answered that it is published, and not told the broker."""
-        transaction, parts = self._begun.transaction, self._halves.parts
-        self._unpublished = transaction, parts
-        self._owner.ender.doubtful[transaction] = parts
-        return OutcomeUnknown(f"it is committed, and may not be published: {error}")
+    def _doubt(self, error: TxnBridgeError) -> OutcomeUnknown:
+        """The transaction is committed, and nobody has seen that all of it is published."""
+        self._unpublished = self._begun.transaction, self._halves.parts
+        return OutcomeUnknown(
+            "it is committed, and may not be published; any bridge of its application publishes what is not, when the"
+            f" broker asks: {error}"
+        )
 
     def _all_acks(self) -> list[Ack]:
         return [ack for acks in self._acks.values() for ack in acks]
@@ -215,20 +215,14 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_rest(self, deadline: Deadline) -> None:
-        """It is committed. What is not published here and now, others publish when the broker asks them."""
+        """Publish what could not be published directly. Raises `OutcomeUnknown` and `EvidenceLost`."""
         transaction = self._begun.transaction
         try:
             publish_alone(self._owner.ender, transaction, self._halves.parts, deadline)
-        except NotThere as error:
-            raise self._doubt(error) from error
+        except EvidenceLost:
+            raise
         except TxnBridgeError as error:
-            self._unpublished = transaction, self._halves.parts
-            _log.warning(
-                "transaction %s is committed; some of its messages are published only when the broker has asked about"
-                " them: %s",
-                transaction,
-                error,
-            )
+            raise self._doubt(error) from error
 
     def _store(self, deadline: Deadline) -> None:
         """Return when the broker has everything; if it never will, the transaction is aborted here."""

@@ -81,7 +81,7 @@ class HalfBroker:
             case Code.END_TRANSACTION:
                 return self._end(request.fields)
             case Code.QUERY_MESSAGE:
-                return self._found(request.fields["topic"], request.fields["key"])
+                return self._found(request.fields)
             case Code.PULL_MESSAGE:
                 return self._pull(request.fields)
             case Code.LOCK_BATCH_MQ | Code.UNLOCK_BATCH_MQ:
@@ -113,17 +113,19 @@ class HalfBroker:
         self.open.discard(half.queue_offset)
         return _ok()
 
-    def _found(self, topic: str, key: str) -> Command:
-        found = b""
+    def _found(self, fields: Mapping[str, str]) -> Command:
+        """The newest entries of an index that knows a key by its hash: 32, or as many as are asked for."""
+        topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:
-            for half in self.halves:
-                if half.key == key:
-                    found += self._record(half)
+            found = [self._record(half) for half in self.halves if java_hash(half.key) == wanted]
         else:
-            for number, (at, queue, properties, body) in enumerate(self.published):
-                if (at, properties[Property.UNIQUE_KEY]) == (topic, key):
-                    found += stored(body, topic, pairs(**properties), queue=queue, log_offset=5000 + number)
-        return Command(Answer.SUCCESS if found else Answer.QUERY_NOT_FOUND, 0, 1, body=found)
+            found = [
+                stored(body, topic, pairs(**properties), queue=queue, log_offset=5000 + number)
+                for number, (at, queue, properties, body) in enumerate(self.published)
+                if at == topic and java_hash(properties[Property.UNIQUE_KEY]) == wanted
+            ]
+        body = b"".join(found[-min(most, 64) :])
+        return Command(Answer.SUCCESS if found else Answer.QUERY_NOT_FOUND, 0, 1, body=body)
 
     def _record(self, half: Kept, topic: str = HALF_TOPIC) -> bytes:
         own = {Property.REAL_TOPIC: half.topic, "REAL_QID": str(half.queue)}
@@ -175,6 +177,19 @@ class HalfBroker:
 
 def _ok(**fields: object) -> Command:
     return Command(0, 0, 1, {name: str(value) for name, value in fields.items()})
+
+
+def java_hash(text: str) -> int:
+    """As Java's `String.hashCode`, for ASCII."""
+    found = 0
+    for letter in text:
+        found = (31 * found + ord(letter)) & 0xFFFFFFFF
+    return found
+
+
+def same_hash(key: str) -> str:
+    """Another key of the same hash."""
+    return key[:-2] + chr(ord(key[-2]) - 1) + chr(ord(key[-1]) + 31)
 
 
 class HalfClient:

@@ -18,7 +18,7 @@ from txnbridge_rocketmq.half_store import RocketMQHalves
 from txnbridge_rocketmq.remoting import Answer, Code, Request
 
 from tests.core.decisions_kit import MemoryLog
-from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, send
+from tests.rocketmq.half_broker import HalfBroker, Killed, Process, choose, same_hash, send
 from tests.rocketmq.kit import becomes_true
 from txnbridge.errors import (
     AccessDenied,
@@ -635,13 +635,53 @@ def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
     broker.fault = lambda request: "lose answer" if request.code == Code.QUERY_MESSAGE else swallows(request)
-    writer.commit(Deadline(0.3))  # the decision stands
+    with pytest.raises(OutcomeUnknown, match="it is committed"):
+        writer.commit(Deadline(0.3))
     broker.fault = swallows
     with pytest.raises(BrokerUnavailable, match="proxy"):
         writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     broker.fault = lambda request: None
     writer.begin(Begin(f"{owner.id}/x/2", Deadline(60), False, None))
     assert broker.seen("a") == VALUES
+
+
+def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, other, broker):
+    writer = owner.begin()
+    send(writer, "a", *VALUES)
+    writer.flush(Deadline(60))
+    broker.late = True  # so that each has to be looked for
+    broker.fault = lambda request: int(Answer.SYSTEM_ERROR) if request.code == Code.QUERY_MESSAGE else None
+    with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
+        writer.commit(Deadline(0.3))
+    token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
+    assert status(other, token, 0.3) is TokenState.UNKNOWN
+    broker.fault = lambda request: None
+    assert status(other, token) is status(owner, token) is TokenState.UNKNOWN
+    answer_all(other, broker)
+    assert status(other, token) is status(owner, token) is TokenState.COMMITTED
+    assert broker.seen("a") == VALUES
+
+
+@pytest.mark.parametrize("others", [1, 20, 63])
+def test_a_message_or_half_is_found_behind_newer_ones_whose_keys_have_the_same_hash(owner, other, broker, others):
+    token = prepared(owner)
+    half = broker.halves[0]
+    for _ in range(others):
+        properties = {**half.properties, "UNIQ_KEY": same_hash(half.key)}
+        broker.open.discard(broker._keep("a", 0, properties, b"another").queue_offset)
+        broker.published.append(("a", 1, properties, b"another"))
+    assert finish(other, token) is finish(owner, token) is Outcome.COMMITTED
+    assert broker.seen("a") == [b"10", b"11", b"12"]
+
+
+def test_a_message_is_not_taken_for_missing_behind_more_such_ones_than_the_broker_offers(owner, other, broker):
+    token = prepared(owner)
+    assert finish(owner, token) is Outcome.COMMITTED
+    _, _, properties, _ = broker.published[0]
+    broker.published += [("a", 1, {**properties, "UNIQ_KEY": same_hash(properties["UNIQ_KEY"])}, b"another")] * 64
+    with pytest.raises(EvidenceLost, match="same hash"):
+        finish(other, token)
+    assert broker.seen("a") == [b"10", b"11", b"12"]
 
 
 @pytest.mark.parametrize(("index", "looks"), [("true", [1, 0, 0]), ("false", [0, 0, 0])], ids=["once", "no index"])
@@ -668,9 +708,9 @@ def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, capl
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def status(process: Process, token: Token) -> TokenState:
-    ledger = process.decisions.ledger(process.id, token.log)
-    return status_of(process.ender, token, ledger, Deadline(60)).state
+def status(process: Process, token: Token, seconds: float = 60) -> TokenState:
+    ledger = process.decisions.ledger(token.transaction.rsplit("/", 2)[0], token.log)
+    return status_of(process.ender, token, ledger, Deadline(seconds)).state
 
 
 def test_nobody_waits_beyond_its_deadline_while_another_thread_opens_the_id(owner, log):
@@ -707,12 +747,11 @@ class Asker(RocketMQHalves):
     def __init__(self, process: Process, broker: HalfBroker) -> None:
         super().__init__(process.ender)
         self._broker = broker
-        self._name = process.cluster.settings.half_group("shop")
-        self._asked[self._name] = OrderedDict()
+        self._asked["shop"] = OrderedDict()
 
     def ask(self) -> list[str]:
         """The broker asks; those that the application is asked about."""
-        self._hear(self._name, self._broker.ask())
+        self._hear("shop", self._broker.ask())
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
 
@@ -728,7 +767,7 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
 def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
     store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    asker._hear(asker._name, broker.ask())
+    asker._hear("shop", broker.ask())
     [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
     assert check.record.body == b""
     [found] = asker.checks("shop", 1, Deadline(60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from txnbridge_conformance.looking import eventually
 from txnbridge_conformance.plugin import RunChild
 from txnbridge_rocketmq import checks, listing
 from txnbridge_rocketmq.remoting import Property
+from txnbridge_rocketmq.settings import Settings
 
 from tests.half_chaos import attack
 from tests.rocketmq import writing_kit
@@ -107,6 +109,39 @@ def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, t
         assert any(name.endswith(group) for name in answers)
         halves.close()
     assert not any(name.endswith(group) for name in answers)
+
+
+def test_two_applications_that_name_their_groups_alike_do_not_answer_for_each_other(
+    open_bridge: OpenBridge, client: Any, topic: str
+) -> None:
+    group = unique("halves")
+    undecided, asked = says(Decision.UNDECIDED), count()
+
+    def check(id: str, messages: Any) -> Decision:
+        return Decision.COMMIT if next(asked) > 3 else Decision.UNDECIDED
+
+    with open_bridge(application="another-shop").resolver(group, check=says(Decision.ABORT)) as another:
+        with open_bridge().half_messages(group, execute=undecided, check=check) as halves:
+            with halves.transaction(timeout=SHORT) as txn:
+                txn.send(topic, b"1")
+            eventually(lambda: bodies(client, topic) == [b"1"], "it is published")
+        assert another.stats.checks == 0
+
+
+def test_halves_that_were_stored_before_their_group_named_the_application_are_answered_for_by_that_alone(
+    open_bridge: OpenBridge, client: Any, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = unique("halves")
+    undecided = says(Decision.UNDECIDED)
+    with monkeypatch.context() as before:
+        before.setattr(Settings, "half_group", Settings.shared_half_group)
+        with open_bridge().half_messages(group, execute=undecided, check=undecided) as halves:
+            with halves.transaction(timeout=SHORT) as txn:
+                txn.send(topic, b"1")
+    with open_bridge(application="another-shop").resolver(group, check=says(Decision.ABORT)) as another:
+        with open_bridge().resolver(group, check=says(Decision.COMMIT)):
+            eventually(lambda: bodies(client, topic) == [b"1"], "it is published")
+        assert another.stats.checks == 0
 
 
 def test_what_waits_survives_a_kill_of_the_broker(

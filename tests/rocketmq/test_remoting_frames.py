@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.remoting.errors import ProtocolViolation
-from txnbridge_rocketmq.remoting.frames import LARGEST_FRAME, Command, Frames, decode, encode
+from txnbridge_rocketmq.remoting.frames import LARGEST_ANSWER, LARGEST_FRAME, Command, Frames, decode, encode
 
 from tests.rocketmq.kit import around, binary_frame, frame
 
@@ -136,7 +136,10 @@ def test_a_cut_off_header_of_either_kind_is_refused(command, data):
         decode(around(header, b"", kind)[4:])
 
 
-@pytest.mark.parametrize("length", [-(2**31), -1, 0, 3, LARGEST_FRAME + 1, 2**31 - 1, int.from_bytes(b"HTTP", "big")])
+FOREIGN = [int.from_bytes(begin, "big") for begin in (b"HTTP", b"\x15\x03\x01\x00", b"\x16\x03\x01\x00")]
+
+
+@pytest.mark.parametrize("length", [-(2**31), -1, 0, 3, LARGEST_ANSWER + 1, 2**31 - 1, *FOREIGN])
 def test_a_length_that_no_frame_has_is_refused_at_once(length):
     with pytest.raises(ProtocolViolation, match="announced"):
         fed([struct.pack(">i", length)])
@@ -175,7 +178,7 @@ def test_a_header_that_is_none_is_refused(header):
 def test_a_giant_frame_costs_only_what_has_come():
     tracemalloc.start()
     try:
-        assert fed([struct.pack(">ii", LARGEST_FRAME, 2) + b"{}"]) == []
+        assert fed([struct.pack(">ii", LARGEST_ANSWER, 2) + b"{}"]) == []
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()

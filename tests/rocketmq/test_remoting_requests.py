@@ -29,6 +29,7 @@ from txnbridge_rocketmq.remoting import (
     send_half,
 )
 from txnbridge_rocketmq.remoting.frames import Command
+from txnbridge_rocketmq.remoting.reading import Newest
 from txnbridge_rocketmq.remoting.records import unpack_properties
 from txnbridge_rocketmq.remoting.sending import check_of
 
@@ -208,6 +209,17 @@ def test_a_look_up_leaves_out_what_only_shares_the_hash_of_a_key():
     answer = Command(0, body=newer + foreign + mine + elsewhere)
     assert [each.body for each in reading.by_unique_key("orders", "AB").result(answer)] == [b"mine", b"newer"]
     assert reading.by_unique_key("orders", "AB").result(Command(22)) == []
+    newest = reading.newest_by_unique_key("orders", "AB", 4, body=True).result(answer)
+    assert newest.record is not None and newest.record.body == b"newer"
+    assert reading.newest_by_unique_key("orders", "AB").result(Command(22)) == Newest(None, False)
+
+
+@pytest.mark.parametrize(("count", "may_have_more"), [(1, True), (2, False)])
+def test_a_look_up_that_brings_only_others_says_whether_older_ones_may_be_left(count, may_have_more):
+    foreign = stored(b"foreign", "orders", pairs(UNIQ_KEY="CD"))
+    request = reading.newest_by_unique_key("orders", "AB", count)
+    assert (request.fields["maxNum"], "_UNIQUE_KEY_QUERY" in request.fields) == (str(count), False)
+    assert request.result(Command(0, body=foreign)) == Newest(None, may_have_more)
 
 
 # --- groups, routes, administration -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from txnbridge_rocketmq.remoting import (
 )
 
 from tests.rocketmq import writing_kit
+from tests.rocketmq.half_broker import same_hash
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import broker_of, copies, flush, numbered, prepare, times_asked
@@ -153,13 +155,12 @@ def test_what_is_published_is_found_behind_a_newer_message_whose_key_has_the_sam
 ) -> None:
     token = prepare(open_bridge(), one, b"1")
     assert open_bridge().commit(token) is Outcome.COMMITTED
-    key = unique_key(one, Mark(Token.parse(token).transaction, 0))
-    # The broker's index knows of "…ab" only 31 * a + b.
-    same_hash = key[:-2] + chr(ord(key[-2]) - 1) + chr(ord(key[-1]) + 31)
-    client.call(BROKER, send(Message(one, b"2", unique_key=same_hash), "tests", 0), LONG)
-    assert becomes_true(lambda: bool(client.call(BROKER, reading.by_unique_key(one, same_hash), LONG)))
+    key = same_hash(unique_key(one, Mark(Token.parse(token).transaction, 0)))
+    for _ in range(5):
+        client.call(BROKER, send(Message(one, b"2", unique_key=key), "tests", 0), LONG)
+    assert becomes_true(lambda: len(client.call(BROKER, reading.by_unique_key(one, key), LONG)) == 5)
     assert open_bridge().commit(token) is Outcome.COMMITTED
-    assert bodies(client, one) == [b"1", b"2"]
+    assert bodies(client, one) == [b"1", *[b"2"] * 5]
 
 
 def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_and_once(
@@ -174,6 +175,51 @@ def test_a_transaction_that_takes_longer_than_a_half_is_its_owners_comes_whole_a
         time.sleep(2)
         txn.send(one, b"5")
     assert bodies(client, one) == numbered(6)
+
+
+def test_a_large_half_is_published_however_often_the_broker_has_copied_it(
+    open_bridge: Open, bridge: Bridge, client: Client, one: str, two: str
+) -> None:
+    large = bytes(4 << 20)
+    with bridge.transaction(prepare=True, hold=60) as prepared:
+        prepared.send(one, large)
+    with bridge.transaction() as txn:
+        txn.send(one, large)
+        txn.send(two, b"1")
+        flush(txn)
+        # More than are in the largest frame that Java's clients take, each with its body.
+        assert becomes_true(lambda: times_asked(client, two, txn.id) >= 6)
+        neighbours = Neighbours(bridge, two)
+    assert txn.outcome is Outcome.COMMITTED
+    token = str(prepared.token)
+    assert bridge.status(token).state is TokenState.PREPARED
+    assert open_bridge().commit(token) is bridge.commit(token) is Outcome.COMMITTED
+    assert neighbours.stop() == {Outcome.COMMITTED}
+    assert bodies(client, one) == [large] * 2
+
+
+class Neighbours:
+    """Transactions of other threads of the same bridge."""
+
+    def __init__(self, bridge: Bridge, topic: str) -> None:
+        self._bridge, self._topic = bridge, topic
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._outcomes = self._pool.submit(self._write)
+
+    def _write(self) -> set[Outcome | None]:
+        outcomes: set[Outcome | None] = set()
+        while not outcomes or not self._stop.is_set():
+            with self._bridge.transaction() as txn:
+                txn.send(self._topic, b"neighbour")
+            outcomes.add(txn.outcome)
+        return outcomes
+
+    def stop(self) -> set[Outcome | None]:
+        """The outcomes. Raises what a transaction raised."""
+        self._stop.set()
+        with self._pool:
+            return self._outcomes.result()
 
 
 def test_while_an_owner_publishes_its_process_answers_no_question_about_it(

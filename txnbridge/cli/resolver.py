@@ -25,7 +25,8 @@ group_option = click.option("--group", metavar="NAME", required=True, help="The 
 @group_option
 @click.option("--check", metavar="MODULE:NAME", required=True, help="check(transaction_id, messages) -> Decision")
 @click.option("--parallel", metavar="N", type=click.IntRange(1), default=4, show_default=True, help="Checks at once.")
-def run(cli: Cli, group: str, check: str, parallel: int) -> None:
+@click.option("--application", metavar="NAME", help="Whose half messages, as in connect().")
+def run(cli: Cli, group: str, check: str, parallel: int, application: str | None) -> None:
     """Ask the function NAME of MODULE, found from the current folder, until SIGTERM or Ctrl-C.
 
     Several may run. It is asked about half messages whose sender did not say how its work went.
@@ -33,7 +34,9 @@ def run(cli: Cli, group: str, check: str, parallel: int) -> None:
     found = load(check, callable, "not a function")
     with ExitStack() as stack:
         stack.enter_context(telling())
-        bridge = stack.enter_context(cli.look())  # whatever it publishes is stored, and its topics are there
+        bridge = stack.enter_context(
+            cli.look(application=application)
+        )  # whatever it publishes is stored, and its topics are there
         resolver = bridge.resolver(group, check=found, parallel=parallel)
         resolver.run()
     stats = resolver.stats

@@ -20,8 +20,11 @@ ANSWER, ONE_WAY = 1, 2  # bits of a frame's flag
 # What we say of ourselves. Name servers answer this version in JSON that every parser reads.
 _LANGUAGE, _VERSION = "OTHER", 485
 _JSON, _BINARY = 0, 1
-# Brokers take no frame above 16 MiB either.
+# Brokers take no frame above this.
 LARGEST_FRAME = 16 << 20
+# Brokers send larger ones: a look-up by key may bring 64 messages, of 4 MiB and 64 KiB of the rest each. What other
+# protocols send (HTTP, TLS) reads as more than this.
+LARGEST_ANSWER = 64 * ((4 << 20) + (64 << 10))
 # A header holds a message's properties, of which there are 32 KB.
 _LARGEST_HEADER = 1 << 20
 
@@ -87,7 +90,7 @@ class Frames:
         if len(self._buffer) < 4:
             return None
         (length,) = struct.unpack_from(">i", self._buffer)
-        if not 4 <= length <= LARGEST_FRAME:
+        if not 4 <= length <= LARGEST_ANSWER:
             raise ProtocolViolation(f"a frame of {length} bytes was announced; this is not RocketMQ's protocol")
         end = 4 + int(length)
         return end if len(self._buffer) >= end else None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import TypeVar
 
 from txnbridge_rocketmq.remoting.codes import Answer, Code
 from txnbridge_rocketmq.remoting.frames import Command
 from txnbridge_rocketmq.remoting.records import Record, decode_records
 from txnbridge_rocketmq.remoting.requests import Request, fields
 
+T = TypeVar("T")
+
 # Brokers give so many at most whatever is asked for, with their settings as they come.
 PULL_MOST = 32
+# The same for look-ups by key (`maxMsgsNumBatch`).
+MOST_LOOKED_UP = 64
 
 _SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
 _PULLED = frozenset(
@@ -100,25 +106,48 @@ def offset_at(topic: str, queue: int, timestamp: int) -> Request[int]:
 def by_unique_key(topic: str, unique_key: str) -> Request[list[Record]]:
     """The messages of a topic with this unique key, in the order in which they were stored.
 
-    Of many the newest: a broker gives as many as it is set to (`defaultQueryMaxNum`, 32), whatever is asked for.
+    Of many the newest: a broker gives as many as it is set to (`defaultQueryMaxNum`, 32), whatever is asked for. They
+    come in one answer with their bodies, so this is for messages of which there are few.
+    """
+    return _look_up(topic, unique_key, 32, lambda records, count: records, _UNIQUE_KEY_QUERY=True)
+
+
+@dataclass(frozen=True)
+class Newest:
+    """The newest message with a unique key, None where the broker's answer held none."""
+
+    record: Record | None
+    may_have_more: bool
+    """Whether older entries of the broker's index were left out, among which the message may be."""
+
+
+def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> Request[Newest]:
+    """Look for the newest message of a topic with this unique key among the `count` newest that its index offers.
+
+    The index knows keys by a hash of four bytes, so that the newest entry may be another message's: then ask again for
+    more. Brokers give `MOST_LOOKED_UP` at most. Without `body` the record comes without its body.
     """
 
-    def read(answer: Command) -> list[Record]:
-        if answer.code == Answer.QUERY_NOT_FOUND:
-            return []
-        # The broker's index knows keys by a hash of four bytes, so it finds others too.
-        found = (each for each in decode_records(answer.body) if (each.topic, each.unique_key) == (topic, unique_key))
-        return sorted(found, key=lambda record: record.log_offset)
+    def read(records: list[Record], found: int) -> Newest:
+        if not records:
+            return Newest(None, found >= count)
+        return Newest(records[-1] if body else replace(records[-1], body=b""), False)
 
-    asked = fields(
-        topic=topic,
-        key=unique_key,
-        maxNum=32,
-        beginTimestamp=0,
-        endTimestamp=_NO_END,
-        _UNIQUE_KEY_QUERY=True,
-    )
-    return Request(f"looking up a message of topic {topic}", Code.QUERY_MESSAGE, read, asked, accepted=_QUERIED)
+    return _look_up(topic, unique_key, count, read)
+
+
+def _look_up(
+    topic: str, unique_key: str, count: int, read: Callable[[list[Record], int], T], **more: object
+) -> Request[T]:
+    """`read` gets the messages with this key, the oldest first, and how many the broker's index has offered."""
+
+    def decode(answer: Command) -> T:
+        offered = decode_records(answer.body) if answer.code != Answer.QUERY_NOT_FOUND else []
+        found = [each for each in offered if (each.topic, each.unique_key) == (topic, unique_key)]
+        return read(sorted(found, key=lambda record: record.log_offset), len(offered))
+
+    asked = fields(topic=topic, key=unique_key, maxNum=count, beginTimestamp=0, endTimestamp=_NO_END, **more)
+    return Request(f"looking up a message of topic {topic}", Code.QUERY_MESSAGE, decode, asked, accepted=_QUERIED)
 
 
 def at_log_offset(topic: str, log_offset: int) -> Request[Record]:
