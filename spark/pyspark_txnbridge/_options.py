@@ -34,6 +34,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,80}")
 NAMELESS = "#"
 # What the names of options begin with that only Spark's own Kafka source and sink know.
 _SPARKS_OWN = {"kafkaconsumer": "source", "fetchoffset": "source"}
+_NO_TABLES = (
+    "CREATE TABLE … USING txnbridge can't work: Spark hands a table's options on to no Python data source. Use CREATE"
+    ' TEMPORARY VIEW … USING txnbridge OPTIONS (…) to read, or format("txnbridge") with options'
+)
 _BOOTSTRAP = re.compile(r"([a-z0-9_]+)\.bootstrap\.servers")
 
 
@@ -128,11 +132,13 @@ def check_names(options: Mapping[str, str], names: Mapping[str, str]) -> None:
 
 
 def _take_url(options: dict[str, str], purpose: str) -> str:
+    if options.keys() >= {"provider", "owner"}:  # so Spark asks for the columns of a table
+        raise InvalidOption(_NO_TABLES)
     servers = [name for name in options if _BOOTSTRAP.fullmatch(name)]
     if len(servers) + ("url" in options) != 1:
         raise InvalidOption(
             f"say where to {purpose}, once: option url (kafka://host:9092, embedded:/path/to/file, …)"
-            " or kafka.bootstrap.servers"
+            " or kafka.bootstrap.servers" + ("" if options else f". {_NO_TABLES}")
         )
     if not servers:
         return options.pop("url")

@@ -386,6 +386,7 @@ def test_a_batch_that_ends_before_it_begins_is_refused(url, bridge, topic):
     ("change", "message"),
     [
         ({"topic": ""}, "say what to read, once"),
+        ({"provider": "txnbridge", "owner": "me"}, "CREATE TEMPORARY VIEW"),
         ({"subscribe": "a,b"}, "say what to read, once"),
         ({"startingOffset": "latest"}, "did you mean startingOffsets"),
         ({"startingOffsets": "soon"}, "startingOffsets is earliest or latest, or what to do for each partition"),

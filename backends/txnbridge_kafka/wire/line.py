@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ T = TypeVar("T")
 _GROUP, _TRANSACTION = 0, 1
 # Of so many ids and groups at most a connection remembers who coordinates them.
 _MOST_KNOWN = 1000
+# What it leads to, in kafka-python or here, that an answer has another form than the protocol says.
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
 # A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
 PATIENCE = 5.0
 # What a coordinator says of a transaction that it is ending: its markers are not all written yet.
@@ -61,6 +64,11 @@ class Line:
             self._net.poll(timeout_ms=seconds * 1000, future=future)
         if not future.is_done:
             raise library.errors.KafkaTimeoutError(f"no answer within {seconds:.3g} s")
+        if isinstance(future.exception, _UNREADABLE):
+            kind = type(future.exception).__name__
+            raise library.errors.KafkaProtocolError(
+                f"the broker's answer cannot be read ({kind})"
+            ) from future.exception
         if future.exception is not None:
             raise future.exception
         result: T = future.value
