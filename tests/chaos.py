@@ -149,6 +149,20 @@ class Publishing:
         self._thread.join()
 
 
+class Batching(Publishing):
+    """A feeder by transactions. A broker that stores batches gets entries of 2 to 50 messages, which copiers cut."""
+
+    def _feed(self) -> None:
+        numbers, chance = itertools.count(), random.Random(SEED)
+        while not self._ended.is_set():
+            with suppress(TxnBridgeError), self._world.connect(timeout=20) as bridge:
+                while not self._ended.wait(0.3):
+                    with bridge.transaction() as txn:
+                        for partition in range(PARTITIONS):
+                            for number in itertools.islice(numbers, chance.randint(2, 50)):
+                                txn.send("source", b"%d" % number, partition=partition)
+
+
 COPIER = """
 import json, sys, txnbridge
 url, settings, *options = sys.argv[1:]

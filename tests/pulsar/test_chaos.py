@@ -14,7 +14,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartPulsar
 
 from tests import chaos
-from tests.chaos import Placed, Publishing, World
+from tests.chaos import Batching, Placed, World
 
 pytest.importorskip("pulsar", reason="needs the official client: pip install pulsar-client")
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
@@ -53,7 +53,7 @@ def chance() -> random.Random:
 
 
 def test_copiers_lose_double_and_reorder_nothing(world: World, chance: random.Random) -> None:
-    chaos.copiers_lose_double_and_reorder_nothing(world, chance, lambda: Publishing(world))
+    chaos.copiers_lose_double_and_reorder_nothing(world, chance, lambda: Batching(world))
 
 
 def test_all_who_end_a_token_are_told_the_same_and_it_is_whole(world: World, chance: random.Random) -> None:

@@ -212,6 +212,20 @@ def test_what_was_acknowledged_when_the_broker_closes_the_consumer_is_unknown_at
             assert lost.value.may_have_had_effect
 
 
+def test_in_a_transaction_each_part_of_an_entry_is_acknowledged_by_a_command_of_its_own():
+    """A broker that loads the topic anew skips a command for several entries if it knows one of them already."""
+    whole, parts = [MessageId(1, 0), MessageId(1, 1, -1, -1, 2)], [MessageId(1, 3, -1, 0, 2), MessageId(1, 4, -1, 1, 2)]
+    with fake_broker() as broker:
+        owns_everything(broker)
+        with Client(broker.url) as client:
+            consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
+            consumer.start_acknowledge([parts[0], *whole, parts[1]], TxnId(0, 1), timeout=SOON)
+            told = [[id["entry_id"] for id in frame.fields["message_id"]] for frame in broker.wait_for("ack", 3)]
+            assert sorted(told) == [[0, 1], [3], [4]]
+            consumer.start_acknowledge([*whole, *parts], timeout=SOON)
+            assert len(broker.wait_for("ack", 4)[-1].fields["message_id"]) == 4
+
+
 def test_commands_that_nobody_knows_or_asked_for_are_ignored():
     def odd(peer: Peer, fields: dict[str, Any]) -> None:
         peer.raw(b"\x00\x00\x00\x0a\x00\x00\x00\x06\x08\x63\x9a\x06\x01x")  # command 99

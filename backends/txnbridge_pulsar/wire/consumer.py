@@ -43,6 +43,18 @@ MOST_IDS = 5000
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
+def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
+    """Share ids out to ACK commands: up to 5000 to each, but in a transaction each part of an entry to its own.
+
+    A broker that loads a topic anew reads the transactions' ACK commands from its log, and skips a whole command if the
+    subscription's cursor knows one of the command's positions already. The cursor keeps whole entries. Of parts the log
+    alone may know, so a part that shared its command with an entry would be delivered again.
+    """
+    together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
+    commands: list[Sequence[Fields]] = [together[at : at + MOST_IDS] for at in range(0, len(together), MOST_IDS)]
+    return [*commands, *([id] for id in ids if in_transaction and id.get("ack_set"))]
+
+
 class SubscriptionType(IntEnum):
     """How consumers of one subscription share its messages."""
 
@@ -267,7 +279,7 @@ class Consumer:
         """Acknowledge messages by id, of batches those named; in a transaction only if that is given.
 
         For an entry in several chunks give all its `parts`. Raises `TransactionConflict`, which touches none of the
-        ids of one command (of which there is one up to 5000 entries); `ConnectionLost`, after which nobody knows.
+        ids of one command (`_commands` says which ids share one); `ConnectionLost`, after which nobody knows.
         """
         deadline = Deadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):
@@ -277,10 +289,9 @@ class Consumer:
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
         """The same without waiting for the answers, which fail as `acknowledge` says."""
-        fields = individual_ack_fields(ids)
-        parts = [fields[at : at + MOST_IDS] for at in range(0, len(fields), MOST_IDS)]
         deadline = Deadline(timeout)
-        return [self._acknowledge(_INDIVIDUAL, part, txn, deadline) for part in parts]
+        commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
+        return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
         """Acknowledge everything up to and including a message. Only on exclusive and failover subscriptions.
