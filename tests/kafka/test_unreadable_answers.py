@@ -104,6 +104,6 @@ def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler,
     requests._asker = Once(settings)
     requests._asker._servers = [babbler.address]
     with closing(requests):
-        for _ in range(60):
+        for _ in range(20):
             with suppress(TxnBridgeError, NotYetError, OSError, library.errors.KafkaError):
-                ASKED[asked](requests, Deadline(2))
+                ASKED[asked](requests, Deadline(0.15))
