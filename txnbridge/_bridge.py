@@ -10,7 +10,9 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
@@ -75,6 +77,7 @@ def connect(
 
     Raises `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
     """
+    _close_dropped()
     url = url or os.environ.get("TXNBRIDGE_URL")
     if not url:
         raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
@@ -152,7 +155,7 @@ class Bridge:
         self._create_topics = create_topics
         self._count = itertools.count(1)
         self._closing = threading.Lock()
-        self._let_go = False
+        self._let_go = True  # until there is something to let go of
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
@@ -184,6 +187,7 @@ class Bridge:
             except BaseException:  # whoever tries again and again would leave logs behind each time
                 logs.close()
                 raise
+        self._let_go = False
         _live.add(self)
 
     # --- what it is -----------------------------------------------------------------------------------------------
@@ -253,13 +257,13 @@ class Bridge:
         if fingerprint:
             _require_xxhash()
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
-            writer = connection.writers.take(begin)
+            taken = connection.writers.take(begin)
             try:
-                writer.begin(begin)
+                taken.start()
             except BaseException:
-                connection.writers.give_back(writer, begin, sound=False)
+                taken.give_back(sound=False)
                 raise
-        transaction = Transaction(connection, writer, begin, 0 if fingerprint else None)
+        transaction = Transaction(connection, taken, 0 if fingerprint else None)
         with self._guard:
             self._transactions.add(transaction)
         return transaction
@@ -379,6 +383,8 @@ class Bridge:
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
         """The first `limit` committed messages of a topic that are readable now, without a group."""
+        if type(limit) is not int or limit < 0:
+            raise InvalidOption(f"limit is how many messages to read, from 0, not {limit!r}")
         found: list[Message] = []
         with self.consumer(topic) as consumer:
             while len(found) < limit:
@@ -538,6 +544,16 @@ class Bridge:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if not getattr(self, "_let_go", True) and not self._connection.forked:
+            # Not closed here: garbage is collected at any time, also while locks are held.
+            _dropped.append(self)
+            warnings.warn(
+                f"{self!r} was dropped without close(); it is closed by the next connect(), or when the program ends",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
     def _forget_parent(self) -> None:
         """In the child of a fork."""
         self._connection.forget_parent()
@@ -578,18 +594,27 @@ def _require_xxhash() -> None:
 
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
+_dropped: deque[Bridge] = deque()  # by programs that have not closed them
+
+
+def _close_dropped() -> None:
+    with suppress(IndexError):
+        while True:
+            close_quietly(_dropped.popleft().close)
 
 
 def _after_fork() -> None:
-    for bridge in list(_live):
+    for bridge in [*_live, *_dropped]:
         bridge._forget_parent()
     _live.clear()
+    _dropped.clear()
 
 
 def _at_exit() -> None:
     exit_begins()
     for bridge in list(_live):
         close_quietly(bridge.close)
+    _close_dropped()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -6,15 +6,15 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._deliveries import Assignment, Deliveries
-from txnbridge._messages import Batch, Message, Position
+from txnbridge._deliveries import MAX_UNACKED, Assignment, Deliveries
+from txnbridge._messages import Batch, Message, Position, as_messages
 from txnbridge._topics import Topic, as_topic
 from txnbridge.capabilities import Capability
-from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, UsageError
+from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
 from txnbridge.spi import Partition, Reader, Subscription
 
 _log = logging.getLogger("txnbridge")
@@ -54,7 +54,7 @@ class Consumer:
     ) -> _Kind:
         if sharing not in ("partition", "message", "key"):
             raise InvalidOption(f"sharing is 'partition', 'message' or 'key', not {sharing!r}")
-        if start not in ("earliest", "latest") and (not isinstance(start, int) or isinstance(start, bool)):
+        if start not in ("earliest", "latest") and not _is_time(start):
             raise InvalidOption(f"start is 'earliest', 'latest' or milliseconds since 1970, not {start!r}")
         if sharing != "partition":
             connection.capabilities.require(Capability.SHARE_MESSAGE if sharing == "message" else Capability.SHARE_KEY)
@@ -78,13 +78,16 @@ class Consumer:
         """
         with self._using("poll"):
             self._fetch(max_messages, timeout)
-            return self._hand_out(max_messages)
+            batch = self._hand_out(max_messages)
+        self._deliveries.on_the_way = None
+        return batch
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
         """Batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
         while True:
             batch = self._fill(max_messages, max_wait)
             if batch:
+                self._deliveries.on_the_way = None
                 yield batch
 
     def _fill(self, max_messages: int, max_wait: float) -> Batch:
@@ -100,13 +103,16 @@ class Consumer:
         while True:
             with self._using("poll"):
                 self._fetch(_FETCH, 1.0)
-                batch = self._hand_out(1)
-            yield from batch
+                batch = list(self._hand_out(1))
+            for message in batch:
+                self._deliveries.on_the_way = None
+                yield message
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
         """See to it that something can be handed out; with `full`, try to make it as many as are wanted."""
-        if most < 1:
-            raise InvalidOption(f"max_messages must be at least 1, not {most}")
+        if type(most) is not int or most < 1:
+            raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
+        most = min(most, MAX_UNACKED)
         check_seconds("timeout", timeout)
         self._settle(timeout)
         there = len(self._deliveries.fetched())
@@ -114,9 +120,11 @@ class Consumer:
             room = self._deliveries.room_for(most - there)
             with self._connection.events.step("reader.poll", None, group=self._subscription.group) as found:
                 messages = self._reader.poll(room, Deadline(timeout))
-                self._deliveries.fetch(messages)
+                self._deliveries.arrived = messages
+                if messages:
+                    self._unproven = True
                 found["messages"] = len(messages)
-            self._unproven = self._subscription.group is not None and bool(messages or self._unproven)
+            self._deliveries.fetch()
         if self._unproven:
             self._prove()
 
@@ -140,6 +148,7 @@ class Consumer:
                 if decoded:  # what came before it is delivered first; it is raised when its turn comes
                     break
                 self._deliveries.hand_out(1)
+                self._deliveries.on_the_way = None
                 raise
         self._deliveries.hand_out(len(decoded))
         return Batch(decoded)
@@ -167,6 +176,8 @@ class Consumer:
         fails, the next poll goes on where this consumer was, with what was delivered and not acknowledged (where
         messages are shared, with that alone).
         """
+        if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
+            raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
         with self._using("seek"):
             self._connection.capabilities.require(Capability.REPLAY)
             if (holder := self._deliveries.holder) is not None:
@@ -212,7 +223,7 @@ class Consumer:
         """Give delivered messages back: they are delivered again, to this or another member (also if this fails)."""
         with self._using("nack"):
             self._connection.capabilities.require(Capability.REDELIVERY)
-            chosen = (messages,) if isinstance(messages, Message) else tuple(messages)
+            chosen = as_messages("nack", messages)
             back = self._deliveries.give_back(chosen)
             self._reader.nack({assignment.partition: positions for assignment, positions in back.items()})
             self._deliveries.gone_back(back)
@@ -225,15 +236,23 @@ class Consumer:
         if self._closed or self._connection.forked:
             return
         with self._using("close"):
-            self._closed = True
-            self._leave(list(self._deliveries.assignments), "reader.revoke")
-            deadline = self._connection.deadline() if timeout is None else Deadline(timeout)
+            self._close(self._connection.deadline() if timeout is None else Deadline(timeout))
+
+    def _close(self, deadline: Deadline) -> None:
+        self._leave(list(self._deliveries.assignments), "reader.revoke")
+        try:
             self._connection.consumers.close_reader(self._reader, deadline)
+        except TxnBridgeError:
+            self._closed = True
+            raise
+        self._closed = True
 
     def _close_behind_its_bridge(self) -> None:
-        """After a call that has outlasted the closing of the bridge, which left it alone."""
+        """In a thread: wait for a call that outlasts the closing of the bridge, and close then."""
         try:
-            self.close()
+            with self._guard:
+                if not self._closed:
+                    self._close(self._connection.deadline())
         except Exception as error:
             _log.debug("closing %r behind its bridge: %s", self, error)
 
@@ -300,8 +319,21 @@ class Consumer:
                 )
             self._deliveries.found(transaction, outcome)
 
-    def _using(self, call: str) -> _Using:
-        return _Using(self, call)
+    def _using(self, call: str) -> threading.Lock:
+        """The lock that a call holds: one call at a time, on an open consumer, in the process that made it.
+
+        The call takes it by `with`, and so lets it go whatever comes between: an exception from a signal handler can
+        come into every other function's first line, also into that of an `__exit__` written in Python.
+        """
+        self._connection.check_process()
+        if self._closed:
+            raise InvalidState(f"{call} on {self!r}, which is closed")
+        if call != "close":
+            self._connection.check_open()
+        if self._guard.locked():
+            raise InvalidState(f"{call} on {self!r} while another call on it runs: one thread at a time")
+        self._deliveries.recover()
+        return self._guard
 
 
 class Intake(Consumer):
@@ -311,7 +343,9 @@ class Intake(Consumer):
         """As `poll`."""
         with self._using("poll"):
             self._fetch(max_messages, timeout)
-            return self._deliveries.hand_out(max_messages)
+            messages = self._deliveries.hand_out(max_messages)
+        self._deliveries.on_the_way = None
+        return messages
 
     @property
     def decodes(self) -> bool:
@@ -329,32 +363,6 @@ class Intake(Consumer):
     def group_lag(self, timeout: float) -> int | None:
         """What is left for all members together; None if the broker does not tell."""
         return self._reader.group_lag(Deadline(timeout))
-
-
-class _Using:
-    """One call at a time, on an open consumer, in the process that made it."""
-
-    __slots__ = ("_call", "_consumer")
-
-    def __init__(self, consumer: Consumer, call: str) -> None:
-        self._consumer = consumer
-        self._call = call
-
-    def __enter__(self) -> None:
-        consumer = self._consumer
-        consumer._connection.check_process()
-        if consumer._closed:
-            raise InvalidState(f"{self._call} on {consumer!r}, which is closed")
-        if self._call != "close":
-            consumer._connection.check_open()
-        if not consumer._guard.acquire(False):
-            raise InvalidState(f"{self._call} on {consumer!r} while another call on it runs: one thread at a time")
-
-    def __exit__(self, *error: Any) -> None:
-        consumer = self._consumer
-        consumer._guard.release()
-        if consumer._connection.closed and not consumer._closed:
-            consumer._close_behind_its_bridge()
 
 
 class _Listener:
@@ -378,8 +386,22 @@ class _Listener:
             consumer._leave(partitions, event)
 
 
+def _is_time(given: object) -> bool:
+    """Whether it is a point in time that a broker can have: milliseconds since 1970, in 63 bits."""
+    return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 1 << 63
+
+
+def _is_partition(given: object) -> bool:
+    match given:
+        case (str(), int()):
+            return True
+    return False
+
+
 def topic_list(topics: str | Topic | Iterable[str | Topic]) -> list[Topic]:
     """One topic or many, as `Topic`s. Raises `InvalidOption` for none, or for one that is there twice."""
+    if not isinstance(topics, str | Topic | Iterable):
+        raise InvalidOption(f"topics are a topic's name, a Topic, or several of them, not {type(topics).__name__}")
     found = [as_topic(t) for t in ((topics,) if isinstance(topics, str | Topic) else topics)]
     names = [topic.name for topic in found]
     if not names or len(set(names)) != len(names):

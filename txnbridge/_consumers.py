@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,9 @@ class Consumers:
         self._dropped.put(reader)
 
     def close_reader(self, reader: Reader, deadline: Deadline) -> None:
+        reader.close(deadline)
         with self._guard:
             self._readers.discard(reader)
-        reader.close(deadline)
 
     def close_dropped(self, reader: Reader) -> None:
         try:
@@ -79,6 +80,8 @@ def _close(consumer: Consumer, polls: Deadline, deadline: Deadline) -> None:
             return consumer.close(deadline.left())
         except InvalidState:  # another thread polls
             if polls.expired:
+                with suppress(RuntimeError):  # none begins while the interpreter ends
+                    threading.Thread(target=consumer._close_behind_its_bridge, daemon=True).start()
                 raise
         time.sleep(_LOOK_SECONDS)
 

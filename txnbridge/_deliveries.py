@@ -76,23 +76,24 @@ class Assignment:
         self._fresh.append(positions)
 
     def hold(self, transaction: str, positions: list[Position]) -> None:
+        self.held.setdefault(transaction, []).extend(positions)
         out = self.out
         if len(positions) == len(out):
             out.clear()
         for position in positions if out else ():
             del out[position]
-        self.held.setdefault(transaction, []).extend(positions)
 
     def let_go(self, transaction: str, acknowledged: bool) -> None:
-        positions = self.held.pop(transaction, ())
+        positions = self.held.get(transaction, ())
         if not acknowledged:
             self.back.update(positions)
             self._passed_over.difference_update(positions)
+        self.held.pop(transaction, None)
 
     def take_back(self, positions: Iterable[Position]) -> None:
         for position in positions:
-            del self.out[position]
             self.back.add(position)
+            self.out.pop(position, None)
 
     def go_back(self) -> None:
         """Everything behind what is back is read again, also what is held."""
@@ -108,10 +109,11 @@ class Assignment:
         """Of what was fetched again, what was not held when the reader went back."""
         if not self._passed_over:
             return messages
-        kept = [message for message in messages if message.position not in self._passed_over]
-        last = messages[-1].position
+        return [message for message in messages if message.position not in self._passed_over]
+
+    def has_come_to(self, last: Position) -> None:
+        """The reader has passed this position: what is held before it does not come again."""
         self._passed_over = {position for position in self._passed_over if position > last}
-        return kept
 
     def forget(self) -> None:
         self.back.clear()
@@ -124,6 +126,9 @@ class Deliveries:
 
     Each method is one step under one lock, because a transaction may end on another thread than the one that polls. All
     that concerns `fetched` is called by that one alone. None of them calls the broker.
+
+    An exception from a signal handler may end any of them in the middle. So what is written down elsewhere is forgotten
+    last, and messages count as handed out only when the call that hands them out returns.
     """
 
     def __init__(
@@ -136,6 +141,8 @@ class Deliveries:
         self.individual = individual  # messages can be acknowledged in any order
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
+        self.arrived: list[Message] = []  # from the reader, and not looked at yet
+        self.on_the_way: list[Message] | None = None  # to the program; None once they have reached it
         self._fetched: list[Message] = []
         self._set_aside: list[Message] = []  # fetched, of partitions that were paused then
         self._most = 0  # no more than so many are remembered
@@ -160,30 +167,56 @@ class Deliveries:
             )
         return min(room, wanted)
 
-    def fetch(self, messages: list[Message]) -> None:
+    def fetch(self) -> None:
+        """Look at what has arrived: it is there to be handed out, but for what is held."""
         with self.lock:
+            messages = self.arrived
             self._most += len(messages)
+            passed: dict[Assignment, Position] = {}
             if any(assignment.passes_over for assignment in self.assignments.values()):
-                runs = groupby(messages, _source_of)
-                messages = [m for assignment, run in runs for m in assignment.without_held(list(run))]
-            self._fetched = self._fetched + messages if self._fetched else messages
+                kept: list[Message] = []
+                for assignment, run in groupby(messages, _source_of):
+                    came = list(run)
+                    kept += assignment.without_held(came)
+                    passed[assignment] = came[-1].position
+                messages = kept
+            self._fetched, self.arrived = self._fetched + messages if self._fetched else messages, []
+            for assignment, last in passed.items():
+                assignment.has_come_to(last)
 
     def fetched(self) -> list[Message]:
         """What is there to be handed out."""
         return self._fetched
 
     def hand_out(self, most: int) -> list[Message]:
-        """The first of them are out now."""
+        """The first of them are out now.
+
+        They are `on_the_way` until the caller forgets that, by plain assignment right before it returns them. If an
+        exception from a signal handler comes before, they are there to be handed out again by the next call.
+        """
         with self.lock:
-            if most >= len(self._fetched):
-                taken, self._fetched = self._fetched, []
-            else:
-                taken = self._fetched[:most]
-                del self._fetched[:most]
+            taken, rest = self._fetched[:most], self._fetched[most:]
+            self.on_the_way, self._fetched = taken, rest
             if self._group is not None:
                 for assignment, messages in groupby(taken, _source_of):
                     assignment.hand_out([message.position for message in messages])
             return taken
+
+    def recover(self) -> None:
+        """Go on behind a call that was interrupted: nothing that it had fetched or was handing out is lost."""
+        if self.on_the_way:
+            with self.lock:
+                again = [message for message in self.on_the_way if self._comes_again(message)]
+                self._fetched, self.on_the_way = again + self._fetched, None
+        if self.arrived:
+            self.fetch()
+
+    def _comes_again(self, message: Message) -> bool:
+        assignment = message.source
+        if not isinstance(assignment, Assignment):  # read without a group
+            return True
+        assignment.out.pop(message.position, None)
+        return not assignment.ended and message.position not in assignment.back
 
     def _drop(self, partitions: set[Partition]) -> None:
         if self._fetched:
@@ -259,11 +292,11 @@ class Deliveries:
             self._let_go(transaction, acknowledged=outcome is not Outcome.ABORTED)
 
     def _let_go(self, transaction: str, acknowledged: bool) -> None:
-        self.doubts.pop(transaction, None)
-        self._forget_holder(transaction)
         self._any_back |= not acknowledged
         for assignment in self.assignments.values():
             assignment.let_go(transaction, acknowledged)
+        self.doubts.pop(transaction, None)
+        self._forget_holder(transaction)
 
     def _forget_holder(self, transaction: str) -> None:
         if self.holder == transaction:
@@ -380,10 +413,10 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 
 def hold(
     transaction: Transaction, connection: Connection, messages: Sequence[Message], up_to: bool
-) -> tuple[list[tuple[object, dict[Partition, list[Position]]]], dict[Deliveries, Consumer]]:
+) -> list[tuple[object, dict[Partition, list[Position]]]]:
     """Check that these messages may be acknowledged by a transaction of this connection, and hold them for it.
 
-    Returns what to tell the writer, by context, and whose they are. Raises before anything is held.
+    Returns what to tell the writer, by context. Raises before anything is held.
     """
     wanted: dict[Assignment, list[Position]] = {}
     for _, run in groupby(messages, _source_of):  # once for each run: there may be a million messages
@@ -396,13 +429,14 @@ def hold(
     with ExitStack() as locks:
         for deliveries in sorted(by_deliveries, key=id):
             locks.enter_context(deliveries.lock)
-        owners = {each: _check(transaction, each, mine, up_to) for each, mine in by_deliveries.items()}
+        # The transaction gives back what it holds when it ends, so it knows whose they are before it holds them.
+        transaction._holds.update({d: _check(transaction, d, mine, up_to) for d, mine in by_deliveries.items()})
         for deliveries, mine in by_deliveries.items():
             deliveries.hold(transaction, mine)
         for assignment, positions in (each for mine in by_deliveries.values() for each in mine.items()):
             _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
             told[assignment.partition] = positions
-    return list(by_context.values()), owners
+    return list(by_context.values())
 
 
 def _assignment_of(message: Message, connection: Connection) -> Assignment:

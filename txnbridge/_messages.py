@@ -121,7 +121,7 @@ def check_place(partition: Any, timestamp: Any) -> None:
         return
     if not isinstance(timestamp, int) or isinstance(timestamp, bool):
         raise InvalidOption(f"a timestamp is milliseconds since 1970, a whole number, not {type(timestamp).__name__}")
-    if timestamp < 0:
+    if not 0 <= timestamp < 1 << 63:
         raise InvalidOption(f"a timestamp is milliseconds since 1970, not {timestamp}")
 
 
@@ -182,6 +182,17 @@ class Message(_Fields):
     def __repr__(self) -> str:  # no body, no key: messages end up in logs
         size = f"{len(self.value)} bytes" if isinstance(self.value, bytes) else type(self.value).__name__
         return f"<Message {self.topic}[{self.partition}] at {self.position}, {size}>"
+
+
+def as_messages(call: str, given: object) -> tuple[Message, ...]:
+    """One message or several, as a program gives them to a call. Raises `InvalidOption` for anything else."""
+    if isinstance(given, Message):
+        return (given,)
+    if isinstance(given, Iterable):
+        messages = tuple(given)
+        if all(issubclass(kind, Message) for kind in set(map(type, messages))):
+            return messages
+    raise InvalidOption(f"{call} takes a message that was read, or several of them")
 
 
 class Batch(Sequence[Message]):

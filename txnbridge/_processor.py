@@ -223,7 +223,7 @@ class Processor:
         self._failures = 0  # passes that failed since the last that did not
         self._lag: int | None = None
         self._lag_at = 0.0
-        self._since: float | None = None  # when the current step began; None while it does not run
+        self._since: float | None = None  # when the first attempt of the current pass began; None while it does not run
 
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the thread
@@ -251,11 +251,9 @@ class Processor:
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs, its last pass did not fail, and the current one takes no longer than a transaction may."""
+        """Whether it runs, and gets on: no pass, with all its attempts, has taken longer than a transaction may."""
         since = self._since
-        if since is None or self._failures:
-            return False
-        return time.monotonic() - since <= self._timeout + self._max_wait + _SLACK_SECONDS
+        return since is not None and time.monotonic() - since <= self._timeout + self._max_wait + _SLACK_SECONDS
 
     @property
     def lag(self) -> int | None:
@@ -428,7 +426,8 @@ class Processor:
         if self._stop.asked:
             return True
         assert self._consumer is not None
-        self._since = time.monotonic()
+        if not self._failures:
+            self._since = time.monotonic()
         try:
             items = self._poll(self._consumer)
             self._process(items)

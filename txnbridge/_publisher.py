@@ -45,8 +45,10 @@ class Publisher:
         Raises `InvalidOption` for a sequence that is not above the last one taken here: it would vanish silently.
         """
         check_place(partition, timestamp)
-        if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool) or sequence < 0):
-            raise InvalidOption(f"a sequence is a whole number from 0, not {sequence!r}")
+        if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool)):
+            raise InvalidOption(f"a sequence is a whole number, not {type(sequence).__name__}")
+        if sequence is not None and not 0 <= sequence < 1 << 63:
+            raise InvalidOption("a sequence is a whole number from 0, below 2**63")
         name, data, key_data, pairs = encode_message(topic, value, key, headers, self._connection.header_makers)
         size = len(data) if data is not None else None
         with self._lock:

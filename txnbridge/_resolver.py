@@ -74,6 +74,7 @@ class Resolver:
         self._asking: dict[threading.Thread, tuple[str, float]] = {}  # the transaction, and since when
         self._late: set[threading.Thread] = set()  # of those, the ones that it was told of
         self._stats = ResolverStats()
+        self._failing_since: float | None = None  # looks have failed since then
         # Nothing that runs here waits for long, so a stop needs no force.
         self._stop = Stop(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
         self._running = threading.Lock()
@@ -86,10 +87,14 @@ class Resolver:
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs, and could ask about a half message now."""
+        """Whether it runs and could ask now: its looks have not failed for longer than the bridge's timeout, and of
+        its places not all are taken by checks that hang."""
         with self._changed:
             hang = len(self._late) >= self._parallel
-        return self._running.locked() and self._error is None and not hang and not self._connection.closed
+        since = self._failing_since
+        failing = since is not None and time.monotonic() - since > self._connection.timeout
+        running = self._running.locked() and self._error is None and not self._connection.closed
+        return running and not hang and not failing
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -162,11 +167,12 @@ class Resolver:
             except TxnBridgeError as error:
                 if self._stop.asked or self._connection.closed:
                     return
+                self._failing_since = self._failing_since or time.monotonic()
                 _log.warning("the resolver of %s looks again in %.1f s: %s", self._group, pause, error)
                 self._stop.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
                 continue
-            pause = _FIRST_PAUSE
+            pause, self._failing_since = _FIRST_PAUSE, None
             for half in halves:
                 self._begin(half)
 

@@ -138,7 +138,8 @@ def _read_fields(fields: dict[str, Any]) -> Token:
         value = fields.get(name, default)
         if value is default and default is not ...:
             return default
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        wrong = not isinstance(value, kind) or (isinstance(value, bool) and kind is int)
+        if wrong or (kind is int and not 0 <= value < 1 << 64):
             raise InvalidToken(f"this token is damaged: field {name!r} is missing or of the wrong kind")
         return value
 

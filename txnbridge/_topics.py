@@ -43,7 +43,7 @@ class Topic:
         if value is None:
             return None
         try:
-            return self.codec.encode(value, CodecContext(self.name, "value", headers))
+            return _bytes(self.codec.encode(value, CodecContext(self.name, "value", headers)))
         except Exception as error:
             raise InvalidOption(f"the value for {self.name} cannot be encoded: {_reason(error)}") from error
 
@@ -51,7 +51,7 @@ class Topic:
         if key is None or self.key is None:
             return encode_key(key)
         try:
-            return self.key.encode(key, CodecContext(self.name, "key"))
+            return _bytes(self.key.encode(key, CodecContext(self.name, "key")))
         except Exception as error:
             raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
 
@@ -66,6 +66,15 @@ class Topic:
         except Exception as error:
             raise Poison(f"cannot be decoded: {_reason(error)}", message=message) from error
         return message._replace(value=value, key=key)
+
+
+def _bytes(encoded: object) -> bytes | None:
+    """What a codec returned, which may be any kind of bytes, or None for a tombstone."""
+    if encoded is None or isinstance(encoded, bytes):
+        return encoded
+    if isinstance(encoded, bytearray | memoryview):
+        return bytes(encoded)
+    raise TypeError(f"its codec returned {type(encoded).__name__}, not bytes")
 
 
 def _reason(error: Exception) -> str:

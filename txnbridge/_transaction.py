@@ -6,10 +6,10 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
@@ -17,6 +17,7 @@ from txnbridge._deliveries import hold
 from txnbridge._messages import (
     Headers,
     Message,
+    as_messages,
     check_place,
     encode_headers,
     encode_key,
@@ -28,17 +29,18 @@ from txnbridge.errors import (
     Abort,
     Conflict,
     Fenced,
+    InvalidOption,
     InvalidState,
     OutcomeUnknown,
     TransactionAborted,
     TxnBridgeError,
     UsageError,
 )
-from txnbridge.spi import Begin, Writer
 
 if TYPE_CHECKING:
     from txnbridge._consumer import Consumer
     from txnbridge._deliveries import Deliveries
+    from txnbridge._writers import TakenWriter
 
 _log = logging.getLogger("txnbridge")
 
@@ -97,16 +99,19 @@ class Transaction:
         "_shut",
         "_slow",
         "_state",
+        "_taken",
         "_token",
         "_turn",
         "_write",
         "_writer",
     )
 
-    def __init__(self, connection: Connection, writer: Writer, begin: Begin, fingerprint: int | None) -> None:
+    def __init__(self, connection: Connection, taken: TakenWriter, fingerprint: int | None) -> None:
+        assert taken.writer is not None
         self._connection = connection
-        self._writer = writer
-        self._begin = begin
+        self._taken = taken
+        self._writer = writer = taken.writer
+        self._begin = begin = taken.begin
         self._prepare = begin.prepare
         self._events = connection.events
         self._state = State.OPEN
@@ -238,10 +243,7 @@ class Transaction:
 
         Raises what `send` raises, naming the item. Then only abort is left, because those before it are taken already.
         """
-        try:
-            quick = self._turn.pop()
-        except IndexError:
-            raise self._busy("send_many") from None
+        quick = self._enter("send_many")
         try:
             if self._state is not _OPEN:
                 raise self._refusal("send_many")
@@ -283,29 +285,32 @@ class Transaction:
         Raises `InvalidState` for one that was not delivered to a consumer of this bridge, twice, or out of order on a
         broker that only knows positions; `Conflict` if its assignment has ended.
         """
-        self._acknowledge((messages,) if isinstance(messages, Message) else tuple(messages), up_to=False)
+        self._acknowledge(as_messages("ack", messages), up_to=False)
 
     def ack_up_to(self, message: Message) -> None:
         """Acknowledge everything of its partition that was delivered up to and with this message."""
+        if not isinstance(message, Message):
+            raise InvalidOption("ack_up_to takes one message that was read")
         self._acknowledge((message,), up_to=True)
 
     def _acknowledge(self, messages: tuple[Message, ...], up_to: bool) -> None:
-        with self._exclusive("ack"):
+        quick = self._enter("ack")
+        try:
             if self._state is not _OPEN:
                 raise self._refusal("ack")
             if not messages:
                 return
             try:
                 with self._events.step("ack", self.id, messages=len(messages)):
-                    by_context, owners = hold(self, self._connection, messages, up_to)
-                    self._holds.update(owners)
-                    for context, positions in by_context:
+                    for context, positions in hold(self, self._connection, messages, up_to):
                         self._writer.ack(context, positions)
             except UsageError:
                 raise
             except BaseException as error:
                 self._fail(error)
                 raise
+        finally:
+            self._turn.append(quick)
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -314,7 +319,8 @@ class Transaction:
 
         Raises `TransactionAborted` (or a subclass), `Fenced`, or `OutcomeUnknown` with the token to ask with.
         """
-        with self._exclusive("commit"):
+        quick = self._enter("commit")
+        try:
             if self._prepare:
                 raise InvalidState("a transaction with prepare=True is committed by its token: bridge.commit(token)")
             if self._lent:
@@ -326,16 +332,21 @@ class Transaction:
                 raise refused
             if self._state is not State.OPEN:
                 raise self._refusal("commit")
-            self._commit()
+            self._end_by_asking(self._commit)
+        finally:
+            self._turn.append(quick)
 
     def abort(self) -> None:
         """Abort now. On a failed transaction this is the only call left. Aborting twice changes nothing."""
-        with self._exclusive("abort"):
+        quick = self._enter("abort")
+        try:
             if self._state is State.ABORTED:
                 return
             if self._state not in _UNFINISHED:
                 raise self._refusal("abort", "open or failed")
-            self._abort()
+            self._end_by_asking(self._abort)
+        finally:
+            self._turn.append(quick)
 
     def __enter__(self) -> Transaction:
         if self._state is not State.OPEN:
@@ -346,7 +357,8 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         quiet = isinstance(error, Abort)
-        with self._exclusive("the end of the block"):
+        turn = self._enter("the end of the block")
+        try:
             if self._state in _UNFINISHED:
                 if error is None:
                     self._finish_or_abort()
@@ -355,6 +367,8 @@ class Transaction:
             elif self._shut and error is None:
                 self._connection.check_process()
                 raise TransactionAborted(f"transaction {self.id} was aborted: its bridge was closed meanwhile")
+        finally:
+            self._turn.append(turn)
         return quiet
 
     def _finish_or_abort(self) -> None:
@@ -369,27 +383,36 @@ class Transaction:
         """The end of a block without an exception."""
         if self._state is State.FAILED:
             cause = self._cause
-            self._abort()
+            self._end_by_asking(self._abort)
             if isinstance(cause, TransactionAborted | Fenced):
                 raise cause
             raise TransactionAborted(
                 f"transaction {self.id} was aborted because part of it failed ({self._why_failed()})"
             ) from cause
-        if self._prepare:
-            self._do_prepare()
-        else:
-            self._commit()
+        self._end_by_asking(self._do_prepare if self._prepare else self._commit)
 
     def _abort_after(self, error: BaseException, quiet: bool) -> None:
         """Abort because of an exception in the block, which a failing abort may not hide."""
         try:
-            self._abort()
+            self._end_by_asking(self._abort)
         except Exception as failure:
             if quiet:
                 raise
             _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
 
+    def _end_by_asking(self, ask: Callable[[], None]) -> None:
+        """Ask the broker; and see that the transaction has ended, too, where a signal handler's exception came."""
+        try:
+            ask()
+        except BaseException:
+            if self._state in (State.COMMITTING, State.ABORTING):
+                self._end_unknown()  # interrupted, or a bug: the request may be out
+            elif self._state not in _UNFINISHED:
+                self._end(self._state)
+            raise
+
     def _commit(self) -> None:
+        self._taken.open = False
         self._state = State.COMMITTING
         try:
             with self._events.step("commit", self.id):
@@ -402,11 +425,8 @@ class Transaction:
         except TxnBridgeError as error:
             # Nothing was decided by this call, so only abort is left: the block's end or the caller does it.
             self._state = State.OPEN
+            self._taken.open = True
             self._fail(error)
-            raise
-        except BaseException:
-            # Interrupted, or a bug: the request may be out.
-            self._end_unknown()
             raise
         else:
             self._end(State.COMMITTED)
@@ -431,17 +451,14 @@ class Transaction:
             ) from (error.__cause__ or error)
 
     def _abort(self) -> None:
+        self._taken.open = False
         self._state = State.ABORTING
         try:
             with self._events.step("abort", self.id):
                 self._writer.abort(self._begin.deadline)
         except (TransactionAborted, Fenced):
-            self._end(State.ABORTED)  # it did not happen, which is what was asked for
-        except BaseException:
-            self._end_unknown()
-            raise
-        else:
-            self._end(State.ABORTED)
+            pass  # it did not happen, which is what was asked for
+        self._end(State.ABORTED)
 
     def _do_prepare(self) -> None:
         try:
@@ -465,9 +482,9 @@ class Transaction:
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:
-        previous, self._state = self._state, state
-        if previous is not State.UNKNOWN:  # from UNKNOWN the writer has gone back already
-            self._connection.writers.give_back(self._writer, self._begin, sound=state is not State.UNKNOWN)
+        """Give back what it holds. Safe to repeat: it may be interrupted at any point."""
+        self._state = state
+        self._taken.give_back(sound=state is not State.UNKNOWN)
         for deliveries in self._holds:
             deliveries.end(self, state, self._token)
         if state is not State.UNKNOWN:
@@ -475,8 +492,12 @@ class Transaction:
 
     # --- guards ---------------------------------------------------------------------------------------------------
 
-    def _exclusive(self, call: str) -> _Exclusive:
-        return _Exclusive(self, call)
+    def _enter(self, call: str) -> Any:
+        """One call at a time: it takes the turn, and puts it back itself at its end."""
+        try:
+            return self._turn.pop()
+        except IndexError:
+            raise self._busy(call) from None
 
     def _busy(self, call: str) -> TxnBridgeError:
         self._connection.check_process()
@@ -514,8 +535,11 @@ class Transaction:
         until = time.monotonic() + patience
         while True:
             try:
-                with self._exclusive("fail"):
+                quick = self._enter("fail")
+                try:
                     self._fail(error)
+                finally:
+                    self._turn.append(quick)
                 return
             except InvalidState:
                 if time.monotonic() >= until:
@@ -525,15 +549,18 @@ class Transaction:
     def _end_from_outside(self, deadline: Deadline) -> bool:
         """The bridge is closed: abort, unless it has ended or a call on it runs; whether it was aborted."""
         try:
-            with self._exclusive("close"):
-                if self._state not in _UNFINISHED:
-                    return False
-                self._shut = True
-                self._end_by(deadline.at)
-                self._abort()
-                return True
+            quick = self._enter("close")
         except InvalidState:
             return False
+        try:
+            if self._state not in _UNFINISHED:
+                return False
+            self._shut = True
+            self._end_by(deadline.at)
+            self._end_by_asking(self._abort)
+            return True
+        finally:
+            self._turn.append(quick)
 
     def _end_by(self, at: float) -> None:
         """Its deadline is this point in time, if that is earlier; a call that waits takes notice."""
@@ -545,33 +572,12 @@ class Transaction:
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
-            # Not aborted here: garbage is collected at any time, also while locks are held.
-            self._connection.writers.leave_behind(self._writer, self._begin)
+            # Not aborted here: garbage is collected at any time, also while locks are held. Its writer is left behind.
             warnings.warn(
                 f"transaction {self.id} was left unfinished; it will be aborted",
                 ResourceWarning,
                 stacklevel=2,
             )
-
-
-class _Exclusive:
-    """One call at a time."""
-
-    __slots__ = ("_call", "_quick", "_transaction")
-
-    def __init__(self, transaction: Transaction, call: str) -> None:
-        self._transaction = transaction
-        self._call = call
-
-    def __enter__(self) -> None:
-        try:
-            self._quick = self._transaction._turn.pop()
-        except IndexError:
-            raise self._transaction._busy(self._call) from None
-
-    def __exit__(self, *error: object) -> Literal[False]:
-        self._transaction._turn.append(self._quick)
-        return False
 
 
 def _encode_item(topic: Topic, item: Any) -> Any:

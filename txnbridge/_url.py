@@ -50,7 +50,7 @@ def _host(part: str) -> tuple[str, int | None]:
         port = port.removeprefix(":")
     elif ":" in part:
         name, _, port = part.rpartition(":")
-    if not name or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+    if not name or (port and not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536)):
         raise InvalidOption(f"{part!r} is not host:port")
     return name, int(port) if port else None
 
@@ -157,9 +157,11 @@ def indirect(name: str, value: Any) -> Any:
         return found
     if value.startswith("file:"):
         try:
-            return Path(value[5:]).read_text().rstrip("\n")
+            return Path(value[5:]).read_text("utf-8").rstrip("\n")
         except OSError as error:
             raise InvalidOption(f"option {name!r} is to come from the file {value[5:]}: {error.strerror}") from error
+        except ValueError:  # whose text would quote the secret
+            raise InvalidOption(f"option {name!r} is to come from a file, which holds no UTF-8 text") from None
     return value
 
 
@@ -188,5 +190,5 @@ def _convert(name: str, option: Option, value: Any) -> Any:
         raise InvalidOption(f"option {name!r} must be text")
     try:
         return option.kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidOption(f"option {name!r} must be a {wanted}") from None

@@ -9,15 +9,15 @@ from collections.abc import Callable
 
 from txnbridge._connection import Connection, close_quietly
 from txnbridge._deadline import Deadline
-from txnbridge._turns import Turns
+from txnbridge._turns import Place, Turns
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Begin, Ledger, Writer
 
 _log = logging.getLogger("txnbridge")
 
 # How long a thread may take one transaction after the other while others wait for a writer: much longer than it takes
-# to wake one of those, which also has to wait for its turn to write then.
-_KEEP_SECONDS = 0.05
+# to wake one of those. A transaction that takes longer, as on a broker over the network, is the only one of its turn.
+_KEEP_SECONDS = 0.005
 # How often who waits for a writer looks whether one was left behind, or the bridge is closed.
 _TURN_SECONDS = 0.1
 
@@ -34,7 +34,7 @@ class Writers:
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
         self._doubtful: set[Writer] = set()  # to be reopened before they are used again
-        self._abandoned: deque[tuple[Writer, Begin]] = deque()  # of transactions that were left unfinished
+        self._abandoned: deque[TakenWriter] = deque()  # those that nobody has any more
         self.commit: Callable[[Writer, Deadline], None] = _commit  # the testing kit loses answers here
 
     @property
@@ -56,83 +56,91 @@ class Writers:
         finally:
             self._opening.release()
 
-    def take(self, begin: Begin) -> Writer:
+    def take(self, begin: Begin) -> TakenWriter:
         """One that is free, or gets free within the transaction's deadline. A prepared transaction gets a new one."""
-        connection = self._connection
-        self._take_place(begin.deadline)
+        taken = TakenWriter(self, begin, self._turns.place())
         try:
-            if begin.prepare:
-                with connection.events.step("writer.open", begin.transaction, prepare=True):
-                    return connection.broker.prepare_writer(connection.identity, self._ledger(), begin.deadline)
-            if self._idle is None:
-                self.open(begin.deadline)
-            with self._guard:
-                writer = self._idle.pop() if self._idle else None
-            if writer is None:
-                raise connection.refusal()
+            self._wait_for_place(taken.place, begin.deadline)
+            self._choose(taken)
         except BaseException:
-            self._turns.leave()
+            taken.give_back(sound=False)
             raise
-        if writer in self._doubtful:
-            self._reopen(writer, begin)
-        return writer
+        return taken
 
-    def _take_place(self, deadline: Deadline) -> None:
+    def _choose(self, taken: TakenWriter) -> None:
+        connection = self._connection
+        begin = taken.begin
+        if begin.prepare:
+            with connection.events.step("writer.open", begin.transaction, prepare=True):
+                taken.writer = connection.broker.prepare_writer(connection.identity, self._ledger(), begin.deadline)
+            return
+        if self._idle is None:
+            self.open(begin.deadline)
+        with self._guard:
+            if not self._idle:
+                raise connection.refusal()
+            taken.writer = self._idle[-1]
+            self._idle.pop()  # right behind: an exception from a signal handler cannot come between
+        if taken.writer in self._doubtful:
+            with connection.events.step("writer.open", reopen=True):
+                taken.writer.reopen(begin.deadline)
+            self._doubtful.discard(taken.writer)
+
+    def _wait_for_place(self, place: Place, deadline: Deadline) -> None:
         while True:
             self.clear_abandoned()
             # In short turns, because a transaction that is left unfinished meanwhile tells nobody, nor does `close`.
-            if self._turns.enter(Deadline(min(deadline.left(), _TURN_SECONDS))):
-                if not self._connection.closed:
-                    return
-                self._turns.leave()
+            entered = place.enter(Deadline(min(deadline.left(), _TURN_SECONDS)))
             self._connection.check_open()
+            if entered:
+                return
             if deadline.expired:
                 raise DeadlineExceeded(
                     f"all {self._size} writers of this bridge had open transactions for {deadline.seconds:g} s;"
                     " end them sooner or connect(…, writers=…) with more"
                 )
 
-    def _reopen(self, writer: Writer, begin: Begin) -> None:
-        try:
-            with self._connection.events.step("writer.open", reopen=True):
-                writer.reopen(begin.deadline)
-        except BaseException:
-            self.give_back(writer, begin, sound=False)
-            raise
-        self._doubtful.discard(writer)
+    def _give_back(self, taken: TakenWriter, sound: bool) -> None:
+        """The writer is free again, if one was found, and then its place is."""
+        writer = taken.writer
+        if writer is not None:
+            with self._guard:
+                idle = None if taken.begin.prepare else self._idle
+                if idle is not None:
+                    if not sound:
+                        self._doubtful.add(writer)
+                    taken.writer = None  # right before: an exception from a signal handler cannot come between
+                    idle.append(writer)
+            if idle is None:  # it was made for this transaction alone, or the bridge is closed
+                close_quietly(writer.close)
+                taken.writer = None
+        taken.place.leave()
 
-    def give_back(self, writer: Writer, begin: Begin, sound: bool) -> None:
-        """After its transaction has ended; `sound` if it is known how."""
-        with self._guard:
-            idle = None if begin.prepare else self._idle
-            if idle is not None:
-                if not sound:
-                    self._doubtful.add(writer)
-                idle.append(writer)
-        if idle is None:  # it was made for this transaction alone, or the bridge is closed
-            close_quietly(writer.close)
-        self._turns.leave()
-
-    def leave_behind(self, writer: Writer, begin: Begin) -> None:
-        """Its transaction was dropped unfinished. (Called by the garbage collector: no lock is taken here.)"""
-        self._abandoned.append((writer, begin))
+    def _leave_behind(self, taken: TakenWriter) -> None:
+        """Nobody has it any more. (Called by the garbage collector: no lock is taken here.)"""
+        left = TakenWriter(self, taken.begin, taken.place)
+        left.writer, left.open = taken.writer, taken.open
+        self._abandoned.append(left)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
         """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
         connection = self._connection
         while True:
             try:
-                writer, begin = self._abandoned.popleft()
+                taken = self._abandoned.popleft()
             except IndexError:
                 return
-            transaction = begin.transaction
+            transaction = taken.begin.transaction
+            sound = False
             try:
-                with connection.events.step("abort", transaction, abandoned=True):
-                    writer.abort(deadline or connection.deadline())
-                self.give_back(writer, begin, sound=True)
+                if taken.open and taken.writer is not None:
+                    with connection.events.step("abort", transaction, abandoned=True):
+                        taken.writer.abort(deadline or connection.deadline())
+                    sound = True
             except TxnBridgeError as error:
                 _log.warning("transaction %s was left unfinished and could not be aborted: %s", transaction, error)
-                self.give_back(writer, begin, sound=False)
+            finally:
+                taken.give_back(sound)
 
     def close(self) -> None:
         """Those that are free; one that is given back later is closed then."""
@@ -140,6 +148,37 @@ class Writers:
             idle, self._idle = self._idle or [], None
         for writer in idle:
             close_quietly(writer.close)
+
+
+class TakenWriter:
+    """A place among the writers, and the writer that a transaction has there.
+
+    Where an exception from a signal handler keeps it from being given back, it is left behind when the object goes.
+    """
+
+    __slots__ = ("_writers", "begin", "open", "place", "writer")
+
+    def __init__(self, writers: Writers, begin: Begin, place: Place) -> None:
+        self._writers = writers
+        self.begin = begin
+        self.place = place
+        self.writer: Writer | None = None
+        self.open = False  # its transaction has begun, and is not known to have ended
+
+    def start(self) -> None:
+        """Begin the transaction."""
+        assert self.writer is not None
+        self.writer.begin(self.begin)
+        self.open = True
+
+    def give_back(self, sound: bool) -> None:
+        """After its transaction has ended; `sound` if it is known how. Safe to repeat."""
+        self.open = False
+        self._writers._give_back(self, sound)
+
+    def __del__(self) -> None:
+        if getattr(self, "writer", None) is not None:
+            self._writers._leave_behind(self)
 
 
 def _commit(writer: Writer, deadline: Deadline) -> None:

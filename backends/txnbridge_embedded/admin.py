@@ -26,9 +26,10 @@ from txnbridge.spi import (
 from txnbridge_embedded import endings
 from txnbridge_embedded.group import acks, standing
 from txnbridge_embedded.storage.bounds import read_bounds
-from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID
+from txnbridge_embedded.storage.headers import unpack_raw
+from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import Connection, Topic, add_partitions, add_topic, now_ms, read_topic
+from txnbridge_embedded.storage.store import Connection, Topic, add_partitions, add_topic, latest, now_ms, read_topic
 from txnbridge_embedded.write import retention
 
 INTERNAL = "_txnbridge-"
@@ -36,6 +37,7 @@ INTERNAL = "_txnbridge-"
 _LONG_WAL_BYTES = 256 << 20
 _LITTLE_ROOM_BYTES = 256 << 20
 _STATEMENTS_BETWEEN_LOOKS = 100_000  # of SQLite's own machine: some milliseconds between two looks at the clock
+_CLOCK_SECONDS = 5  # a clock that is kept right is set back by less
 
 
 class EmbeddedAdmin(Admin):
@@ -68,7 +70,7 @@ class EmbeddedAdmin(Admin):
             self._session(deadline) as connection,
             self._store.writing(connection, deadline, f"creating topic {name!r}"),
         ):
-            if add_topic(connection, name, partitions, kept_ms, retention_bytes):
+            if add_topic(connection, name, partitions, deadline, kept_ms, retention_bytes):
                 return True
             found = read_topic(connection, name)
             assert found is not None
@@ -124,7 +126,7 @@ class EmbeddedAdmin(Admin):
             count = len(topic.partitions)
             if partitions < count:
                 raise InvalidOption(f"topic {name!r} has {count} partitions; they cannot become fewer")
-            add_partitions(connection, topic.id, count, partitions - count)
+            add_partitions(connection, topic.id, count, partitions - count, deadline)
         self._store.forget_topic(name)
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
@@ -261,10 +263,17 @@ class EmbeddedAdmin(Admin):
             held = connection.execute(
                 "SELECT id, state, deadline_at FROM transactions WHERE ended_at IS NULL ORDER BY deadline_at"
             ).fetchall()
+            ahead = (latest(connection) - now_ms()) // 1000
             halves = connection.execute(
                 "SELECT group_name, state, count(*), min(check_at) FROM halves WHERE ended_at IS NULL"
                 " GROUP BY group_name, state"
             ).fetchall()
+        if ahead > _CLOCK_SECONDS:
+            text = (
+                f"the file was written {ahead} s ahead of this machine's clock, which was set back: deadlines, leases"
+                " and half messages wait so much longer"
+            )
+            yield Advice("warning", "clock", text, "set the clock right, and let it be kept right by slewing")
         for transaction, state, deadline_at in held:
             left = max(0, deadline_at - now_ms()) // 1000
             yield Advice(
@@ -296,6 +305,7 @@ class EmbeddedAdmin(Admin):
         try:
             with self._store.reading(connection, deadline):
                 found = [line for (line,) in connection.execute("PRAGMA quick_check(5)")]
+                found += _damaged_headers(connection) if found == ["ok"] else []
         except StorageFailed as error:
             found = [str(error)]
         except BrokerUnavailable:
@@ -304,6 +314,7 @@ class EmbeddedAdmin(Admin):
         finally:
             connection.set_progress_handler(None, 0)
         if found != ["ok"]:
+            found = [line for line in found if line != "ok"]
             remedy = "stop all its users and restore a copy; `sqlite3 FILE .recover` saves what can be read"
             yield Advice("problem", "file", "; ".join(found), remedy)
 
@@ -340,6 +351,17 @@ def _partitions_of(connection: sqlite3.Connection, number: int) -> list[Partitio
         " JOIN topics ON topics.id = topic_id WHERE undecided.number = ? ORDER BY 1, 2",
         (number,),
     ).fetchall()
+
+
+def _damaged_headers(connection: sqlite3.Connection) -> list[str]:
+    """What to say of the first message whose headers cannot be read, if there is one."""
+    for row_id, text in connection.execute("SELECT id, headers FROM messages WHERE headers IS NOT NULL"):
+        try:
+            unpack_raw(text)
+        except StorageFailed:
+            partition, offset = row_id >> OFFSET_BITS, row_id & MAX_OFFSET
+            return [f"the headers of the message at {offset} of the partition with id {partition} are damaged"]
+    return []
 
 
 def _described(topic: Topic) -> str:

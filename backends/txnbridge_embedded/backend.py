@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from txnbridge.errors import AccessDenied, InvalidOption
@@ -132,10 +133,23 @@ def _check(options: Mapping[str, Any], context: Context) -> None:
         raise InvalidOption(f"the embedded broker has no client of its own to take {min(context.client_options)!r}")
     for name, value in options.items():
         least = 0 if name == "max_bytes" else 1e-3
-        if OPTIONS[name].kind in (int, float) and not least <= value < float("inf"):
+        if OPTIONS[name].kind in (int, float) and not least <= value:
             raise InvalidOption(f"option {name!r} must be above 0, not {value}")
+        # SQLite counts in 63 bits, and Python waits for no longer than that many nanoseconds.
+        most = TIMEOUT_MAX if OPTIONS[name].kind is float else (1 << 63) - 1
+        if OPTIONS[name].kind in (int, float) and value > most:
+            raise InvalidOption(f"option {name!r} is at most {most:g}")
     if options["max_message_bytes"] > _LARGEST_MESSAGE:
         raise InvalidOption(f"option 'max_message_bytes' is at most {_LARGEST_MESSAGE}, the most that SQLite can store")
+
+
+def _why(error: Exception) -> str:
+    match error:
+        case OSError(strerror=str(text)):
+            return text
+        case UnicodeEncodeError():
+            return "it holds half a character (a lone surrogate)"
+    return str(error)
 
 
 def file_of(url: Url) -> Path:
@@ -147,7 +161,13 @@ def file_of(url: Url) -> Path:
     if "\0" in url.path:
         raise InvalidOption("a file's name cannot hold a NUL character")
     if url.path:
-        return Path(url.path).expanduser().absolute()
+        try:
+            path = Path(url.path).expanduser().absolute()
+            os.fsencode(path)
+            path.resolve()
+        except (OSError, RuntimeError, UnicodeEncodeError) as error:  # ~nobody, a name too long, half a character
+            raise InvalidOption(f"{url.path!r} cannot be the name of a file: {_why(error)}") from error
+        return path
     folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "txnbridge"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from txnbridge.errors import DeadlineExceeded, TxnBridgeError
+from txnbridge.errors import DeadlineExceeded, InvalidToken, TxnBridgeError
 from txnbridge.spi import (
     Admin,
     Broker,
@@ -116,10 +116,12 @@ class EmbeddedBroker(Broker):
         return self._end(token, Decision.ABORT, deadline)
 
     def _end(self, token: Token, decision: Decision, deadline: Deadline) -> Outcome:
+        _check(token)
         with self.session(deadline) as connection:
             return endings.decide(self.store, connection, token.transaction, decision, deadline, self.events)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+        _check(token)
         with self.session(deadline) as connection:
             with self.store.reading(connection, deadline):
                 status = _look(connection, token)
@@ -171,6 +173,14 @@ class EmbeddedBroker(Broker):
                         instance.retire(connection)
                     else:
                         instance.forget(connection)
+
+
+def _check(token: Token) -> None:
+    """Raise `InvalidToken` for a token that no writer of this broker can have made."""
+    writer, number = token.how.get("w"), token.how.get("n")
+    plain = isinstance(writer, str) and type(number) is int and 0 <= number < 1 << 63
+    if not plain and "p" not in token.how:
+        raise InvalidToken("this token is damaged: its fields are not those of a transaction of the embedded broker")
 
 
 def _look(connection: Connection, token: Token) -> Status | None:

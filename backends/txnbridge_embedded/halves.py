@@ -12,7 +12,7 @@ from txnbridge.errors import DeadlineExceeded, NotFound
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, HalfStore, Outcome
 from txnbridge_embedded.storage.headers import pack, unpack_raw
 from txnbridge_embedded.storage.session import Session
-from txnbridge_embedded.storage.store import Connection, Topic, now_ms
+from txnbridge_embedded.storage.store import Connection, Topic, latest, now_ms
 from txnbridge_embedded.write.outgoing import Outgoing, store
 
 _COLUMNS = "id, group_name, transaction_id, check_at, deadline_at, checks"
@@ -61,7 +61,7 @@ class EmbeddedHalves(HalfStore):
             if state in _OUTCOMES:
                 return _OUTCOMES[state]
             if decision is Decision.UNDECIDED:
-                check_at = now_ms() + self._pause(checks)
+                check_at = _now(connection) + self._pause(checks)
                 connection.execute("UPDATE halves SET check_at = ? WHERE id = ?", (check_at, half_id))
                 return Outcome.UNKNOWN
             if decision is Decision.COMMIT:
@@ -82,20 +82,21 @@ class EmbeddedHalves(HalfStore):
             try:
                 if lent := self._due(group, limit, deadline):
                     return lent
-            except DeadlineExceeded:  # another process writes just now
-                return []
+            except DeadlineExceeded:
+                if deadline.left() <= _LOOK_SECONDS:  # it was locked all the time
+                    raise
             if deadline.left() <= _LOOK_SECONDS:
                 return []
             time.sleep(_LOOK_SECONDS)
 
     def _due(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        due = (group, now_ms(), limit)
         query = (
             f"SELECT {_COLUMNS} FROM halves WHERE group_name = ? AND state = 'waiting' AND check_at <= ?"
             " ORDER BY check_at LIMIT ?"
         )
         with self._session(deadline) as connection:
             with self._store.reading(connection, deadline):
+                due = (group, _now(connection), limit)
                 if connection.execute(query, due).fetchone() is None:
                     return []  # the usual case, without the file's lock
             with self._store.writing(connection, deadline, "looking for half messages to ask about"):
@@ -110,7 +111,7 @@ class EmbeddedHalves(HalfStore):
             with self._session.events.step("half.park", transaction, group=group, checks=checks):
                 connection.execute("UPDATE halves SET state = 'parked' WHERE id = ?", (half_id,))
             return None
-        check_at = now_ms() + self._pause(checks + 1)
+        check_at = _now(connection) + self._pause(checks + 1)
         connection.execute("UPDATE halves SET checks = checks + 1, check_at = ? WHERE id = ?", (check_at, half_id))
         return _half(connection, (*row[:-1], checks + 1))
 
@@ -161,6 +162,11 @@ class EmbeddedHalves(HalfStore):
         for message in messages:
             outgoing.add(*message)
         return outgoing
+
+
+def _now(connection: sqlite3.Connection) -> int:
+    """The clock, or the latest time of the file where the clock was set back: so checks come early rather than late."""
+    return max(now_ms(), latest(connection))
 
 
 def _half(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Half:

@@ -505,7 +505,7 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room: Room, monkeypatch
         room.bridge.close()
         closing.set()
         polled.result(60)
-    assert room.reader.calls.count("close") == 1
+    eventually(lambda: room.reader.calls.count("close") == 1)
     with pytest.raises(InvalidState, match="closed"):
         room.consumer.poll()
 

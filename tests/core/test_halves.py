@@ -291,6 +291,28 @@ def test_a_check_that_fails_or_hangs_is_asked_again_and_what_nobody_answers_for_
             other.admin.end_parked("shop", txn.id, ABORT)
 
 
+def test_a_resolver_is_unhealthy_once_it_cannot_look_for_longer_than_the_timeout(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = bridge.resolver("shop", check=says(COMMIT))
+    with resolver:
+        eventually(lambda: resolver.healthy, "it runs")
+        with monkeypatch.context() as patch:
+            patch.setattr(resolver._store, "checks", raises(BrokerUnavailable("away")))
+            eventually(lambda: resolver._failing_since is not None, "it has failed")
+            assert resolver.healthy
+            patch.setattr(bridge._connection, "timeout", 0.0)
+            eventually(lambda: not resolver.healthy, "it has failed for too long")
+        eventually(lambda: resolver.healthy, "it can look again")
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def raising(*_: Any) -> Any:
+        raise error
+
+    return raising
+
+
 def test_a_check_that_hangs_keeps_one_place_however_often_it_is_due(bridge: Bridge) -> None:
     hanging, held, asked = threading.Event(), threading.Event(), list[str]()
 

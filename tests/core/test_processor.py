@@ -1012,14 +1012,23 @@ def test_it_tells_its_lag_its_health_and_what_it_did(room):
     assert (processor.healthy, processor.lag, processor.stats.messages) == (False, 0, 3)
 
 
-def test_it_is_unhealthy_while_it_fails_and_healthy_when_that_is_over(room, monkeypatch):
+def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_that_has_gone_on_for_long(
+    room, monkeypatch
+):
     room.feed(b"0", b"1")
-    processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")))
+    processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")), timeout=60)
     health = []
-    monkeypatch.setattr(Stop, "sleep", lambda stop, seconds: health.append(processor.healthy))
+
+    def sleep(stop: Stop, seconds: float) -> None:
+        health.append(processor.healthy)
+        monkeypatch.setattr("txnbridge._processor._SLACK_SECONDS", -1e9)  # so it has failed for too long already
+
+    monkeypatch.setattr(Stop, "sleep", sleep)
     with processor:
+        wait_until(lambda: len(health) == 2)
+        monkeypatch.setattr("txnbridge._processor._SLACK_SECONDS", 60.0)
         wait_until(lambda: processor.healthy and processor.stats.messages == 2)
-    assert health == [False, False]
+    assert health == [True, False]
     assert processor.stats.last_error == "ValueError"
 
 

@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -417,6 +418,37 @@ def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later()
         order.append("came later")
     thread.join()
     assert order == ["waited", "came later"]
+
+
+def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("txnbridge._writers._TURN_SECONDS", 0.01)
+    bridge, _ = connect_toy(writers=1)
+    writers = bridge._connection.writers
+    order: list[int] = []
+    looks: Counter[int] = Counter()
+    clear = writers.clear_abandoned
+    monkeypatch.setattr(writers, "clear_abandoned", lambda: (looks.update([threading.get_ident()]), clear()))
+
+    def wait_for_a_writer(number: int) -> None:
+        with bridge.transaction(timeout=60):
+            order.append(number)
+
+    held = bridge.transaction(timeout=60)
+    threads = [threading.Thread(target=wait_for_a_writer, args=(number,)) for number in range(8)]
+    deadline = Deadline(60)
+    for number, thread in enumerate(threads):
+        thread.start()
+        while len(writers._turns._waiting) <= number:
+            deadline.check("waiting for a thread to wait")
+    while min(looks[thread.ident or 0] for thread in threads) < 5:
+        deadline.check("waiting for each thread to have waited for several turns")
+        time.sleep(0.003)
+    held.commit()
+    for thread in threads:
+        thread.join()
+    assert order == list(range(8))
 
 
 def test_an_unfinished_transaction_warns_and_is_aborted_by_the_next_one(bridge: Bridge, writer: ToyWriter) -> None:

@@ -25,9 +25,10 @@ class Waiting:
 
     def add(self, name):
         def wait():
-            assert self.turns.enter(Deadline(60))
+            place = self.turns.place()
+            assert place.enter(Deadline(60))
             self.came.append(name)
-            self.turns.leave()
+            place.leave()
 
         self.threads.append(threading.Thread(target=wait))
         before = len(self.turns._waiting)
@@ -42,73 +43,94 @@ class Waiting:
             assert not thread.is_alive()
 
 
+def taken(turns):
+    """A place that is taken."""
+    place = turns.place()
+    assert place.enter(Deadline(60))
+    return place
+
+
 def test_the_first_to_come_is_the_first_to_write(turns):
     waiting = Waiting(turns)
-    assert turns.enter(Deadline(60))
+    place = taken(turns)
     for number in range(5):
         waiting.add(number)
-    turns.leave()
+    place.leave()
     waiting.join()
     assert waiting.came == [0, 1, 2, 3, 4]
 
 
+def test_who_gives_up_waiting_for_a_moment_keeps_its_position_in_the_queue(turns):
+    place, patient = taken(turns), turns.place()
+    assert not patient.enter(Deadline(0.01))
+    waiting = Waiting(turns)
+    waiting.add("came later")
+    assert not patient.enter(Deadline(0.01))
+    place.leave()
+    assert patient.enter(Deadline(60)) and not waiting.came
+    patient.leave()
+    waiting.join()
+
+
 def test_who_writes_again_and_again_lets_those_who_wait_come_in_between(turns):
     waiting = Waiting(turns)
-    assert turns.enter(Deadline(60))
+    place = taken(turns)
     waiting.add("waited")
     deadline = Deadline(60)
     while not waiting.came:
         deadline.check("waiting for the other thread to have its turn")
-        turns.leave()
-        assert turns.enter(Deadline(60))
-    turns.leave()
+        place.leave()
+        place = taken(turns)
+    place.leave()
     waiting.join()
 
 
 def test_an_owner_that_does_not_come_back_keeps_nobody_waiting():
     turns = Turns(1, 3600)
     waiting = Waiting(turns)
-    assert turns.enter(Deadline(60))
+    place = taken(turns)
     waiting.add("first")
     waiting.add("second")
-    turns.leave()
+    place.leave()
     waiting.join()
     assert waiting.came == ["first", "second"]
 
 
 def test_who_waits_too_long_gives_up_and_the_next_one_has_its_turn(turns):
     waiting = Waiting(turns)
-    assert turns.enter(Deadline(60))
+    place = taken(turns)
     refused = []
-    impatient = threading.Thread(target=lambda: refused.append(turns.enter(Deadline(0.1))))
-    impatient.start()
-    impatient.join(60)
+
+    def wait_in_vain():
+        impatient = turns.place()
+        refused.append(impatient.enter(Deadline(0.1)))
+        impatient.leave()
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    thread.join(60)
     assert refused == [False]
     waiting.add("patient")
-    turns.leave()
+    place.leave()
     waiting.join()
     assert waiting.came == ["patient"]
 
 
-def test_a_wait_that_is_interrupted_leaves_the_queue_as_it_was(turns, monkeypatch):
-    assert turns.enter(Deadline(60))
-
-    def interrupt(waiter, deadline):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(turns, "_is_granted", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            turns.enter(Deadline(60))
-    assert not turns._waiting
-    turns.leave()
-    assert turns.enter(Deadline(60))
+def test_a_place_and_a_wait_whose_objects_are_gone_are_given_back(turns):
+    place, waiting = taken(turns), turns.place()
+    assert not waiting.enter(Deadline(0.01))
+    del place, waiting
+    assert turns.busy == 0 and not turns._waiting
+    taken(turns)
 
 
 def test_as_many_are_in_as_there_are_places():
     turns = Turns(2, 0.002)
-    assert turns.enter(Deadline(60)) and turns.enter(Deadline(60))
-    assert not turns.enter(Deadline(0.05))
-    turns.leave()
+    first, second, third = taken(turns), taken(turns), turns.place()
+    assert not third.enter(Deadline(0.05))
+    first.leave()
+    first.leave()
+    assert third.enter(Deadline(60))
+    assert turns.busy == 2
+    second.leave()
     assert turns.busy == 1
-    assert turns.enter(Deadline(60))

@@ -10,8 +10,8 @@ from txnbridge_embedded.storage.store import now_ms
 from txnbridge_embedded.write import retention
 
 from tests.embedded.kit import NO_LEDGER, begin, commit, offsets, open_writer, prepare, rows, send, values
-from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound
-from txnbridge.spi import Deadline, Decision, TopicInfo
+from txnbridge.errors import DeadlineExceeded, InvalidOption, InvalidState, NotFound, TransactionTimedOut
+from txnbridge.spi import Begin, Deadline, Decision, TopicInfo
 
 
 def create(broker, name="orders", partitions=1, **kept):
@@ -297,3 +297,21 @@ def test_the_doctor_stops_at_its_deadline_in_a_file_that_is_too_large_for_it(bro
     deadline.at = 0
     with pytest.raises(DeadlineExceeded, match="looking through all of"):
         broker.admin.check(deadline)
+
+
+@pytest.mark.parametrize("how", ["create", "grow", "send"])
+def test_more_partitions_than_there_is_time_to_make_hold_nobody_up_beyond_the_deadline(opened, how):
+    millions = 4_000_000
+    broker = opened(create_topics=millions)
+    if how == "grow":
+        broker.admin.create_topic("orders", 1, Deadline(5))
+    with pytest.raises((DeadlineExceeded, TransactionTimedOut)):
+        if how == "create":
+            broker.admin.create_topic("orders", millions, Deadline(0.05))
+        elif how == "grow":
+            broker.admin.grow_topic("orders", millions, Deadline(0.05))
+        else:
+            writer = open_writer(broker)
+            writer.begin(Begin("t", Deadline(0.05), False, None))
+            writer.send("orders", b"1", None, None, None, None)
+    assert rows(broker, "SELECT count(*) <= 1 FROM partitions") == [(1,)]

@@ -226,3 +226,22 @@ def test_a_bridge_that_could_not_be_opened_leaves_no_log_behind_nor_what_keeps_i
         txnbridge.connect(url, transactional_id="billing", decision_log=f"embedded:{tmp_path}/logs.db")
     assert log.closed == 1
     assert set(_bridge._live) == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux lists a process's descriptors")
+def test_a_bridge_that_is_dropped_without_close_warns_and_the_next_one_closes_it(path):
+    def drop() -> int:
+        with pytest.warns(ResourceWarning, match="was dropped without close"):
+            bridge = txnbridge.connect(f"embedded:{path}")
+            bridge.publisher().send("orders", b"1")
+            bridge.consumer("orders", "g").poll(1, 0)
+            del bridge
+            deadline = Deadline(60)
+            while not _bridge._dropped:  # a thread may just be closing what its consumer read
+                deadline.check("waiting for the garbage collector to find it")
+                gc.collect()
+        txnbridge.connect(f"embedded:{path}").close()
+        return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+    drop()
+    assert drop() >= drop()

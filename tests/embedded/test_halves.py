@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
+
 import pytest
 from txnbridge_embedded.storage.store import now_ms
 from txnbridge_embedded.write.murmur import partition_of
 
 from tests.embedded.kit import read, rows, values
 from tests.embedded.test_writer import failing
-from txnbridge.errors import InvalidOption, NotFound, StorageFailed
+from txnbridge.errors import DeadlineExceeded, InvalidOption, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Decision, Half, HalfMessage, Outcome
 
 MESSAGES = (
@@ -160,3 +163,24 @@ def test_a_step_that_failed_in_the_middle_may_be_repeated(broker, happens):
         halves.end(half_of(), Decision.COMMIT, Deadline(5))
     assert halves.end(half_of(), Decision.COMMIT, Deadline(5)) is Outcome.COMMITTED
     assert len(values(broker, "orders")) == 2
+
+
+def test_with_the_clock_set_back_a_half_is_asked_about_early_and_the_doctor_tells(broker, monkeypatch):
+    halves = put(broker)
+    an_hour_ago = lambda: now_ms() - 3_600_000  # noqa: E731
+    for module in ("halves", "admin", "storage.store"):
+        monkeypatch.setattr(f"txnbridge_embedded.{module}.now_ms", an_hour_ago)
+    assert [half.transaction for half in halves.checks("g", 10, Deadline(5))] == ["t"]
+    assert halves.checks("g", 10, Deadline(0.1)) == []
+    [advice] = [advice for advice in broker.admin.check(Deadline(60)) if "clock" in advice.text]
+    assert advice.level == "warning" and "was set back" in advice.text
+
+
+def test_a_file_that_others_keep_locked_is_told_by_whoever_asks(broker, path):
+    halves = put(broker)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DeadlineExceeded):
+            halves.checks("g", 10, Deadline(0.3))
+        other.execute("ROLLBACK")
+    assert len(halves.checks("g", 10, Deadline(5))) == 1

@@ -19,6 +19,8 @@ from pyspark_txnbridge._rows import Columns
 from pyspark_txnbridge._session import sessions
 from pyspark_txnbridge._task import _writers, write_partition
 from pyspark_txnbridge._unit import Unit, Written
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._jars import java
 from txnbridge_conformance.looking import eventually
 
 import txnbridge
@@ -40,6 +42,10 @@ where_positions_are_numbers = pytest.mark.parametrize(
 def local_spark(folder: Path) -> Iterator[object]:
     """A session whose faults are ordered in this folder, and whose Java process ends with it."""
     sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
+    try:
+        java()
+    except brokers.ToolMissing as error:
+        pytest.skip(f"Spark needs Java: {error}")
     # The workers are to be this interpreter, and to find this checkout's tests.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])

@@ -53,6 +53,7 @@ class LoneReader(PollingReader):
         self._look(deadline)
         for cursor in self._cursors.values():
             cursor.replay(first_since(self._store, self._connection, cursor.bounds, timestamp, deadline))
+        self._drop_found(self._cursors)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         raise InvalidState("a reader without a group has nothing to give back; seek goes back")

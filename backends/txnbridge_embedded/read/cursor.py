@@ -6,7 +6,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Iterable
 
-from txnbridge.errors import PositionLost
+from txnbridge.errors import PositionLost, StorageFailed
 from txnbridge.spi import NO_HEADERS, Message, Partition
 from txnbridge_embedded.storage import headers
 from txnbridge_embedded.storage.bounds import Bounds
@@ -73,24 +73,36 @@ class Cursor:
         if len(self._times) > _COUNTS:
             self._times = {key: count for key, count in self._times.items() if key >= offset}
 
-    def take(self, connection: sqlite3.Connection, limit: int, room: int) -> tuple[list[Message], int]:
-        """The next messages and their bytes, those to be delivered again first; perhaps none although it was `ready`.
+    def take(self, connection: sqlite3.Connection, limit: int, room: int, into: list[Message]) -> int:
+        """Add the next messages to a list, those to be delivered again first; how many bytes they are.
 
-        Raises `PositionLost` if retention has taken the next one.
+        Perhaps there are none although it was `ready`. Raises `PositionLost` if retention has taken the next one.
         """
-        if self._again:
+        repeating = bool(self._again)
+        if repeating:
             first, last = self._again[0]
-            rows, size, reached = self._read(connection, first, last + 1, limit, room)
-            self._again.popleft()
-            if reached <= last:
-                self._again.appendleft((reached, last))
+            stop = last + 1
         else:
+            first, last = self.next, -1
             stop = min(self.taken[0][0], self.bounds.end) if self.taken else self.bounds.end
-            rows, size, reached = self._read(connection, self.next, stop, limit, room)
+        rows, size, reached = self._read(connection, first, stop, limit, room)
+        try:
+            messages = self._messages(rows)
+        except StorageFailed:
+            rows = self._before_damage(rows)
+            messages, reached = self._messages(rows), rows[-1][0] - (self.id << OFFSET_BITS) + 1
+        handed = max(self._handed, reached)
+        # An exception from a signal handler comes into calls only, and there are none from here on: so the position
+        # and the list go on together.
+        into += messages
+        self._handed = handed
+        if not repeating:
             self.next = reached
-        messages = self._messages(rows)
-        self._handed = max(self._handed, reached)
-        return messages, size
+        elif reached <= last:
+            self._again[0] = (reached, last)
+        else:
+            self._again.popleft()
+        return size
 
     def _read(
         self, connection: sqlite3.Connection, first: int, stop: int, limit: int, room: int
@@ -123,6 +135,22 @@ class Cursor:
             Message(topic, number, (id - base,), key, value, unpack(h), at, self._count(id - base), source)
             for id, at, key, h, value in rows
         ]
+
+    def _before_damage(self, rows: list[Row]) -> list[Row]:
+        """The rows before the first whose headers are damaged. Raises `StorageFailed` if that is the first of all."""
+        for count, (row_id, _, _, text, _) in enumerate(rows):
+            try:
+                headers.unpack(text)
+            except StorageFailed as error:
+                if count:
+                    return rows[:count]
+                topic, number = self.partition
+                offset = row_id - (self.id << OFFSET_BITS)
+                raise StorageFailed(
+                    f"{topic}[{number}] at {offset}: {error}; without one,"
+                    f" seek({{({topic!r}, {number}): ({offset + 1},)}}) goes on without this message"
+                ) from None
+        return rows
 
     def _count(self, offset: int) -> int:
         if offset >= self._handed:

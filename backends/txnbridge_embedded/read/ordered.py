@@ -172,8 +172,11 @@ class OrderedReader(GroupReader):
         cursors = self._cursors.values()
         found = {c: first_since(self._store, self._connection, c.bounds, timestamp, deadline) for c in cursors}
         self._seek(found, deadline)
+        self._drop_found(self._cursors)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
             if cursor := self._cursors.get(partition):  # else they come again where the partition is now
-                cursor.repeat(runs(offset for (offset,) in given))
+                found = [m.position for m in self._found if (m.topic, m.partition) == partition]
+                cursor.repeat(runs(offset for (offset,) in sorted([*given, *found])))
+        self._drop_found(positions)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import sqlite3
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
-from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, InvalidOption, InvalidState, PositionLost
+from txnbridge.errors import (
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    InvalidState,
+    PositionLost,
+    StorageFailed,
+    TxnBridgeError,
+)
 from txnbridge.spi import Deadline, Emitter, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_embedded.endings import end_expired
 from txnbridge_embedded.read.cursor import Cursor, position_lost
@@ -49,10 +57,11 @@ class PollingReader(Reader):
         self._listener = listener
         self._events = events
         self._cursors: dict[Partition, Cursor] = {}
+        self._found: list[Message] = []  # taken from the file; a poll that is interrupted leaves them to the next one
         self._look_at = 0.0
         self._rested_at = 0.0
         self._turn = 0
-        self._closed = False
+        self._left = False
         self._connection = store.connect()
         self._watch = Watch(self._connection, store.path)
         try:
@@ -110,7 +119,10 @@ class PollingReader(Reader):
             except BrokerUnavailable as error:
                 trouble = error  # first hand out what is there all the same
             try:
-                if messages := self._take(max_messages, deadline):
+                if not self._found:
+                    self._take(max_messages, deadline)
+                if self._found:
+                    messages, self._found = self._found, []
                     return messages
             except BrokerUnavailable as error:
                 trouble = error
@@ -154,23 +166,19 @@ class PollingReader(Reader):
         """The numbers of prepared transactions that have reserved messages of this reader's group."""
         return ()
 
-    def _take(self, limit: int, deadline: Deadline) -> list[Message]:
-        """What there is to hand out, from each partition in its turn."""
-        messages: list[Message] = []
+    def _take(self, limit: int, deadline: Deadline) -> None:
+        """Find what there is to hand out, from each partition in its turn."""
         room = POLL_BYTES
         try:
             for cursor in self._in_turn():
-                while len(messages) < limit and room > 0 and cursor.ready:
-                    found, size = cursor.take(self._connection, limit - len(messages), room)
-                    messages += found
-                    room -= size
-        except (PositionLost, sqlite3.Error) as error:
+                while len(self._found) < limit and room > 0 and cursor.ready:
+                    room -= cursor.take(self._connection, limit - len(self._found), room, self._found)
+        except (PositionLost, StorageFailed, sqlite3.Error) as error:
             # What was taken before is handed out: it would be skipped otherwise. The error comes with the next poll.
-            if not messages:
+            if not self._found:
                 if isinstance(error, sqlite3.Error):
                     raise translate(error, f"reading {self._store.path}") from error
                 raise
-        return messages
 
     def _in_turn(self) -> list[Cursor]:
         """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
@@ -181,14 +189,20 @@ class PollingReader(Reader):
         return cursors
 
     def close(self, deadline: Deadline) -> None:
-        if not self._closed:
-            self._closed = True
-            try:
+        """Safe to repeat, also after an interrupt in the middle."""
+        try:
+            if not self._left:
                 self._leave(deadline)
-            finally:
-                self._cursors.clear()
-                self._watch.close()
-                self._connection.close()
+        except TxnBridgeError:
+            self._let_go()
+            raise
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._left = True
+        self._cursors.clear()
+        self._watch.close()
+        self._connection.close()
 
     # --- partitions come and go --------------------------------------------------------------------------------------
 
@@ -203,17 +217,29 @@ class PollingReader(Reader):
             self._listener.lost(partitions)
 
     def _forget(self, partitions: Iterable[Partition]) -> None:
-        for partition in partitions:
+        gone = set(partitions)
+        self._drop_found(gone)
+        for partition in gone:
             self._cursors.pop(partition, None)
+
+    def _drop_found(self, partitions: Collection[Partition]) -> None:
+        """What an interrupted poll has left there is found again, or is not this reader's any more."""
+        if self._found:
+            self._found = [m for m in self._found if (m.topic, m.partition) not in partitions]
 
     # --- where it stands ---------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
-        return {partition: (cursor.position,) for partition, cursor in self._cursors.items()}
+        positions: dict[Partition, Position] = {
+            partition: (cursor.position,) for partition, cursor in self._cursors.items()
+        }
+        positions.update({(m.topic, m.partition): m.position for m in reversed(self._found)})
+        return positions
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         offsets = {self._cursor(partition): _offset(position) for partition, position in positions.items()}
         self._seek(offsets, Deadline(SHORT_CALL))
+        self._drop_found(positions)
 
     def _check_kept(self, cursor: Cursor, offset: int) -> int:
         """The first offset that is kept. Raises `PositionLost` for one before that."""

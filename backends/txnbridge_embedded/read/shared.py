@@ -28,6 +28,7 @@ class SharedReader(GroupReader):
     """A member of a group with `sharing="message"`."""
 
     def _open(self, deadline: Deadline) -> None:
+        self._lent: dict[Cursor, Lent] = {}  # what is being lent to this member, until it is read
         self._redeliver_ms = int(self._settings.redeliver_seconds * 1000)
         # Leases need not survive a power cut: then nobody holds a message any more.
         self._lender = self._store.connect(durable=False)
@@ -63,12 +64,30 @@ class SharedReader(GroupReader):
 
     # --- lending ----------------------------------------------------------------------------------------------------
 
-    def _take(self, limit: int, deadline: Deadline) -> list[Message]:
+    def _take(self, limit: int, deadline: Deadline) -> None:
+        if self._lent:  # by a poll that was interrupted, before or after it was stored
+            with self._reading(deadline) as connection:
+                self._lent = {cursor: self._still_lent(connection, cursor, lent) for cursor, lent in self._lent.items()}
+        else:
+            self._lend_more(limit, deadline)
+        found = [message for cursor, lent in self._lent.items() for message in self._read(cursor, lent)]
+        self._found += found
+        self._lent = {}
+
+    def _still_lent(self, connection: Connection, cursor: Cursor, lent: Lent) -> Lent:
+        mine = connection.execute(
+            "SELECT offset, deliveries FROM leases"
+            " WHERE group_id = ? AND partition_id = ? AND member = ? AND until > ?",
+            (self._group_id, cursor.id, self._member, now_ms()),
+        ).fetchall()
+        return {offset: count for offset, count in mine if lent.get(offset) == count}
+
+    def _lend_more(self, limit: int, deadline: Deadline) -> None:
         cursors = [cursor for cursor in self._in_turn() if not cursor.paused and cursor.bounds.position is not None]
         with self._reading(deadline) as connection:
             cursors = [cursor for cursor in cursors if self._has_some(connection, cursor)]
         if not cursors:
-            return []
+            return
         lent: dict[Cursor, Lent] = {}
         room = POLL_BYTES
         with self._writing("lease", deadline, self._lender) as connection:
@@ -76,7 +95,7 @@ class SharedReader(GroupReader):
                 lent[cursor], size = self._lend(connection, cursor, limit, room)
                 limit -= len(lent[cursor])
                 room -= size
-        return [message for cursor in cursors for message in self._read(cursor, lent[cursor])]
+            self._lent = lent
 
     def _has_some(self, connection: Connection, cursor: Cursor) -> bool:
         base = cursor.id << OFFSET_BITS

@@ -33,6 +33,8 @@ def check_path(path: Path, create: bool) -> None:
         _check_kind(path, create)
     except PermissionError as error:
         raise AccessDenied(f"{path} cannot be reached: this user may not look into its folder") from error
+    except OSError as error:
+        raise InvalidOption(f"{path} cannot be the broker's file: {error.strerror}") from error
     for place, mode in ((path, os.R_OK | os.W_OK), (path.parent, os.R_OK | os.W_OK | os.X_OK)):
         if place.exists() and not os.access(place, mode, effective_ids=os.access in os.supports_effective_ids):
             raise AccessDenied(f"{place} may not be written by this user; readers write too (their positions, locks)")

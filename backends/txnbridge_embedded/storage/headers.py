@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from txnbridge.errors import StorageFailed
 from txnbridge.spi import NO_HEADERS, Headers, RawHeaders
 
 
@@ -17,11 +18,15 @@ def pack(headers: RawHeaders | None) -> str | None:
 
 
 def unpack_raw(text: str | None) -> list[tuple[str, bytes | None]]:
-    """The pairs that were stored."""
-    pairs = json.loads(text) if text else []
-    return [(name, None if value is None else value.encode("latin-1")) for name, value in pairs]
+    """The pairs that were stored. Raises `StorageFailed` if they are damaged."""
+    if not text:
+        return []
+    try:
+        return [(str(name), None if value is None else value.encode("latin-1")) for name, value in json.loads(text)]
+    except (ValueError, TypeError, AttributeError, RecursionError):  # whose text would quote them
+        raise StorageFailed("the headers of a message are damaged: restore a copy of the file") from None
 
 
 def unpack(text: str | None) -> Headers:
-    """The headers that were stored."""
+    """The headers that were stored. Raises `StorageFailed` if they are damaged."""
     return Headers(unpack_raw(text)) if text else NO_HEADERS

@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ _TOPIC_AGE = 1.0
 # The write-ahead log is copied into the file once it is this long. Longer saves nothing, because most pages are
 # written once; shorter makes more commits wait for a copy, longer makes them wait longer.
 CHECKPOINT_BYTES = 8 << 20
+_PARTITIONS_AT_ONCE = 10_000  # they take some ten milliseconds
 _WAL_BYTES = 64 << 20  # a log that a slow reader let grow beyond this is cut back
 
 
@@ -131,7 +132,8 @@ class Store:
         self._inode: tuple[int, int] | None = None
         self._keeper: Connection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
-        self._turns = Turns(1, _KEEP_SECONDS)  # of the threads of this process: only one of them asks SQLite
+        # Of the threads of this process: only one of them asks SQLite.
+        self._turns = Turns(1, _KEEP_SECONDS, one_per_thread=True)
         self._topics: dict[str, tuple[float, Topic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------
@@ -240,11 +242,10 @@ class Store:
         otherwise what `translate` says: then nothing of the block is in the file.
         """
         connection.enter()
-        entered = False
+        place = self._turns.place()
         try:
             try:
-                entered = self._turns.enter(deadline)
-                if not entered:
+                if not place.enter(deadline):
                     raise DeadlineExceeded(
                         f"{what} waited {deadline.seconds:g} s for other threads of this process, which write to"
                         f" {self.path}"
@@ -258,9 +259,10 @@ class Store:
                 raise
             self._commit(connection, what)
         finally:
-            if entered:
-                self._turns.leave()
-            connection.leave()
+            try:
+                place.leave()
+            finally:
+                connection.leave()
 
     @contextmanager
     def reading(self, connection: Connection, deadline: Deadline) -> Iterator[Connection]:
@@ -288,7 +290,8 @@ class Store:
                 _roll_back(connection)
                 self._retry(connection, deadline, what, _LOCK_POLL, _begin_immediate)
         finally:
-            fcntl.flock(connection.turn, fcntl.LOCK_UN)
+            with suppress(OSError):
+                fcntl.flock(connection.turn, fcntl.LOCK_UN)
 
     def _take_turn(self, connection: Connection, deadline: Deadline) -> None:
         """Queue up: without this SQLite gives the lock to whoever asks at the right moment, and starves others."""
@@ -296,8 +299,8 @@ class Store:
         while True:
             try:
                 return fcntl.flock(connection.turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= patience:
+            except OSError as error:  # taken; or the system has no lock left, and then nobody queues
+                if not isinstance(error, BlockingIOError) or time.monotonic() >= patience:
                     return None
             time.sleep(_TURN_POLL)
 
@@ -382,7 +385,7 @@ class Store:
             if not self._create_topics:
                 raise
         with self.writing(connection, deadline, f"creating topic {name!r}"):
-            add_topic(connection, name, self._create_topics)
+            add_topic(connection, name, self._create_topics, deadline)
             return self.topic(connection, name)
 
     def forget_topic(self, name: str) -> None:
@@ -420,6 +423,15 @@ class _WalLength:
             os.close(descriptor)
 
 
+def latest(connection: sqlite3.Connection) -> int:
+    """The latest time at which the file notes that something was done; ahead of the clock if that was set back."""
+    (found,) = connection.execute(
+        "SELECT max(coalesce((SELECT max(used_at) FROM writers), 0),"
+        " coalesce((SELECT max(opened_at) FROM identities), 0), coalesce((SELECT max(created_at) FROM topics), 0))"
+    ).fetchone()
+    return int(found)
+
+
 def read_topic(connection: sqlite3.Connection, name: str) -> Topic | None:
     row = connection.execute("SELECT id, retention_ms, retention_bytes FROM topics WHERE name = ?", (name,)).fetchone()
     if row is None:
@@ -432,6 +444,7 @@ def add_topic(
     connection: sqlite3.Connection,
     name: str,
     partitions: int,
+    deadline: Deadline,
     retention_ms: int | None = None,
     retention_bytes: int | None = None,
 ) -> bool:
@@ -442,18 +455,25 @@ def add_topic(
         (name, retention_ms, retention_bytes, now_ms()),
     ).fetchall()
     for (topic_id,) in added:
-        add_partitions(connection, topic_id, 0, partitions)
+        add_partitions(connection, topic_id, 0, partitions, deadline)
     return bool(added)
 
 
-def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int) -> None:
-    connection.executemany(
-        "INSERT INTO partitions(topic_id, number) VALUES (?, ?)",
-        ((topic_id, number) for number in range(first, first + count)),
-    )
-    (highest,) = connection.execute("SELECT max(id) FROM partitions").fetchone()
-    if highest > MAX_PARTITION_ID:
+def add_partitions(connection: sqlite3.Connection, topic_id: int, first: int, count: int, deadline: Deadline) -> None:
+    """Add partitions inside a write transaction. Raises `DeadlineExceeded` if that takes too long: others wait."""
+    if _partitions_given(connection) + count > MAX_PARTITION_ID:
         raise InvalidOption(f"one file holds at most {MAX_PARTITION_ID} partitions, deleted ones included")
+    for start in range(first, first + count, _PARTITIONS_AT_ONCE):
+        deadline.check(f"making {count} partitions")
+        connection.executemany(
+            "INSERT INTO partitions(topic_id, number) VALUES (?, ?)",
+            ((topic_id, number) for number in range(start, min(start + _PARTITIONS_AT_ONCE, first + count))),
+        )
+
+
+def _partitions_given(connection: sqlite3.Connection) -> int:
+    row = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'partitions'").fetchone()
+    return int(row[0]) if row else 0
 
 
 def _roll_back(connection: sqlite3.Connection) -> None:

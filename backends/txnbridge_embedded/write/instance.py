@@ -72,7 +72,8 @@ class Instance:
         Raises `Fenced` or `TransactionAborted` if this instance may commit no more.
         """
         found = connection.execute(
-            "UPDATE writers SET last = ?, used_at = ? WHERE id = ? AND retired = 0", (self.last + 1, now_ms(), self.id)
+            "UPDATE writers SET last = ?, used_at = max(used_at, ?) WHERE id = ? AND retired = 0",
+            (self.last + 1, now_ms(), self.id),
         )
         if not found.rowcount:
             self.dead = True

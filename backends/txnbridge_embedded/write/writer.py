@@ -357,6 +357,7 @@ class PreparingWriter(EmbeddedWriter):
     def prepare(self, deadline: Deadline) -> None:
         hold = self._begin.hold
         ends = self._expires_at + int(1000 * (self._settings.hold_seconds if hold is None else hold))
+        self._prepared = True  # it may be, as soon as an exception from a signal handler comes in between
         try:
             with (
                 self._events.step("step:store", self._begin.transaction, messages=self._outgoing.count),
@@ -370,15 +371,14 @@ class PreparingWriter(EmbeddedWriter):
         except CommitUnclear as error:
             self._look_what_happened(error, deadline)
         except TxnBridgeError as error:
+            self._prepared = False
             aborted = self._aborted(error)
             self._let_go(deadline)
             raise aborted from (error.__cause__ or error)
-        self._prepared = True
         self._expires_at = ends
 
     def _look_what_happened(self, error: CommitUnclear, deadline: Deadline) -> None:
         """Return if it was prepared. If the failed commit came to life later, it would expire: nobody has its token."""
-        self._prepared = True  # it may be: only the file can tell
         try:
             self._reconnect()
             with self._store.reading(self._connection, deadline):

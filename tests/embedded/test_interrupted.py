@@ -1,0 +1,194 @@
+"""An exception from a signal handler, such as Ctrl-C in a notebook, may come into any call at any point.
+
+Here it comes at the entry of each function in turn. The program catches it and goes on: nothing may be lost, skipped or
+doubled, and no writer, turn or consumer may stay taken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import txnbridge
+from txnbridge import Batch, Bridge, Consumer, InvalidState, Message, OutcomeUnknown
+from txnbridge._transaction import State
+
+pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+def interrupted_everywhere(act: Callable[[], Any], recover: Callable[[], Any]) -> int:
+    """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many."""
+    number = 0
+    while where := _interrupted_at(act, number + 1):
+        number += 1
+        try:
+            recover()
+        except BaseException as error:
+            raise AssertionError(f"wrong after an interrupt at {where}") from error
+    return number
+
+
+def _interrupted_at(act: Callable[[], Any], number: int) -> str:
+    """Run it, interrupted at one function entry; where that is, or nothing if there are not so many."""
+    left = number
+    where = ""
+
+    def trace(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left, where
+        code = frame.f_code
+        ours = "txnbridge" in code.co_filename
+        if ours and not _is_finalizing(frame):
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                where = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+                raise Interrupted(where)
+
+    sys.settrace(trace)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+    return where
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Whether this is called by the garbage collector, where Python itself swallows whatever is raised."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+@pytest.fixture
+def bridge(path) -> Iterator[Bridge]:
+    with txnbridge.connect(f"embedded:{path}", writers=1, timeout=60, create_topics=2) as bridge:
+        yield bridge
+
+
+class Work:
+    """Copies messages from one topic to another; more of them come before each step."""
+
+    def __init__(self, bridge: Bridge, consumer: Consumer) -> None:
+        self.bridge = bridge
+        self.consumer = consumer
+        self.reader = bridge.consumer("out")
+        self.found: dict[int, list[int]] = {0: [], 1: []}
+        self.sent = 0
+        self.batch: Batch | None = None  # with the program
+
+    def feed(self) -> None:
+        with self.bridge.transaction() as txn:
+            for _ in range(4):
+                txn.send("in", b"%d" % self.sent, partition=self.sent % 2)
+                self.sent += 1
+
+    def step(self) -> int:
+        self.batch = batch = self.consumer.poll(3, 0)
+        if batch:
+            with self.bridge.transaction() as txn:
+                for message in batch:
+                    txn.send("out", message.value, partition=message.partition)
+                txn.ack(batch)
+        return len(batch)
+
+    def prepared_step(self) -> None:
+        self.batch = batch = self.consumer.poll(3, 0)
+        txn = self.bridge.transaction(prepare=True)
+        try:
+            with txn:
+                txn.ack(batch)
+                for message in batch:
+                    txn.send("out", message.value, partition=message.partition)
+            assert txn.token is not None
+            self.bridge.commit(txn.token)
+        except Interrupted:
+            if txn.state is State.PREPARED and txn.token is not None:
+                self.bridge.commit(txn.token)
+            raise
+
+    def recover(self) -> None:
+        for message in self.batch or ():
+            with suppress(InvalidState):  # it is acknowledged already, or comes again anyway
+                self.consumer.nack(message)
+        empty = 0
+        while empty < 3:
+            try:
+                empty = 0 if self.step() else empty + 1
+            except OutcomeUnknown:
+                # A commit was interrupted. The next transaction reopens its writer, and then it is certain.
+                self.bridge.transaction().abort()
+        self.check()
+        self.feed()
+
+    def check(self) -> None:
+        while batch := self.reader.poll(1000, 0):
+            for message in batch:
+                self.found[message.partition].append(int(message.value or b""))
+        for partition, found in self.found.items():
+            assert sorted(found) == list(range(partition, self.sent, 2))
+
+
+@pytest.mark.parametrize("sharing", ["partition", "message"])
+@pytest.mark.parametrize("step", [Work.step, Work.prepared_step])
+def test_a_program_that_is_interrupted_anywhere_goes_on_exactly_once(
+    bridge: Bridge, sharing: str, step: Callable[[Work], Any]
+) -> None:
+    bridge.ensure_topics("in", "out")
+    work = Work(bridge, bridge.consumer("in", "copies", sharing=sharing))
+    work.feed()
+    assert interrupted_everywhere(lambda: step(work), work.recover) > 50
+    work.recover()
+
+
+@pytest.mark.parametrize("read", ["poll", "iteration"])
+def test_a_reader_that_is_interrupted_anywhere_skips_nothing(bridge: Bridge, read: str) -> None:
+    bridge.ensure_topics("in")
+    with bridge.transaction() as txn:
+        for number in range(20):
+            txn.send("in", b"%d" % number, partition=number % 2)
+    consumer = bridge.consumer("in")
+    iterator = iter(consumer)
+    got: Sequence[Message] = ()
+
+    def act() -> None:
+        nonlocal got
+        got = ()
+        got = consumer.poll(3, 0) if read == "poll" else (next(iterator),)
+
+    def recover() -> None:
+        nonlocal consumer, iterator
+        found = list(got)
+        while batch := consumer.poll(3, 0):
+            found += batch
+        assert sorted(int(m.value or b"") for m in found) == list(range(20))
+        consumer.close()
+        consumer = bridge.consumer("in")
+        iterator = iter(consumer)
+
+    assert interrupted_everywhere(act, recover) > 10
+
+
+def test_a_consumer_whose_close_is_interrupted_anywhere_is_closed_by_the_next_one(bridge: Bridge) -> None:
+    bridge.ensure_topics("in")
+    consumer = bridge.consumer("in", "readers")
+
+    def recover() -> None:
+        nonlocal consumer
+        consumer.close()
+        consumer = bridge.consumer("in", "readers")
+        assert len(consumer.assignment) == 2  # nobody else holds a part
+
+    assert interrupted_everywhere(lambda: consumer.close(), recover) > 5
