@@ -37,7 +37,7 @@ from txnbridge_rocketmq.cluster import Cluster
 from txnbridge_rocketmq.ends import Ender
 from txnbridge_rocketmq.log import RocketMQLog
 from txnbridge_rocketmq.members import Members, Questions
-from txnbridge_rocketmq.naming import name_of
+from txnbridge_rocketmq.naming import name_of, noted_brokers
 from txnbridge_rocketmq.settings import Settings
 from txnbridge_rocketmq.topics import Topics
 
@@ -174,8 +174,9 @@ def open_cluster(settings: Settings, context: Context, deadline: Deadline) -> Cl
         raise InvalidOption(str(error)) from error
     try:
         named = name_of(settings, client, deadline)
+        noted = noted_brokers(settings, client, named.home, deadline)
     except BaseException:
         client.close()
         raise
-    topics = Topics(settings, client, named.home)
+    topics = Topics(settings, client, named.home, noted)
     return Cluster(named.id, settings, client, topics, Brokers(client), Members(client, questions), context)

@@ -70,6 +70,23 @@ def name_of(settings: Settings, client: remoting.Client, deadline: Deadline) -> 
     return found
 
 
+def noted_brokers(settings: Settings, client: remoting.Client, home: str, deadline: Deadline) -> frozenset[str]:
+    """The names of all brokers that the cluster has or had, also of those that are away.
+
+    A name server forgets a broker that is away, with its topics. So the others note each that they meet, as an empty
+    topic on the broker `home`.
+    """
+    topics = all_topics(client, deadline)
+    noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
+    there = set(Brokers(client).names(deadline)) - {home}
+    for broker in sorted(there - noted):
+        try:
+            create_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
+        except TxnBridgeError as error:
+            _log.warning("broker %s is not noted: while it is away its topics look as if deleted: %s", broker, error)
+    return frozenset({home} | noted | there)
+
+
 def _brokers(settings: Settings, client: remoting.Client, deadline: Deadline) -> list[str]:
     """Their names, once there are any: one that restarts is known to no name server until it is back."""
     while not (names := Brokers(client).names(deadline)):

@@ -48,6 +48,19 @@ class Settings:
         """The topic whose first record names the cluster; with '-' behind it, how the topics begin that repeat it."""
         return f"{self.prefix}cluster"
 
+    def broker_topic(self, broker: str) -> str:
+        """The empty topic that notes that the cluster has a broker; too long a name for one where the broker's is."""
+        return f"{self._broker_topics}{encoded(broker)}"
+
+    def noted_broker(self, topic: str) -> str | None:
+        """The broker that such a topic notes; None for other topics."""
+        begin = self._broker_topics
+        return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
+
+    @property
+    def _broker_topics(self) -> str:
+        return f"{self.prefix}broker-"
+
     @property
     def producer_group(self) -> str:
         """Whose members brokers ask what became of a half."""

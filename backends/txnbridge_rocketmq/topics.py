@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, InvalidOption, NotFound, NotSupported, TxnBridgeError
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    NotFound,
+    NotSupported,
+    TxnBridgeError,
+)
 from txnbridge.spi import Deadline
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.asking import again, ask
@@ -18,6 +27,9 @@ _FRESH_SECONDS = 1.0
 # A broker that has just started is not known to the name server yet.
 _SURE_SECONDS = 0.5
 _LOOK_SECONDS = 0.01
+# A broker that is away is looked for again so soon. One that lives answers in milliseconds.
+_AWAY_PAUSE = 0.1
+_ANSWER_SECONDS = 2.0
 # What gRPC clients may send there: brokers tell topics apart for them, and take either kind from us.
 _KIND, _OWN_KIND = "TRANSACTION", "NORMAL"
 
@@ -29,10 +41,12 @@ class Topics:
     not stay the same while a broker is away. What is made here is made on the broker `home`.
     """
 
-    def __init__(self, settings: Settings, client: remoting.Client, home: str) -> None:
+    def __init__(self, settings: Settings, client: remoting.Client, home: str, brokers: Iterable[str] = ()) -> None:
+        """`brokers` are those that the cluster is known to have, also those that are away."""
         self._settings = settings
         self._client = client
         self.home = home
+        self._brokers = frozenset({home, *brokers})
         self._known: dict[str, tuple[float, remoting.Route]] = {}
         self._internal: set[str] = set()
 
@@ -61,8 +75,11 @@ class Topics:
         return found
 
     def look(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
-        """The queues that can be read now, without creating anything; empty if there is no such topic."""
-        found = self._look(topic, deadline)
+        """The queues that can be read now, without creating anything; empty if there certainly is no such topic.
+
+        Raises `DeadlineExceeded` while a broker is away that may have the topic.
+        """
+        found = self._find(topic, deadline)
         return () if found is None else _on_one_broker(found).readable
 
     def all(self, deadline: Deadline) -> list[str]:
@@ -72,6 +89,39 @@ class Topics:
     def _look(self, topic: str, deadline: Deadline) -> remoting.Route | None:
         topic_name(topic)
         return route_of(self._client, topic, deadline)
+
+    def _find(self, topic: str, deadline: Deadline) -> remoting.Route | None:
+        """Return where a topic is, None if there certainly is no such topic; wait for brokers that are away.
+
+        A name server forgets the topics of a broker moments after that has gone, as if they had been deleted.
+        """
+        while (found := self._look(topic, deadline)) is None:
+            there = again(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
+            if (found := self._look(topic, deadline)) is not None:
+                break
+            brokers = self._brokers | self._client.seen_brokers
+            away = sorted(
+                broker for broker in brokers if broker not in there or self._may_have(broker, topic, deadline)
+            )
+            if not away:
+                break
+            if deadline.left() <= _AWAY_PAUSE:
+                raise DeadlineExceeded(
+                    f"the name server knows no topic {topic!r} now, and broker {away[0]}, which may have it, is away;"
+                    f" so it was for {deadline.seconds:g} s. (Where that broker is gone for good, delete the topic"
+                    f" {self._settings.broker_topic(away[0])}, and open the bridge anew)"
+                )
+            time.sleep(_AWAY_PAUSE)
+        return found
+
+    def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
+        """Whether a broker that the name server knows has a topic, or does not answer."""
+        try:
+            request = administration.topic_attributes(topic)
+            return self._client.call(broker, request, min(_ANSWER_SECONDS, deadline.left())) is not None
+        except remoting.RemotingError as error:
+            # A user who may not ask goes by the name server alone, which hears of all topics together with the broker.
+            return not isinstance(translate(error, ""), AccessDenied)
 
     def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> remoting.Route:
         at, known = self._known.get(topic, (0.0, None))
@@ -84,7 +134,7 @@ class Topics:
     def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> remoting.Route:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
-            found = self._look(topic, deadline)
+            found = self._find(topic, deadline)
             if found is not None and len(found.readable) >= at_least:
                 return found
             if found is None and create and self._settings.create_topics:
@@ -125,7 +175,7 @@ class Topics:
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Delete a topic wherever it is. Raises `NotFound`."""
-        found = self._look(topic, deadline)
+        found = self._find(topic, deadline)
         if found is None:
             raise NotFound(f"there is no topic {topic!r}")
         what = f"deleting topic {topic!r}"
@@ -145,7 +195,7 @@ class Topics:
             time.sleep(_LOOK_SECONDS)
 
     def _wait_until(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        while len(self.look(topic, deadline)) < partitions:
+        while (found := self._look(topic, deadline)) is None or len(found.readable) < partitions:
             deadline.check(f"waiting until the name server knows {partitions} partitions of topic {topic!r}")
             time.sleep(_LOOK_SECONDS)
 

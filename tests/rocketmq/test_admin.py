@@ -187,9 +187,12 @@ def test_settings_under_which_healthy_commits_double_are_a_problem(timeout, inte
     assert all("-k transactionTimeOut -v" in each.remedy for each in problems)
 
 
-def test_ends_that_are_noted_one_by_one_wait_for_no_interval():
+def test_ends_that_are_noted_one_by_one_wait_for_no_interval_and_are_warned_of():
     told = AS_THEY_SHOULD_BE | {"transactionOpMsgMaxSize": "1", "transactionOpBatchInterval": "2147483647"}
     assert found(told) == []
+    (advice,) = found(told, "warning")
+    assert "notes few ends at a time" in advice.text
+    assert "-k transactionOpMsgMaxSize -v 4096" in advice.remedy
 
 
 def test_ends_that_are_noted_less_often_than_halves_are_looked_for_are_a_problem():
@@ -197,7 +200,7 @@ def test_ends_that_are_noted_less_often_than_halves_are_looked_for_are_a_problem
     (problem,) = [
         each for each in found(told | {"transactionCheckMax": "100000"}) if "looks for open halves" in each.text
     ]
-    assert "-k transactionOpMsgMaxSize -v 1" in problem.remedy  # each end is noted at once
+    assert "-k transactionCheckInterval -v 3000" in problem.remedy
 
 
 def test_a_broker_that_notes_each_end_at_once_may_ask_early():

@@ -91,6 +91,7 @@ class Client:
         self._connections: dict[str, Connection] = {}
         self._connecting: dict[str, threading.Lock] = {}
         self._masters: dict[str, str] = {}
+        self._seen: set[str] = set()
         self._routes: dict[str, tuple[float, Route]] = {}
         self._membership = Membership()
         self._told: dict[str, tuple[Connection, float]] = {}
@@ -158,6 +159,7 @@ class Client:
             else:
                 self._routes[topic] = (time.monotonic(), found)
                 self._masters.update(found.masters)
+                self._seen.update(found.masters)
         return found
 
     def brokers(self, timeout: float) -> dict[str, str]:
@@ -165,7 +167,14 @@ class Client:
         found = self.ask_name_server(masters(), timeout)
         with self._lock:
             self._masters.update(found)
+            self._seen.update(found)
         return found
+
+    @property
+    def seen_brokers(self) -> frozenset[str]:
+        """The names of all brokers that the name server has ever named to this client, those that are away too."""
+        with self._lock:
+            return frozenset(self._seen)
 
     # --- being asked --------------------------------------------------------------------------------------------------
 
@@ -190,6 +199,12 @@ class Client:
                 failures.append(error)
         if failures and len(failures) == len(names):
             raise failures[-1]
+
+    @property
+    def is_member(self) -> bool:
+        """Whether a broker knows this client as a member of its groups now, and so can ask it."""
+        with self._lock:
+            return any(connection.is_open for connection, _ in self._told.values())
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Leave the groups and end all connections; calls that wait get `ConnectionLost`. Safe to repeat.

@@ -1,0 +1,123 @@
+"""A cluster of two brokers, one of which is away: what it has is neither missing nor made anew elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
+from txnbridge_conformance.looking import eventually
+from txnbridge_rocketmq.remoting import Client, Message, administration, send
+
+from tests.rocketmq.kit import LONG, bodies
+from tests.rocketmq.reading_kit import unique
+from txnbridge import Bridge, BrokerUnavailable, DeliveryFailed, NotFound, Outcome, Transaction, UsageError
+
+Open = Callable[..., Bridge]
+HERE, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its name
+
+
+@dataclass
+class Two:
+    cluster: brokers.RocketMQ
+    client: Client
+
+    def new_topic(self, broker: str) -> str:
+        name = unique("topic")
+        self.client.call(broker, administration.create_topic(name, 1, "TRANSACTION"), LONG)
+        eventually(lambda: self.where(name) == [broker], "the name server knows it")
+        return name
+
+    def where(self, topic: str) -> list[str]:
+        found = self.client.route(topic, LONG, fresh=True)
+        return [] if found is None else sorted({queue.broker for queue in found.readable})
+
+
+@pytest.fixture(scope="module")
+def two(start_shared: StartRocketMQ) -> Iterator[Two]:
+    cluster = start_shared(nodes=2)
+    with Client([cluster.url.removeprefix("rocketmq://")]) as client:
+        yield Two(cluster, client)
+
+
+@pytest.fixture
+def topic(two: Two) -> Iterator[str]:
+    """A topic of the second broker, which is there again after the test."""
+    yield two.new_topic(AWAY)
+    two.cluster.start(2)
+    eventually(lambda: AWAY in two.client.brokers(LONG), "the broker is back")
+
+
+def go_away(two: Two, topic: str) -> None:
+    two.cluster.kill(2)
+    eventually(lambda: not two.where(topic), "the name server has forgotten it")
+
+
+def test_a_topic_whose_broker_is_away_is_neither_missing_nor_made_anew(two: Two, topic: str, open_bridge: Open) -> None:
+    bridge = open_bridge(two.cluster.url, create_topics=1, timeout=5)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"1")
+    go_away(two, topic)
+    newer = open_bridge(two.cluster.url, create_topics=1, timeout=5)
+    looks: list[Callable[[], object]] = [
+        lambda: write(bridge, topic, 2),
+        lambda: write(newer, topic, 2),
+        lambda: newer.read(topic, 1),
+        lambda: newer.admin.bounds(topic),
+        lambda: newer.admin.create_topic(topic, 1),
+    ]
+    for look in looks:
+        with pytest.raises((BrokerUnavailable, DeliveryFailed)):
+            look()
+    two.cluster.start(2)
+    eventually(lambda: two.where(topic) == [AWAY], "it is back, and nowhere else")
+    assert write(bridge, topic, LONG) is Outcome.COMMITTED
+    assert bodies(two.client, topic, AWAY) == [b"1", b"2"]
+
+
+def write(bridge: Bridge, topic: str, timeout: float) -> Outcome | None:
+    with bridge.transaction(timeout=timeout) as txn:
+        txn.send(topic, b"2")
+    return txn.outcome
+
+
+def test_a_missing_topic_is_not_found_where_all_brokers_are_there(two: Two, topic: str, open_bridge: Open) -> None:
+    bridge = open_bridge(two.cluster.url, create_topics=0)
+    with pytest.raises(NotFound), bridge.transaction() as txn:
+        txn.send(unique("missing"), b"1")
+
+
+def test_a_broker_that_is_away_makes_no_dead_letters(two: Two, topic: str, open_bridge: Open) -> None:
+    source, dead = two.new_topic(HERE), two.new_topic(HERE)
+    for number in range(4):
+        two.client.call(HERE, send(Message(source, b"%d" % number), "tests", 0), LONG)
+    bridge = open_bridge(two.cluster.url, create_topics=0)
+    with bridge.transaction() as txn:
+        txn.send(topic, b"first")
+    failed: list[Exception] = []
+
+    def copy(message: Any, txn: Transaction) -> None:
+        try:
+            txn.send(topic, message.value)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    processor = bridge.processor(
+        source, group=unique("group"), each=copy, timeout=3.0, max_attempts=1, dead_letter=dead
+    )
+    go_away(two, topic)
+    thread = threading.Thread(target=lambda: processor.run(until_idle=True))
+    thread.start()
+    try:
+        eventually(lambda: len(failed) >= 2, "it tried")
+    finally:
+        two.cluster.start(2)
+        thread.join()
+    assert not any(isinstance(error, UsageError) for error in failed)
+    assert bodies(two.client, dead) == []
+    assert bodies(two.client, topic, AWAY) == [b"first", b"0", b"1", b"2", b"3"]
