@@ -41,6 +41,7 @@ class _Sent:
     ids: Sequence[wire.MessageId]
     acked: Acked
     answers: list[wire.Response] = field(default_factory=list)
+    given_up: list[wire.MessageId] = field(default_factory=list)
 
 
 class AckContext:
@@ -118,6 +119,26 @@ class SentAcks:
         """The subscriptions that they were sent to."""
         return [place(each.cursor.topic, self._subscription, each.cursor.consumer) for each in self._sent]
 
+    def give_up_rest(self) -> None:
+        """Give up what this reader has in hand of the same entries. Call it before the transaction is aborted.
+
+        The abort makes a shared subscription deliver these entries whole once more, perhaps to another member. Where
+        two members acknowledge one entry in parts, brokers do not notice all conflicts.
+        """
+        if not self._shared:
+            return
+        with self._guard:
+            for each in self._sent:
+                if each.cursor.stay is each.stay:
+                    each.given_up += each.cursor.give_up(each.acked.bits, delivered_again=True)
+
+    def have_rest_redelivered(self) -> None:
+        """Ask for what was given up. Call it if the abort did not come about, or had come about before."""
+        for each in self._sent:
+            if each.given_up:
+                with suppress(wire.ConnectionLost):
+                    each.cursor.consumer.redeliver(each.given_up)
+
     def settle(self, deadline: Deadline) -> None:
         """Return when the broker holds all of them for the transaction. Repeating it says the same.
 
@@ -165,7 +186,7 @@ class SentAcks:
                 if self._error is None:
                     each.cursor.acknowledged(each.acked)
                 else:
-                    each.cursor.not_acknowledged(each.acked)
+                    each.cursor.not_acknowledged(each.acked, each.ids)
 
 
 def _refusal(error: wire.PulsarError) -> TxnBridgeError:

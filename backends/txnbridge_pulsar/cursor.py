@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from txnbridge.errors import Conflict, TxnBridgeError
@@ -63,7 +63,7 @@ class Cursor:
         # Until when it waits for open transactions that hold messages in front; None if it does not.
         self.waits_until: float | None = None
         self.received: _Place = (-1, -1)  # the last entry that came
-        self.refused = False  # the broker did not take acknowledgements, so nobody but us can have these come again
+        self.refused: list[wire.MessageId] = []  # the broker took no acknowledgement, so only we can have them again
         self.fault: TxnBridgeError | None = None  # what comes next cannot be read
         # A point in time and an end: up to the end nothing is handed out until something was stamped since then.
         self.since: tuple[int, Position] | None = None
@@ -101,6 +101,7 @@ class Cursor:
         self._acked.clear()
         self._sizes.clear()
         self._parts.clear()
+        self.refused.clear()
         self._skipped.clear()
         self._times.clear()
         self._handed = (-1, -1)
@@ -277,6 +278,26 @@ class Cursor:
         self.let_go(held)
         return held
 
+    def give_up(self, places: Iterable[_Place], delivered_again: bool) -> list[wire.MessageId]:
+        """Forget all messages of these entries, handed out or waiting. Return the ids of the entries that had any.
+
+        `delivered_again`: the broker is about to deliver the entries once more, so older deliveries that are still on
+        their way do not count.
+        """
+        given_up: list[wire.MessageId] = []
+        for place in set(places):
+            size = self._sizes.pop(place, 1)
+            had = self._hand.pop(place, 0)
+            if self._rest and self._rest_of is not None and place == (self._rest_of.id.ledger, self._rest_of.id.entry):
+                had = 1
+                self._rest.clear()
+            parts = self._parts.pop(place, ())  # a message in chunks comes again if all its chunks do
+            if had:
+                given_up += parts or (wire.MessageId(*place),)
+            if had and delivered_again:
+                self._acked.append(Acked({place: (1 << size) - 1}, self.consumer.arrived))
+        return given_up
+
     def let_go(self, positions: Sequence[Position]) -> list[wire.MessageId]:
         """Forget that positions, each there once, are in hand; what the broker calls them."""
         return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
@@ -296,9 +317,9 @@ class Cursor:
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
 
-    def not_acknowledged(self, acked: Acked) -> None:
+    def not_acknowledged(self, acked: Acked, ids: Sequence[wire.MessageId]) -> None:
         """It does not, or nobody knows."""
-        self.refused = True
+        self.refused += ids
         self._forget(acked)
 
     def _forget(self, acked: Acked) -> None:

@@ -265,12 +265,13 @@ class Shared(Ordered):
         )
 
     def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
-        held = cursor.give_back(positions)
+        # Entries come again whole, perhaps to another member, so the rest of them is given up, too.
+        given_up = cursor.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
         # The broker delivers again by itself what an aborted transaction had acknowledged, unless it had refused that.
-        wanted = positions if cursor.refused else held
-        cursor.refused = False
+        wanted = [*given_up, *cursor.refused]
+        cursor.refused.clear()
         with suppress(wire.ConnectionLost):
-            cursor.consumer.redeliver([wire.MessageId(ledger, entry) for ledger, entry, _ in wanted])
+            cursor.consumer.redeliver(wanted)
 
     def let_in(self, cursor: Cursor, messages: int) -> None:
         if not cursor.paused:

@@ -444,6 +444,8 @@ class PulsarWriter(Writer):
         settled = self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left())))
         if not settled:
             self._hang_up()
+        for sent in self._acks:
+            sent.give_up_rest()
         places = self._places(deadline)
         with self._cluster.events.step("step:end", self._begun.transaction, decision="abort"):
             try:
@@ -452,8 +454,11 @@ class PulsarWriter(Writer):
                 raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
         if ended is Ended.ABORTED:
             self._owner.confirmer.ended(self._txn, False, places, deadline)
-        elif self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
-            raise OutcomeUnknown("its commit had been asked for before, and came first")
+        else:
+            for sent in self._acks:
+                sent.have_rest_redelivered()
+            if self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
+                raise OutcomeUnknown("its commit had been asked for before, and came first")
         if not settled or ended is not Ended.ABORTED:
             self._shut_out(deadline)
         self._done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from contextlib import ExitStack
 
@@ -15,6 +16,8 @@ from tests.core.reading_kit import by_partition, values
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
+from tests.pulsar.writing_kit import new_topic
+from txnbridge import Message
 from txnbridge.errors import Conflict
 from txnbridge.spi import Deadline
 
@@ -81,8 +84,8 @@ def test_what_an_aborted_transaction_acknowledged_comes_again(client, topic, mem
     if sharing == "partition":  # everything from there on, in order
         assert values(reader.take(4)) == [b"0", b"2", b"3", b"4"]
         has_left(client, reader, topic)
-    else:
-        has_left(client, reader, topic, b"0", b"2")
+    else:  # and the rest of an entry with its part
+        has_left(client, reader, topic, b"0", b"2", b"3")
 
 
 @pytest.mark.full
@@ -210,6 +213,71 @@ def test_a_message_in_chunks_is_acknowledged_with_all_of_them(client, topic, mem
     reader.pass_on(found)
     reader.leave()
     has_left(client, member(topic), topic)
+
+
+@pytest.mark.parametrize("by_abort", [True, False], ids=["by an abort", "by a nack"])
+def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abort):
+    """The broker delivers the entry whole to another member, and may let both commit the same messages."""
+    a, b = open_bridge(), open_bridge()
+    topic = new_topic(a)
+    with a.transaction() as txn:
+        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    first = a.consumer(topic, "group", sharing="message")
+    ours = polled(first, 10)
+    second = b.consumer(topic, "group", sharing="message")
+    if by_abort:
+        with a.transaction() as txn:
+            txn.ack(ours[0])
+            txn.abort()
+    else:
+        first.nack(ours[0])
+    theirs = polled(second, 10)
+    with pytest.raises(Conflict), a.transaction() as txn:
+        txn.ack(ours[5:])
+    for part in (theirs[:5], theirs[5:]):
+        with b.transaction() as txn:
+            txn.ack(part)
+    with a.transaction() as txn:
+        txn.send(topic, b"marker")
+    second.close()
+    assert values(polled(first, 1)) == [b"marker"]
+
+
+@BOTH_SHARED
+def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, topic, member, sharing):
+    write(client, topic, batch_of(*(b"%d" % number for number in range(6))))
+    reader = member(topic, sharing=sharing)
+    first = reader.take(4)  # and two that wait
+    reader.nack(by_partition(first[1:2]))
+    again = reader.take(6)
+    assert values(again) == [b"%d" % number for number in range(6)]
+    txn = reader.begin((topic, 0))
+    sent = reader.ack(txn, again[2:4])
+    sent.give_up_rest()
+    reader.end(txn, commit=False)
+    reader.nack(by_partition(again[2:4]))
+    last = reader.take(6)
+    assert values(last) == values(again)
+    reader.pass_on(last[:2])
+    has_left(client, reader, topic)
+
+
+def polled(consumer, count):
+    found: list[Message] = []
+    until = time.monotonic() + 2 * SOON
+    while len(found) < count and time.monotonic() < until:
+        found += consumer.poll(count - len(found), 1)
+    assert len(found) == count
+    return found
+
+
+@BOTH_SHARED
+def test_a_message_in_chunks_that_is_given_back_comes_again(client, topic, member, sharing):
+    write_chunks(client, topic, [b"a" * 10, b"b" * 10, b"c"])
+    reader = member(topic, sharing=sharing)
+    found = reader.take(1)
+    reader.nack(by_partition(found))
+    assert values(reader.take(1)) == values(found)
 
 
 # --- what conflicts ----------------------------------------------------------------------------------------------
