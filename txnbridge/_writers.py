@@ -17,7 +17,7 @@ _log = logging.getLogger("txnbridge")
 
 # How long a thread may take one transaction after the other while others wait for a writer: much longer than it takes
 # to wake one of those. A transaction that takes longer, as on a broker over the network, is the only one of its turn.
-_KEEP_SECONDS = 0.005
+_KEEP_SECONDS = 0.02
 # How often who waits for a writer looks whether one was left behind, or the bridge is closed.
 _TURN_SECONDS = 0.1
 
