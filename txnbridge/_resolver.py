@@ -70,6 +70,7 @@ class Resolver:
         self._parallel = parallel
         self._check_timeout = check_timeout
         self._store = half_store(connection.broker)
+        self._away = False  # whether the broker did not answer when it was last asked what is due
         self._changed = threading.Condition()
         self._asking: dict[threading.Thread, tuple[str, float]] = {}  # the transaction, and since when
         self._late: set[threading.Thread] = set()  # of those, the ones that it was told of
@@ -89,7 +90,8 @@ class Resolver:
         """Whether it runs, and could ask about a half message now."""
         with self._changed:
             hang = len(self._late) >= self._parallel
-        return self._running.locked() and self._error is None and not hang and not self._connection.closed
+        works = self._error is None and not self._away and not hang
+        return self._running.locked() and works and not self._connection.closed
 
     # --- running ----------------------------------------------------------------------------------------------------
 
@@ -162,10 +164,12 @@ class Resolver:
             except TxnBridgeError as error:
                 if self._stop.asked or self._connection.closed:
                     return
+                self._away = True
                 _log.warning("the resolver of %s looks again in %.1f s: %s", self._group, pause, error)
                 self._stop.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
                 continue
+            self._away = False
             pause = _FIRST_PAUSE
             for half in halves:
                 self._begin(half)
