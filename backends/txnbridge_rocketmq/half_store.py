@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from txnbridge.errors import NotFound, TxnBridgeError
+from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import (
     Begin,
     Deadline,
@@ -110,13 +110,17 @@ class RocketMQHalves(HalfStore):
         self._be_asked(group, deadline)
         found: list[Half] = []
         while not found and not deadline.expired:
-            taken, patience = self._take(group, limit, deadline), Deadline(_LENT_SECONDS)
+            taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
+                # One that takes long, because a broker or a log is away, leaves time for the others.
+                patience = Deadline(_LENT_SECONDS / len(taken))
                 half = self._half_or_none(group, transaction, checks, patience)
                 if half is not None:
                     found.append(half)
                 else:
                     self._give_back(transaction)
+        if not found and not self._cluster.client.is_member:
+            raise BrokerUnavailable(f"no broker can be reached that could ask about half messages of {group!r}")
         return found
 
     def _half_or_none(self, group: str, transaction: str, checks: Sequence[Check], deadline: Deadline) -> Half | None:

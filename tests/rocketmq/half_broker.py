@@ -197,6 +197,7 @@ class HalfClient:
 
     def __init__(self, broker: HalfBroker, client_id: str) -> None:
         self.broker, self.client_id = broker, client_id
+        self.is_member = True
 
     def submit(self, broker: str, request: Request[Any], timeout: float) -> Any:
         return _Call(self.broker, request)

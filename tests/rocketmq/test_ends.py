@@ -764,6 +764,16 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
     assert asker.ask() == [half(2, 60).transaction]
 
 
+def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, other, broker, monkeypatch):
+    monkeypatch.setattr(half_store, "_LENT_SECONDS", 1.0)
+    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    for number in (1, 2, 3):
+        store.put(half(number, 60), Deadline(60))
+    silent = {each.key for each in broker.halves if each.body == b"1"}
+    broker.fault = lambda request: "lose answer" if request.fields.get("key") in silent else None
+    assert asker.ask() == [half(2, 60).transaction, half(3, 60).transaction]
+
+
 def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
     store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))

@@ -160,6 +160,19 @@ def test_what_waits_survives_a_kill_of_the_broker(
         eventually(lambda: bodies(client, topic) == [b"1", b"2"], "it is published")
 
 
+def test_a_resolver_that_no_broker_can_ask_is_not_healthy(
+    rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge
+) -> None:
+    with open_bridge().resolver(unique("halves"), check=says(Decision.COMMIT)) as resolver:
+        eventually(lambda: resolver.healthy, "it is a member")
+        try:
+            rocketmq_broker.kill()
+            eventually(lambda: not resolver.healthy, "it has noticed")
+        finally:
+            rocketmq_broker.start()
+        eventually(lambda: resolver.healthy, "it is a member again")
+
+
 def test_what_nobody_answered_for_is_parked_resumed_and_ended(
     settings: Callable[..., None], rocketmq_broker: brokers.RocketMQ, open_bridge: OpenBridge, client: Any, topic: str
 ) -> None:
