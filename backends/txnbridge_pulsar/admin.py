@@ -230,6 +230,7 @@ class PulsarAdmin(Admin):
         parts: tuple[Callable[[], Iterable[Advice]], ...] = (
             lambda: doctor.check_settings(rest, deadline),
             lambda: doctor.check_namespace(rest, self._settings, deadline),
+            lambda: doctor.check_stores(self._cluster, rest, self.topics(deadline), deadline),
             lambda: doctor.check_topics(self._cluster, rest, self.topics(deadline), deadline),
             lambda: self._look_at_open(deadline),
             lambda: doctor.check_held_back(self._cluster, rest, deadline),

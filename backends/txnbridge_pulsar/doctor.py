@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
@@ -28,6 +29,10 @@ _LAST_PART = 0.25
 _NOBODY_TELLS = ""
 # Topics are asked about one by one, and there may be thousands.
 _SIDE_BY_SIDE = 8
+# Opening a group's store of acknowledgements reads a log of some thousand records; longer than this and it never ends.
+_OPENING_SECONDS = 10
+_PAUSE = 0.2
+_OPENING = "Initializing"
 _CONF = "set it in broker.conf, and restart the brokers"
 _EVICTING = "consumer_backlog_eviction"
 _QUOTA = "the backlog quota drops what is not acknowledged, the decision log's records among it"
@@ -189,6 +194,40 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
     except Refused:
         return {_NOBODY_TELLS}
     return {name for name, each in found.items() if each.get("durable")}
+
+
+def check_stores(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Groups that a broker never serves, because it has not finished opening their store of acknowledgements."""
+    concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOBODY_TELLS}, concrete)
+        groups = [(topic, group) for topic, found in zip(concrete, names, strict=True) for group in sorted(found)]
+        until = Deadline(min(_OPENING_SECONDS, deadline.left() / 2))
+        opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
+    for (topic, group), stuck in zip(groups, opening, strict=True):
+        if stuck:
+            yield Advice(
+                "problem",
+                f"group {group}",
+                f"the broker opens its store of acknowledgements on {topic}, and comes to no end: until then nobody can"
+                " join the group there, and no transaction that acknowledges in it can end",
+                "if it stays so, start that broker anew; brokers up to 4.2.4 may wait there for ever"
+                " (https://github.com/apache/pulsar/issues/26368)",
+            )
+
+
+def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
+    """Whether a store that is being opened still is when the time is up; not where nobody tells."""
+    topic, name = group
+    path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
+    try:
+        while rest.get(path, deadline)["state"] == _OPENING:
+            if until.expired:
+                return True
+            time.sleep(_PAUSE)
+    except (Refused, AccessDenied):
+        pass
+    return False
 
 
 def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:

@@ -245,6 +245,18 @@ def test_the_doctor_tells_what_the_brokers_were_told(admin):
     assert "transactions" not in found and "deduplication" not in found
 
 
+def test_the_doctor_looks_whether_the_stores_of_groups_are_open(pulsar_broker, admin, open_bridge, namespace):
+    bridge = open_bridge(transactional_id="looking")
+    bridge.ensure_topics("orders")
+    with bridge.transaction() as txn:
+        txn.send("orders", b"1")
+    with bridge.consumer("orders", group="billing", start="earliest") as consumer, bridge.transaction() as txn:
+        txn.ack(consumer.poll(1, timeout=SOON))
+    looked = ask(pulsar_broker, "GET", f"transactions/pendingAckStats/public/{namespace}/orders/billing", version=3)
+    assert looked["state"] == "Ready"
+    assert not advice(admin, "group billing")
+
+
 def test_the_doctor_tells_of_a_namespace_that_loses_decisions(pulsar_broker, admin, namespace):
     place = f"namespaces/public/{namespace}"
     subject = f"namespace public/{namespace}"

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_pulsar import endings, prepared, refusal, writer
+from txnbridge_pulsar import doctor, endings, prepared, refusal, writer
 from txnbridge_pulsar import owner as owner_module
 from txnbridge_pulsar import unclear as unclear_module
-from txnbridge_pulsar.doctor import check_settings
 from txnbridge_pulsar.endings import Ended, How
 from txnbridge_pulsar.names import Namespace
 from txnbridge_pulsar.notices import Announced, Marked, Notice
@@ -38,7 +37,7 @@ from txnbridge import (
     Token,
     TxnBridgeError,
 )
-from txnbridge.spi import Begin, Deadline, Emitter, Identity
+from txnbridge.spi import Begin, Deadline, Emitter, Identity, TopicInfo
 
 pytestmark = pytest.mark.offline
 
@@ -472,8 +471,27 @@ def test_the_doctor_tells_of_brokers_that_evict_what_is_not_acknowledged() -> No
     rest: Any = SimpleNamespace(get=lambda *_: told)
 
     def found() -> list[str]:
-        return [each.text for each in check_settings(rest, Deadline(SOON)) if each.level == "problem"]
+        return [each.text for each in doctor.check_settings(rest, Deadline(SOON)) if each.level == "problem"]
 
     assert len(found()) == 1 and "backlog quota" in found()[0]
     told["backlogQuotaDefaultLimitGB"] = "-1"
     assert not found()
+
+
+@pytest.mark.parametrize("states", [["Initializing"], ["Initializing", "Ready"], ["Ready"]])
+def test_the_doctor_tells_of_a_group_whose_store_never_opens(states: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(doctor, "_OPENING_SECONDS", 0.5)
+    told = iter(states)
+
+    def answer(path: str, _: Deadline) -> Any:
+        if path.endswith("/stats"):
+            return {"subscriptions": {"billing/eu": {"durable": True}, "reader": {"durable": False}}}
+        assert path == "/admin/v3/transactions/pendingAckStats/public/default/orders/billing%2Feu"
+        return {"state": next(told, states[-1])}
+
+    rest: Any = SimpleNamespace(get=answer)
+    cluster: Any = SimpleNamespace(topics=SimpleNamespace(look=lambda *_: ("persistent://public/default/orders",)))
+    found = list(doctor.check_stores(cluster, rest, [TopicInfo("orders", 1)], Deadline(SOON)))
+    assert [(each.level, each.subject) for each in found] == (
+        [("problem", "group billing/eu")] if states == ["Initializing"] else []
+    )
