@@ -13,6 +13,7 @@ from benchmarks._spark import exactly_once, rows, spark
 
 ROWS = {100: 5_000_000, 1024: 1_000_000}
 BATCHES = 30  # micro-batches of one query, behind five that warm it up
+TASKS = 200  # of one row each: what a task costs, whatever it writes
 TUNED = {"kafka.linger.ms": "20", "kafka.batch.size": "1000000"}
 
 
@@ -43,12 +44,30 @@ def measure(settings: Settings) -> None:
             report.figure(name, speed(found["ours"], found["tuned"]), target=at_least(0.9))
             for name, rounds in found.items():
                 report.figure(f"{name}, a row", per_unit(rounds, 1e6), "us")
+        _many_tasks(settings, session, url)
         _micro_batches(settings, session, url)
 
 
 def _sink(frame: Any, url: str, options: dict[str, str]) -> Callable[[str], None]:
     writer = frame.write.format("kafka").option("kafka.bootstrap.servers", bootstrap(url)).options(**options)
     return lambda topic: writer.option("topic", topic).save()
+
+
+def _many_tasks(settings: Settings, session: Any, url: str) -> None:
+    tasks = 4 if settings.quick else TASKS
+    frame = session.range(0, tasks, 1, tasks).selectExpr("cast(id as string) as value")
+    writers = {"exactly once": exactly_once(frame, url), "Spark's sink": _sink(frame, url, {})}
+    found: dict[str, list[Round]] = {}
+    for number in range(settings.rounds):
+        for name in list(writers)[:: -1 if number % 2 else 1]:
+            topic = new_topic(url, 2)
+            begin = time.perf_counter()
+            writers[name](topic)
+            found.setdefault(name, []).append(Round([time.perf_counter() - begin], tasks))
+            drop_topic(url, topic)
+    report = Report(settings, f"Spark: {tasks} tasks of one row to Kafka")
+    for name, rounds in found.items():
+        report.figure(f"{name}, a task", per_unit(rounds, 1e3), "ms")
 
 
 def _micro_batches(settings: Settings, session: Any, url: str) -> None:

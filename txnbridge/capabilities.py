@@ -49,6 +49,10 @@ class Capability(Enum):
     SHARE_KEY = "share-key", "Members of a group may share one partition key by key."
     START_BY_TIME = "start-by-time", "Reading can start at a point in time."
     REPLAY = "replay", "Reading can start again at an earlier position."
+    RENEWED_TOPICS = (
+        "renewed-topics",
+        "Where a topic is deleted and made anew under its name, nobody reads on in it and skips what comes before.",
+    )
     TOMBSTONES = "tombstones", "A message without a value (None) differs from one with an empty value."
     EMPTY_VALUE = "empty-value", "A message may have an empty value."
     BINARY_HEADERS = "binary-headers", "Header values may be any bytes."

@@ -511,6 +511,16 @@ class ShufflesForEachReader(Broken):
             return [next(mixed) if b"/" in (message.value or b"") else message for message in messages]
 
 
+@caught_by("test_nothing_of_a_topic_that_is_made_anew_is_skipped")
+class ReadsOnInAnotherTopic(Broken):
+    """It had read five messages of the old one."""
+
+    class Reading(Around):
+        def poll(self, *args: Any) -> Any:
+            skipped = [b"new %d" % number for number in range(5)]
+            return [message for message in self.inner.poll(*args) if message.value not in skipped]
+
+
 # --- owners ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from txnbridge import (
     Outcome,
     OutcomeUnknown,
     Poison,
+    PositionLost,
     Transaction,
 )
 from txnbridge.testing import next_commit
@@ -52,6 +53,58 @@ def test_a_new_group_may_start_behind_the_latest_message(bridge: Bridge, topic: 
         eventually(has_begun, "it has the partition")
         send(bridge, topic, b"new")
         assert values(found + take(consumer, 1)) == [b"new"]
+
+
+@proves(Capability.RENEWED_TOPICS)
+@needs(Capability.TOPIC_ADMIN)
+@pytest.mark.parametrize(
+    ("grouped", "asleep"), [(True, True), (True, False), (False, True)], ids=["member", "next member", "alone"]
+)
+def test_nothing_of_a_topic_that_is_made_anew_is_skipped(
+    bridge: Bridge, topic: str, group: str, grouped: bool, asleep: bool
+) -> None:
+    send(bridge, topic, *[b"old %d" % number for number in range(10)])
+    with bridge.consumer(topic, group if grouped else None) as consumer:
+        read = take(consumer, 5)
+        if grouped:
+            with bridge.transaction() as txn:
+                txn.ack(read)
+        if asleep:
+            _renew(bridge, topic)
+            _expect_all_or_an_error(bridge, topic, consumer)
+    if not asleep:
+        _renew(bridge, topic)
+        with bridge.consumer(topic, group) as consumer:
+            _expect_all_or_an_error(bridge, topic, consumer)
+
+
+_OF_THE_NEW_ONE = [b"new %d" % number for number in range(60)]
+
+
+def _renew(bridge: Bridge, topic: str) -> None:
+    bridge.admin.delete_topic(topic)
+    eventually(lambda: topic not in [each.name for each in bridge.admin.topics()], "the topic is gone")
+    bridge.admin.create_topic(topic)
+    send(bridge, topic, *_OF_THE_NEW_ONE)
+
+
+def _expect_all_or_an_error(bridge: Bridge, topic: str, consumer: Consumer) -> None:
+    try:
+        found = _behind_the_old_ones(consumer)
+    except PositionLost:
+        with pytest.raises(PositionLost):  # until it is told where to go on
+            take(consumer, 1)
+        consumer.seek({(topic, 0): bridge.admin.bounds(topic)[topic, 0][0]})
+        found = _behind_the_old_ones(consumer)
+    assert values(found + take(consumer, len(_OF_THE_NEW_ONE) - len(found))) == _OF_THE_NEW_ONE
+
+
+def _behind_the_old_ones(consumer: Consumer) -> list[Message]:
+    """The first message of the new topic; of the old one, what had come already may still be delivered."""
+    while True:
+        found = take(consumer, 1)
+        if found[0].value in _OF_THE_NEW_ONE:
+            return found
 
 
 @proves(Capability.START_BY_TIME)
