@@ -246,13 +246,13 @@ def test_the_doctor_tells_what_the_brokers_were_told(admin):
 
 
 def test_the_doctor_looks_whether_the_stores_of_groups_are_open(pulsar_broker, admin, open_bridge, namespace):
-    bridge = open_bridge(transactional_id="looking")
+    bridge = open_bridge(pulsar_broker.url.replace("/default", f"/{namespace}"))
     bridge.ensure_topics("orders")
     with bridge.transaction() as txn:
         txn.send("orders", b"1")
-    with bridge.consumer("orders", group="billing", start="earliest") as consumer, bridge.transaction() as txn:
+    with bridge.consumer("orders", group="billing") as consumer, bridge.transaction() as txn:
         txn.ack(consumer.poll(1, timeout=SOON))
-    looked = ask(pulsar_broker, "GET", f"transactions/pendingAckStats/public/{namespace}/orders/billing", version=3)
+    looked = ask(pulsar_broker, "GET", f"transactions/pendingAckStats/public/{namespace}/orders-partition-0/billing", version=3)
     assert looked["state"] == "Ready"
     assert not advice(admin, "group billing")
 
