@@ -335,7 +335,7 @@ class PulsarWriter(Writer):
             return  # nothing was sent or acknowledged
         try:
             with self._cluster.events.step("step:commit", self._begun.transaction) as told:
-                ended = end(self._cluster, self._txn, True, deadline)
+                ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
                 told["ended"] = ended.name
             if ended is Ended.UNCLEAR:
                 self._ask_marker(deadline)
@@ -449,7 +449,7 @@ class PulsarWriter(Writer):
         places = self._places(deadline)
         with self._cluster.events.step("step:end", self._begun.transaction, decision="abort"):
             try:
-                ended = end(self._cluster, self._txn, False, deadline)
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except BrokerUnavailable as error:
                 raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
         if ended is Ended.ABORTED:
@@ -489,7 +489,7 @@ class PulsarWriter(Writer):
         if self._txn is not None:
             try:
                 # Whichever way it ends: it has to, before the next one begins.
-                ended = end(self._cluster, self._txn, False, deadline)
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
             aborted = ended is Ended.ABORTED or not self._registered
