@@ -252,8 +252,8 @@ def test_the_doctor_looks_whether_the_stores_of_groups_are_open(pulsar_broker, a
         txn.send("orders", b"1")
     with bridge.consumer("orders", group="billing") as consumer, bridge.transaction() as txn:
         txn.ack(consumer.poll(1, timeout=SOON))
-    looked = ask(pulsar_broker, "GET", f"transactions/pendingAckStats/public/{namespace}/orders-partition-0/billing", version=3)
-    assert looked["state"] == "Ready"
+    place = f"public/{namespace}/orders-partition-0/billing"
+    assert ask(pulsar_broker, "GET", f"transactions/pendingAckStats/{place}", version=3)["state"] == "Ready"
     assert not advice(admin, "group billing")
 
 
