@@ -165,8 +165,11 @@ class PreparedWriter(PulsarWriter):
         self.marked = self._located()
         assert self._txn is not None and self.marked is not None
         self._how = replace(self._how, marked=self.marked)
+        # The owner of an id announces below that it is prepared. Of a name that was made up only the coordinator can
+        # tell; the broker's log of the note is never emptied, but goes with the name's marker topic.
+        ask = coordinator_state if self._owner.owned else note_prepared
         # Its time may have been over before the last message came: the broker takes late messages without a word.
-        if note_prepared(self._cluster, self._txn, self.marked, deadline) != "OPEN":
+        if ask(self._cluster, self._txn, self.marked, deadline) != "OPEN":
             raise self._ended_by_others(deadline)
         found = replace(self._announcement(), prepared=True, messages=self.messages)
         try:
