@@ -24,6 +24,7 @@ from txnbridge_pulsar.markers import was_committed
 from txnbridge_pulsar.names import SUBSCRIPTION
 from txnbridge_pulsar.notices import Announced, Marked
 from txnbridge_pulsar.repair import had_committed
+from txnbridge_pulsar.terminated import how_to_mend, terminated
 from txnbridge_pulsar.wire import TxnId
 
 _log = logging.getLogger("txnbridge")
@@ -33,6 +34,7 @@ _PAUSE = 0.05
 # An answer that got lost comes no more; asked in good time, the same question is answered.
 _ATTEMPTS = 3
 _LEAST_PATIENCE = 1.0
+_MOST_OF_IT = 0.8  # of what is left: the rest is for looking why no answer came
 # How long a status waits for a transaction that is being ended this moment; that takes milliseconds.
 _MOMENT = 2.0
 # A marker that cannot be read by then is hidden by an open transaction, which may take as long as it likes.
@@ -81,18 +83,22 @@ class How:
 # --- ending ---------------------------------------------------------------------------------------------------------
 
 
-def end(cluster: Cluster, txn: TxnId, commit: bool, deadline: Deadline) -> Ended:
+def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> Ended:
     """Ask a coordinator to end a transaction, until it answers. The decision is never changed on the way.
+
+    `topics` are those that the transaction has named, as far as they are known: one of them may keep the coordinator
+    from ever answering, see `_stuck`.
 
     Raises `OutcomeUnknown` if it was asked and has not answered by the deadline, `BrokerUnavailable` if it could not
     be asked, `AccessDenied`.
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
+    patient = Deadline(patience)
     under_way: Ended | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
-            cluster.client.transactions.end(txn, commit, min(deadline.left(), patience))
+            cluster.client.transactions.end(txn, commit, min(deadline.left() * _MOST_OF_IT, patience))
             return Ended.COMMITTED if commit else Ended.ABORTED
         except wire.TransactionNotFound:
             return under_way or (Ended.UNCLEAR if asked else Ended.BEFORE)
@@ -105,9 +111,39 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, deadline: Deadline) -> Ended
                 raise _not_answered(txn, commit, in_doubt, error) from error
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
             last = error
+        if patient.expired or isinstance(last, wire.TimedOut):
+            if _stuck(cluster, txn, topics, deadline):
+                return Ended.ABORTED
+            patient = Deadline(patience)
         if deadline.left() <= _PAUSE:
             raise _not_answered(txn, commit, asked or under_way is not None, last) from last
         time.sleep(_PAUSE)
+
+
+def _stuck(cluster: Cluster, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
+    """Return whether a transaction is as good as aborted, although its coordinator never gets to the end of it because
+    one of its topics was terminated.
+
+    An abort that the coordinator has begun is stored, and nobody can turn it into a commit. Messages on the terminated
+    topic would need a commit marker there to become visible, and no marker can be stored there. On its other topics,
+    and on all subscriptions, also those of the terminated topic, whose logs are ledgers of their own, the coordinator
+    has asked for the abort at the same time, and goes on asking for it: so late messages are aborted, too.
+
+    Raises `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back, and
+    what it has written to the terminated topic is lost, which only a user may accept.
+    """
+    deadline = Deadline(min(_LOOK_SECONDS, deadline.left()))
+    found = terminated(cluster, topics, deadline)
+    if not found:
+        return False
+    try:
+        state = _named(cluster, txn, deadline, topics=found[:1])
+    except TxnBridgeError as error:
+        _log.debug("whether %s is being aborted: %s", txn, error)
+        return False
+    if state in _COMMITTING:
+        raise OutcomeUnknown(f"the commit of {txn} does not end: {how_to_mend(found)}")
+    return state in _ABORTING
 
 
 def _being(error: wire.InvalidTransactionStatus) -> Ended | None:
@@ -136,7 +172,8 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     if how.txn is None or how.marked is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
     with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
-        ended = end(cluster, how.txn, commit, deadline)
+        topics = tuple(dict.fromkeys((how.marked.topic, *how.reach.topics)))
+        ended = end(cluster, how.txn, commit, topics, deadline)
         told["ended"] = ended.name
     if ended is Ended.COMMITTED:
         outcome = Outcome.COMMITTED
@@ -146,8 +183,7 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
         outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
     if outcome is Outcome.COMMITTED:
         # The marker topic also where the token had no room for the others: the next transaction of its slot ends on it.
-        topics = dict.fromkeys((how.marked.topic, *how.reach.topics))
-        tell_all(cluster, how.txn, True, Reach(tuple(topics), how.reach.subscriptions), deadline)
+        tell_all(cluster, how.txn, True, Reach(topics, how.reach.subscriptions), deadline)
     return outcome
 
 
@@ -193,6 +229,8 @@ def status_of(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline
         if token.prepared:
             return Status(TokenState.PREPARED, expires_at=token.expires_at)
         return Status(TokenState.UNKNOWN, reason="it is still open; its writer has not ended it yet")
+    if state_now in _ABORTING:
+        return Status(TokenState.ABORTED, reason="its coordinator has begun to abort it, and nothing can stop that")
     if state_now:
         return Status(TokenState.UNKNOWN, reason=f"its coordinator says that it is {state_now}")
     try:

@@ -199,7 +199,7 @@ def token_of(cluster: Cluster, found: Found) -> Token | None:
 
 def abort(cluster: Cluster, found: Found, deadline: Deadline) -> Outcome:
     """End what somebody else has open, and shut out what that may still be sending."""
-    ended = end(cluster, found.txn, False, deadline)
+    ended = end(cluster, found.txn, False, found.topics, deadline)
     if ended is Ended.ABORTED:
         marked = found.marked or _NOWHERE
         shut_out(cluster, Announced(found.transaction, found.txn, found.topics, found.subscriptions, marked), deadline)

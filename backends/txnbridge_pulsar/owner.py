@@ -128,7 +128,7 @@ class Owner:
             return False
         try:
             with self._cluster.events.step("step:end", found.transaction, decision="abort"):
-                ended = end(self._cluster, found.txn, False, deadline)
+                ended = end(self._cluster, found.txn, False, found.topics, deadline)
         except OutcomeUnknown as error:
             raise BrokerUnavailable(f"opening {self.name}: {error}") from error
         if ended is not Ended.ABORTED and not self._is_clear(found, host, deadline):

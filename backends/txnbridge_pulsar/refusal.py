@@ -22,6 +22,7 @@ from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Confirmer
 from txnbridge_pulsar.errors import translate, translated
 from txnbridge_pulsar.notices import Announced
+from txnbridge_pulsar.terminated import terminated
 
 if TYPE_CHECKING:
     from txnbridge_pulsar.unclear import Unclear
@@ -48,12 +49,17 @@ def lamp_topic(cluster: Cluster, deadline: Deadline) -> str:
 
 
 def shut_out(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
-    """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now."""
+    """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now.
+
+    Terminated topics are left out: they take no late messages, and the empty transaction would never end.
+    """
     lamp = lamp_topic(cluster, deadline)
     transactions = cluster.client.transactions
+    closed = terminated(cluster, ended.topics, deadline)
+    topics = [topic for topic in ended.topics if topic not in closed]
     with translated(f"making the brokers refuse what comes late for {ended.txn}"):
         empty = transactions.begin(_TTL_MS, deadline.left(), ended.txn.most)
-        transactions.register(empty, deadline.left(), [*ended.topics, lamp], ended.subscriptions)
+        transactions.register(empty, deadline.left(), [*topics, lamp], ended.subscriptions)
         transactions.end(empty, True, deadline.left())
         for topic, subscription in ended.subscriptions:
             _let_go(transactions, ended.txn, topic, subscription, deadline)

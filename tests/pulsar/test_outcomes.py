@@ -88,10 +88,10 @@ def test_what_an_end_came_to_is_said_for_certain_only_where_every_request_was_an
         owns_everything(broker)
         cluster: Any = SimpleNamespace(client=client)
         if isinstance(expected, Ended):
-            assert endings.end(cluster, TxnId(0, 1), True, Deadline(SOON)) is expected
+            assert endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
         else:
             with pytest.raises(expected):
-                endings.end(cluster, TxnId(0, 1), True, Deadline(SOON))
+                endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
     assert not waiting
 
 
