@@ -19,11 +19,12 @@ transaction stays pending for ever, which is why answers are waited for.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from txnbridge.errors import Conflict, TxnBridgeError
+from txnbridge.errors import Conflict, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.confirming import Place, place
@@ -139,6 +140,13 @@ class SentAcks:
                 with suppress(wire.ConnectionLost):
                     each.cursor.consumer.redeliver(each.given_up)
 
+    def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
+        """Return the concrete topic and the id of each message that was acknowledged apart from others of its entry,
+        where such entries may be delivered to another member.
+        """
+        if self._shared:
+            yield from ((each.cursor.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
+
     def settle(self, deadline: Deadline) -> None:
         """Return when the broker holds all of them for the transaction. Repeating it says the same.
 
@@ -187,6 +195,25 @@ class SentAcks:
                     each.cursor.acknowledged(each.acked)
                 else:
                     each.cursor.not_acknowledged(each.acked, each.ids)
+
+
+def require_whole_entries(acks: Iterable[SentAcks]) -> None:
+    """Raise `NotSupported` if a transaction that is to be prepared acknowledges a part of an entry in a shared group.
+
+    Any process may abort a prepared transaction, and the members of the group do not hear of it. The broker then
+    delivers the entry whole to another member, while the first one may still acknowledge the rest of it: brokers do
+    not notice all conflicts between the two.
+    """
+    found = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
+    for (topic, ledger, entry, size), acknowledged in found.items():
+        if acknowledged < size:
+            raise NotSupported(
+                f"with sharing by message or key a prepared transaction acknowledges entries of the broker whole, and"
+                f" this one acknowledges {acknowledged} of the {size} messages at ({ledger}, {entry}) of {topic}, which"
+                " were sent as one entry. Acknowledge all of them in it (poll as many at once), or do not prepare it;"
+                ' a group with sharing="partition" can, and messages that were sent with different keys are entries of'
+                " their own"
+            )
 
 
 def _refusal(error: wire.PulsarError) -> TxnBridgeError:

@@ -30,7 +30,10 @@ CAPABILITIES = Capabilities(
             "each transactional id has a fence topic, held by its newest owner, which names transactions there"
             " before they write; the opener aborts those of older owners"
         ),
-        Capability.PREPARE: emulated("an open transaction that nobody needs any more; a record of it was kept before"),
+        Capability.PREPARE: emulated(
+            "an open transaction that nobody needs any more; a record of it was kept before. In groups that share by"
+            " message or key it acknowledges only whole entries"
+        ),
         Capability.RESOLVE_ANYWHERE: emulated("anybody may end a transaction whose number the token carries"),
         Capability.STATUS_LOOKUP: emulated(
             "each transaction has a message on a marker topic of its writer, which is visible if it was committed"

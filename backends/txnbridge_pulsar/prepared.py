@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from txnbridge.errors import DeadlineExceeded, InvalidState, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence
+from txnbridge_pulsar.acks import require_whole_entries
 from txnbridge_pulsar.cluster import Cluster
 from txnbridge_pulsar.confirming import Reach
 from txnbridge_pulsar.endings import coordinator_state, note_prepared
@@ -156,6 +157,7 @@ class PreparedWriter(PulsarWriter):
         return Evidence(how.fields(), self.messages, self._expires_at)
 
     def prepare(self, deadline: Deadline) -> None:
+        require_whole_entries(self._acks)
         self._store(deadline)
         if self._txn is None:  # nothing was sent, and yet there has to be something that can be committed
             self._cover((), (), deadline)

@@ -349,6 +349,8 @@ class PulsarWriter(Writer):
             raise
         except BaseException:  # also of an interrupted call a token is given out
             self.unknown = True
+            for sent in self._acks:  # it may have been aborted
+                sent.give_up_rest()
             raise
         self._done()
 
@@ -418,6 +420,9 @@ class PulsarWriter(Writer):
         left = any(sent.partitions_left for sent in self._acks)
         if not self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left()))):
             self._hang_up()
+        for sent in self._acks:
+            sent.give_up_rest()
+        self._have_rest_redelivered()
         self._shut_out(deadline)  # some of it may have come after the end
         self._done()
         try:
@@ -457,13 +462,16 @@ class PulsarWriter(Writer):
         if ended is Ended.ABORTED:
             self._owner.confirmer.ended(self._txn, False, places, deadline)
         else:
-            for sent in self._acks:
-                sent.have_rest_redelivered()
+            self._have_rest_redelivered()
             if self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
                 raise OutcomeUnknown("its commit had been asked for before, and came first")
         if not settled or ended is not Ended.ABORTED:
             self._shut_out(deadline)
         self._done()
+
+    def _have_rest_redelivered(self) -> None:
+        for sent in self._acks:
+            sent.have_rest_redelivered()
 
     def _settle(self, deadline: Deadline) -> bool:
         """Whether nothing of the transaction can reach a broker any more."""
@@ -494,6 +502,8 @@ class PulsarWriter(Writer):
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
+            if ended is not Ended.ABORTED:
+                self._have_rest_redelivered()
             aborted = ended is Ended.ABORTED or not self._registered
             if aborted or self._owner.unclear.is_clear(self._announcement(), deadline):
                 self._shut_out(deadline)

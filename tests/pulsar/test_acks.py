@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 from txnbridge_pulsar import reader as reading
 from txnbridge_pulsar import wire
+from txnbridge_pulsar.endings import end
 from txnbridge_pulsar.wire import Client, clock
 
 from tests.core.reading_kit import by_partition, values
@@ -17,8 +18,8 @@ from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
 from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.writing_kit import new_topic
-from txnbridge import Message
-from txnbridge.errors import Conflict
+from txnbridge import Message, Outcome
+from txnbridge.errors import Conflict, NotSupported, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline
 
 ALL_SHARINGS = pytest.mark.parametrize("sharing", ["partition", "message", "key"])
@@ -241,6 +242,51 @@ def test_who_gives_back_a_part_of_an_entry_gives_up_the_rest(open_bridge, by_abo
         txn.send(topic, b"marker")
     second.close()
     assert values(polled(first, 1)) == [b"marker"]
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridge, monkeypatch, commit):
+    """Somebody else may abort the transaction, and then the broker delivers the entry whole to another member."""
+    a, b = open_bridge(), open_bridge()
+    topic = new_topic(a)
+    with a.transaction() as txn:
+        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    first = a.consumer(topic, "group", sharing="message")
+    ours = polled(first, 10)
+    second = b.consumer(topic, "group", sharing="message")
+
+    def answers_nothing(cluster, number, *asked):
+        end(cluster, number, commit, (), Deadline(SOON))
+        raise OutcomeUnknown("the answer was lost")
+
+    refused = nullcontext() if commit else pytest.raises(TransactionAborted, match="answer was lost")
+    with monkeypatch.context() as patched, refused, a.transaction() as txn:
+        txn.ack(ours[:3])
+        patched.setattr("txnbridge_pulsar.writer.end", answers_nothing)
+    theirs = [] if commit else polled(second, 10)
+    with pytest.raises(Conflict), a.transaction() as txn:
+        txn.ack(ours[3:])
+    if commit:
+        second.close()
+        assert sorted(values(polled(first, 7))) == sorted(values(ours[3:]))
+    else:
+        with b.transaction() as txn:
+            txn.ack(theirs)
+
+
+def test_a_prepared_transaction_of_a_shared_group_acknowledges_entries_whole(open_bridge):
+    bridge = open_bridge()
+    topic = new_topic(bridge)
+    with bridge.transaction() as txn:
+        txn.send_many(topic, [b"%d" % number for number in range(10)])
+    with bridge.consumer(topic, "group", sharing="message") as consumer:
+        with pytest.raises(NotSupported, match="9 of the 10"), bridge.transaction(prepare=True) as txn:
+            txn.ack(polled(consumer, 10)[1:])
+        again = polled(consumer, 10)
+        with bridge.transaction(prepare=True) as txn:
+            txn.ack(again[:4])
+            txn.ack(again[4:])
+        assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
 
 @BOTH_SHARED
