@@ -27,7 +27,7 @@ from txnbridge_pulsar.endings import end_prepared
 from txnbridge_pulsar.errors import again, translate
 from txnbridge_pulsar.listing import Found, Unlisted, abort, list_open, token_of
 from txnbridge_pulsar.repair import end_by_hand, is_number, repair
-from txnbridge_pulsar.rest import Refused, path_of, unavailable
+from txnbridge_pulsar.rest import Refused, Rest, path_of, unavailable
 from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
@@ -143,6 +143,32 @@ class PulsarAdmin(Admin):
             for number, name in enumerate(concrete):
                 found[topic, number] = self._bounds(name, deadline)
         return found
+
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        """Return when the first partition's record in the metadata store was made: it goes with the topic, and stays as
+        it is when the topic grows, moves, or loses data by retention. Only REST tells.
+        """
+        rest = self._cluster.rest
+        if rest is None:
+            return {}
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+            ids = asking.map(lambda topic: self._topic_id(rest, topic, deadline), topics)
+            return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
+
+    def _topic_id(self, rest: Rest, topic: str, deadline: Deadline) -> str:
+        concrete = self._topics.look(topic, deadline)
+        if not concrete:
+            return ""
+        try:
+            found = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
+        except AccessDenied as error:
+            _log.debug("this user is not told the id of topic %r: %s", topic, error)
+            return ""
+        except Refused as refused:
+            if refused.status == 404:
+                return ""
+            raise unavailable(refused, f"asking for the id of topic {topic!r}") from refused
+        return str(found.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
         """A reader that begins at the start stands there, and is told up to where it can come."""

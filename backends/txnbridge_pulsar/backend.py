@@ -43,6 +43,11 @@ CAPABILITIES = Capabilities(
             "messages that were sent as one entry go to one member together: those of one transaction that have no key,"
             " or the same one",
         ),
+        Capability.REPLAY: Support(
+            Level.NATIVE,
+            "a position whose ledger is gone is PositionLost: by retention, or because the topic was deleted and made"
+            " anew. Without admin_url a group is not told of that, and reads such a topic from its beginning",
+        ),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
         Capability.BARE_HEADERS: absent("a message's properties are text with a name"),
         Capability.GROUP_ADMIN: absent("it is not built; `pulsar-admin topics stats` and `reset-cursor` do it"),

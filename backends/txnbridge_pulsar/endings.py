@@ -34,6 +34,7 @@ _PAUSE = 0.05
 # An answer that got lost comes no more; asked in good time, the same question is answered.
 _ATTEMPTS = 3
 _LEAST_PATIENCE = 1.0
+_MOST_OF_IT = 0.8  # of what is left: the rest is for looking why no answer came
 # How long a status waits for a transaction that is being ended this moment; that takes milliseconds.
 _MOMENT = 2.0
 # A marker that cannot be read by then is hidden by an open transaction, which may take as long as it likes.
@@ -97,7 +98,7 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadl
     under_way: Ended | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
-            cluster.client.transactions.end(txn, commit, min(deadline.left(), patience))
+            cluster.client.transactions.end(txn, commit, min(deadline.left() * _MOST_OF_IT, patience))
             return Ended.COMMITTED if commit else Ended.ABORTED
         except wire.TransactionNotFound:
             return under_way or (Ended.UNCLEAR if asked else Ended.BEFORE)
@@ -110,7 +111,7 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadl
                 raise _not_answered(txn, commit, in_doubt, error) from error
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
             last = error
-        if patient.expired:
+        if patient.expired or isinstance(last, wire.TimedOut):
             if _stuck(cluster, txn, topics, deadline):
                 return Ended.ABORTED
             patient = Deadline(patience)
@@ -171,7 +172,8 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     if how.txn is None or how.marked is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
     with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
-        ended = end(cluster, how.txn, commit, (how.marked.topic, *how.reach.topics), deadline)
+        topics = tuple(dict.fromkeys((how.marked.topic, *how.reach.topics)))
+        ended = end(cluster, how.txn, commit, topics, deadline)
         told["ended"] = ended.name
     if ended is Ended.COMMITTED:
         outcome = Outcome.COMMITTED
@@ -181,8 +183,7 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
         outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
     if outcome is Outcome.COMMITTED:
         # The marker topic also where the token had no room for the others: the next transaction of its slot ends on it.
-        topics = dict.fromkeys((how.marked.topic, *how.reach.topics))
-        tell_all(cluster, how.txn, True, Reach(tuple(topics), how.reach.subscriptions), deadline)
+        tell_all(cluster, how.txn, True, Reach(topics, how.reach.subscriptions), deadline)
     return outcome
 
 

@@ -137,6 +137,18 @@ class Line:
         return self._producer
 
     @property
+    def is_open(self) -> bool:
+        """Whether the broker serves the producer, as far as it has said."""
+        return self._producer is not None and self._producer.lost is None
+
+    def ready(self, deadline: Deadline) -> None:
+        """Have the broker serve the producer, before a transaction names the topic: a topic that was terminated
+        refuses that, and would keep a transaction that has named it from ever ending.
+        """
+        if self.open(deadline).lost is not None:
+            self._reopen(deadline)
+
+    @property
     def place(self) -> Place | None:
         """The place that a transaction wrote to by this line; None if it was never used."""
         return None if self._producer is None else place(self.concrete, None, self._producer)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound
+from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, PositionLost
 from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.acks import AckContext
@@ -206,14 +206,17 @@ class PulsarReader(Reader):
             elif not cursor.is_here and not self._way.is_due(cursor):
                 cursor.drop()
                 cursor.waits_until = None
+        self._take_in_work()
+        if self._work is None:
+            self._begin_work()
+
+    def _take_in_work(self) -> None:
         if self._work is not None and self._work.done:
             work, self._work = self._work, None
             try:
                 work.finish()
             except BrokerUnavailable as error:
                 _log.warning("tried again: %s", error)
-        if self._work is None:
-            self._begin_work()
 
     def _leave(self, cursor: Cursor, how: str) -> None:
         tell = self._listener.revoking if how == "revoking" else self._listener.lost
@@ -237,10 +240,13 @@ class PulsarReader(Reader):
             self._work = Work(lambda: self._do(lost, due, look, deadline), self._take_in, self._inbox.wake)
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Nothing is done behind a call that moves partitions."""
+        """Nothing is done behind a call that moves partitions, and nothing that was begun before it is told later."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
-        self._follow()
+        with suppress(PositionLost):  # the caller says where to go on
+            self._take_in_work()
+        if self._way.grouped:
+            self._follow()
 
     def _do(self, lost: Sequence[Cursor], due: Sequence[Cursor], look: bool, deadline: Deadline) -> _Found:
         try:
@@ -248,6 +254,7 @@ class PulsarReader(Reader):
                 for cursor in lost:
                     self._check_there(cursor, deadline)
                     self._begun.check(cursor.topic, deadline)
+                    self._way.check_kept(cursor, deadline)
                     cursor.consumer.reopen(deadline.left())
                     self._together_until = time.monotonic() + _TOGETHER_SECONDS
                 begun = {c: self._way.begin(c, deadline) for c in due if not self._waits(c, deadline)}

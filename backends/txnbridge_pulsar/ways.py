@@ -53,6 +53,9 @@ class Way(ABC):
     def begin(self, cursor: Cursor, deadline: Deadline) -> Position:
         """Where a partition that comes goes on."""
 
+    def check_kept(self, cursor: Cursor, deadline: Deadline) -> None:
+        """Raise `PositionLost` if a partition that is to be subscribed again cannot go on where it was."""
+
     @abstractmethod
     def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
         """Go on from a position."""
@@ -100,10 +103,14 @@ class Alone(Way):
         if start == "latest":
             # Not the end that the broker means: before it may be what an open transaction has sent.
             last, _ = cursor.consumer.progress(deadline.left())
-            self.seek(cursor, behind(last), deadline)
+            # A ledger without entries goes when the topic is loaded anew, and positions in it with it.
+            self.seek(cursor, behind(last) if last.entry >= 0 else BEGIN, deadline)
         elif isinstance(start, int):
             self.seek_to_time(cursor, start, deadline)
         return cursor.next
+
+    def check_kept(self, cursor: Cursor, deadline: Deadline) -> None:
+        self._check_kept(cursor, cursor.next, deadline)
 
     def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
         self._check_kept(cursor, position, deadline)
@@ -115,11 +122,14 @@ class Alone(Way):
         cursor.consumer.hold(cursor.paused)
 
     def _check_kept(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
-        """Raises `PositionLost`.
+        """Raise `PositionLost` for a position in a ledger that the topic does not have any more.
 
-        What a broker has trimmed it does not say; but it trims whole ledgers, and ledgers are numbered in their order.
+        A broker does not say what it has trimmed, nor that a topic was deleted and made anew under its name. But it
+        trims whole ledgers, and a ledger of any topic has a higher number than all ledgers before it: those of a topic
+        that was made anew come behind those of the older one. How far a ledger went that is gone nobody knows, so the
+        position is lost, too, if it was behind the ledger's last entry.
         """
-        if position[0] in (BEGIN[0], cursor.next[0]):
+        if position[0] == BEGIN[0]:
             return
         look = self._client.read(cursor.topic, timeout=deadline.left(), lane=self._lane)
         try:
@@ -129,8 +139,9 @@ class Alone(Way):
         if before is not None and before.ledger > position[0]:
             topic, number = cursor.partition
             raise PositionLost(
-                f"the position to seek, {topic}[{number}] {position}, is below what the broker keeps: it begins at"
-                f" {behind(before)} now"
+                f"the position {topic}[{number}] {position} is below what the broker keeps, which begins at"
+                f" {behind(before)}: retention has removed what was there, or the topic was deleted and made anew."
+                " Seek to where to go on"
             )
 
     def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:

@@ -208,7 +208,7 @@ class PulsarWriter(Writer):
         assert self._txn is not None and self.marked is not None
         self._owner.require_clear([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
         for topic in wanted:
-            self._line(topic).open(deadline)
+            self._line(topic).ready(deadline)
         self._announce(wanted, pairs, deadline)
         named = list(self._announced) if first else wanted
         try:
@@ -239,8 +239,10 @@ class PulsarWriter(Writer):
         with self._cluster.events.step("step:begin", self._begun.transaction):
             self._txn = self._owner.new_transaction(lambda: self._ttl(self._begun), deadline)
         self._how = How(self._txn, self.marked, False)
-        is_right = len(self._last) <= _MOST_GUESSED and not self._owner.unclear.touching(self._last)
-        guessed = self._last if is_right else ()
+        # Only what the broker still serves: a topic may have been terminated since.
+        last = tuple(topic for topic in self._last if topic in self._lines and self._lines[topic].is_open)
+        is_right = len(last) <= _MOST_GUESSED and not self._owner.unclear.touching(last)
+        guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.marked.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:

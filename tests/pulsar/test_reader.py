@@ -127,6 +127,16 @@ def test_alone_reading_may_begin_behind_the_latest_message(client, topic, member
     assert values(reader.take(1)) == [b"new"]
 
 
+def test_alone_a_reader_that_waits_in_an_empty_topic_outlives_that_the_topic_moves(
+    pulsar_broker, client, topic, member
+):
+    client.create_producer(topic, timeout=SOON).close(SOON)
+    reader = member(topic, None, start="latest")
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
+    write(client, topic, b"1")
+    assert values(reader.take(1)) == [b"1"]
+
+
 def test_alone_reading_from_the_latest_message_on_misses_nothing_that_was_undecided(client, topic, member):
     write(client, topic, b"old")
     txn = client.transactions.begin(60_000, SOON)

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 from urllib.error import HTTPError
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_conformance.looking import take
+from txnbridge_conformance.looking import eventually, take
+from txnbridge_pulsar.endings import end_prepared
 from txnbridge_pulsar.wire import Client, TimedOut
 
 from tests.pulsar.test_opening import abandon, leave_open
 from tests.pulsar.wire_kit import admin, path_of
-from tests.pulsar.writing_kit import Connect, concrete, end_all, flush, new_topic, read_all, unique
-from txnbridge import BrokerUnavailable, Outcome, OutcomeUnknown, TokenState
+from tests.pulsar.writing_kit import (
+    Connect,
+    cluster_of,
+    concrete,
+    end_all,
+    flush,
+    new_topic,
+    read_all,
+    unique,
+    writer_of,
+)
+from txnbridge import BrokerUnavailable, DeliveryFailed, Outcome, OutcomeUnknown, TokenState
+from txnbridge.spi import Deadline
 
 Terminate = Callable[[str], None]
 
 
 @pytest.fixture
 def terminate(pulsar_broker: brokers.Pulsar) -> Iterator[Terminate]:
-    """Terminate a topic by its short name. In the end the topics are deleted, and so what has named them ends."""
+    """Terminate a topic by its short name. In the end it is deleted, and so what has named it ends."""
     end_all(pulsar_broker)
     done: list[str] = []
 
@@ -36,7 +49,8 @@ def terminate(pulsar_broker: brokers.Pulsar) -> Iterator[Terminate]:
 
 
 def delete(broker: brokers.Pulsar, topic: str) -> None:
-    admin(broker, "DELETE", f"{path_of(concrete(topic, None))}/partitions?force=true")
+    """The partition alone, which the broker makes anew when the coordinator asks for it."""
+    admin(broker, "DELETE", f"{path_of(concrete(topic))}?force=true")
 
 
 def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
@@ -78,6 +92,27 @@ def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
     assert read_all(client, concrete(other)) == [b"1"]
 
 
+def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the_second(
+    open_bridge: Connect, client: Client, terminate: Terminate
+) -> None:
+    """A writer guesses that a transaction writes where the last one did."""
+    bridge = open_bridge(timeout=20)
+    topic, other = new_topic(bridge), new_topic(bridge)
+    with bridge.transaction() as txn:
+        writer = writer_of(txn)
+        txn.send(topic, b"1")
+    terminate(topic)
+    eventually(lambda: not writer._lines[concrete(topic)].is_open, "the writer is told")
+    with bridge.transaction() as txn:
+        txn.send(other, b"1")
+    with pytest.raises(DeliveryFailed, match="TERMINATED"):
+        with bridge.transaction() as txn:
+            txn.send(topic, b"2")
+    with bridge.transaction() as txn:
+        txn.send(other, b"2")
+    assert read_all(client, concrete(other)) == [b"1", b"2"]
+
+
 def test_a_prepared_transaction_over_a_topic_that_was_terminated_is_aborted_and_said_to_be(
     open_bridge: Connect, terminate: Terminate
 ) -> None:
@@ -107,8 +142,10 @@ def test_a_commit_that_a_terminated_topic_keeps_from_ending_is_not_taken_for_end
     terminate(topic)
     with pytest.raises(TimedOut):
         client.transactions.end(number, True, 3)
+    assert prepared.token is not None
+    nobody: Any = None
     with pytest.raises(OutcomeUnknown, match=f"{topic}.*delete"):
-        older.commit(str(prepared.token))
+        end_prepared(cluster_of(older), prepared.token, True, nobody, Deadline(20))
     with pytest.raises(BrokerUnavailable, match=f"{topic}.*delete"):
         open_bridge(transactional_id=id, timeout=20)
     delete(pulsar_broker, topic)

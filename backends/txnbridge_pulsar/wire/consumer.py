@@ -110,6 +110,7 @@ class Consumer:
         self._connection: Connection | None = None
         self._lost: PulsarError | None = Closed("the consumer was never opened")
         self._subscribed = False
+        self._was_subscribed = False
         self._state = threading.Lock()
         self._start = options.start._replace(first_chunk=())  # of a message in chunks, behind its last
         self._epoch = 0
@@ -170,7 +171,7 @@ class Consumer:
                 connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
             raise
         self.inbox.join(self)
-        self._subscribed = True
+        self._subscribed = self._was_subscribed = True
         self._grant()
 
     def _subscribe_fields(self) -> Fields:
@@ -187,7 +188,8 @@ class Consumer:
             "durable": options.durable,
             "start_message_id": None if options.durable else position_fields(self._start),
             "read_compacted": options.read_compacted or None,
-            "initial_position": 1 if options.start == EARLIEST else 0,
+            # A subscription that is gone when it is asked for again is made anew, with all that came since.
+            "initial_position": 1 if options.start == EARLIEST or self._was_subscribed else 0,
             "force_topic_creation": None if options.create else False,
             "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
             "subscription_properties": [{"key": key, "value": value} for key, value in options.properties],
