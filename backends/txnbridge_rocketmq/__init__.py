@@ -12,6 +12,8 @@ RocketMQ's model, as far as the promises stand on it:
 - The first of all copies of a message is the message. Its place in the queue tells which: `repeats`, `fetching`.
 - A group stands where the last decision that acknowledges ended. The log judges who was first on a partition, so nobody
   has to hold anything: `acks`, `starts`. Queues are shared out among readers only to spare work in vain: `sharing`.
+- A topic has no id, but each record has a place of its own in the commit log. By that a queue is told from one that was
+  made anew under its name: `anchors`.
 
 A message: `broker` hands out a `writer`, `marks` says on it which transaction it belongs to and where that is decided.
 A `reader` pulls it, each partition through its `cursor`. A token: the prepare record names its halves, `endings` ends

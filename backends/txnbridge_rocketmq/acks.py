@@ -67,7 +67,7 @@ class AckContext:
                     raise _has_left(partition)
                 earlier, given = before.get(partition), positions.get(partition)
                 first = earlier.first if earlier else given[0] if given else ()
-                end = (given[-1][0] + 1,) if given else earlier.end if earlier else ()
+                end = cursor.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
                 at = (stands.get(partition, -1),)
                 cursor.claims = [claim for claim in cursor.claims if claim[1] > at[0]]
                 others = [claim for claim in cursor.claims if earlier is None or claim[0] != earlier.first[0]]

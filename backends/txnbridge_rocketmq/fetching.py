@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.anchors import Anchor
 from txnbridge_rocketmq.remoting import Call, Pulled, Queue, Record, reading
 from txnbridge_rocketmq.repeats import Repeats
 
@@ -63,6 +64,38 @@ class Fetch:
     def without_repeats(self, repeats: Repeats) -> list[Record]:
         """Once it is done: the records that are no repeats."""
         return repeats.sift(self._records, {lookup.record.queue_offset: lookup.found for lookup in self._lookups})
+
+
+class AnchorCheck:
+    """One look whether a queue still has the record that it is known by: after it, all that came before it counts."""
+
+    def __init__(self, submit: Submit, queue: Queue, anchor: Anchor) -> None:
+        self._submit = submit
+        self._queue = queue
+        self._anchor = anchor
+        self._there = submit(
+            queue.broker, reading.log_offset_at(queue.topic, queue.queue, anchor.offset), _ANSWER_SECONDS
+        )
+        self._begin: Call[int] | None = None
+
+    def is_done(self) -> bool:
+        """Whether the broker has answered. Raises the remoting client's errors."""
+        if not self._there.done():
+            return False
+        if self._there.result() is not None:
+            return True
+        if self._begin is None:
+            request = reading.min_offset(self._queue.topic, self._queue.queue)
+            self._begin = self._submit(self._queue.broker, request, _ANSWER_SECONDS)
+        return self._begin.done()
+
+    def found(self) -> bool | None:
+        """Once it is done: whether the record is there; None where none is, and retention has not dropped it."""
+        log_offset: int | None = self._there.result()
+        if log_offset is not None:
+            return log_offset == self._anchor.log_offset
+        assert self._begin is not None
+        return True if self._begin.result() > self._anchor.offset else None
 
 
 class _LookUp:

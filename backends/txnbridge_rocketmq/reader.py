@@ -15,6 +15,7 @@ from txnbridge.errors import (
     EvidenceLost,
     InvalidOption,
     InvalidState,
+    NotFound,
     NotSupported,
     OutcomeUnknown,
     PositionLost,
@@ -23,7 +24,8 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.acks import AckContext
-from txnbridge_rocketmq.cursor import Cursor, out_of_range
+from txnbridge_rocketmq.anchors import Place
+from txnbridge_rocketmq.cursor import Cursor, Wish, out_of_range
 from txnbridge_rocketmq.ends import Ender
 from txnbridge_rocketmq.remoting import Call, Queue
 from txnbridge_rocketmq.sharing import Shares, Sharing, open_client
@@ -166,8 +168,10 @@ class RocketMQReader(Reader):
 
     def _raise_faults(self) -> None:
         for cursor in self._cursors.values():
-            if cursor.fault is not None and not cursor.paused:
-                raise cursor.fault
+            if (fault := cursor.fault) is not None and not cursor.paused:
+                if isinstance(fault, NotFound):  # the topic may be made anew
+                    cursor.fault = None
+                raise fault
 
     # --- partitions come and go ---------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class RocketMQReader(Reader):
     def _look_at_group(
         self,
         holding: frozenset[Partition],
-        wishes: Mapping[Partition, int | None],
+        wishes: Mapping[Partition, Wish | None],
         moves: Mapping[Cursor, int],
         deadline: Deadline,
     ) -> _Seen:
@@ -248,11 +252,12 @@ class RocketMQReader(Reader):
     def _settle(self, cursor: Cursor, found: Found) -> None:
         with self._guard:
             if cursor.partition in found.known:
-                cursor.go_on(found.known[cursor.partition])
+                place = found.known[cursor.partition]
+                cursor.go_on(Place(place.next, place.anchor or cursor.anchor))
             else:
                 at, fault = found.lost[cursor.partition]
-                cursor.go_on(at)
-                cursor.fault = fault
+                cursor.go_on(Place(at))
+                cursor.lose(fault)
 
     def _leave(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
         if not partitions:
@@ -274,33 +279,40 @@ class RocketMQReader(Reader):
         wanted = {self._cursor(partition): _checked(position) for partition, position in positions.items()}
         if self._group is not None:  # going back behind an abort must not fail because a broker is away
             for cursor, at in wanted.items():
-                cursor.unsettle(at)
+                cursor.unsettle(Wish(at, chosen=True))
             return
         deadline = Deadline(SHORT_CALL)
         for cursor, at in wanted.items():
             begin = self._offsets.begin(cursor.queue, deadline)
             if at < begin:
                 raise PositionLost(out_of_range("the position to seek", cursor.partition, at, begin, begin))
+        for cursor, place in {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}.items():
+            cursor.go_on(place)
+
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        self._go_back({self._cursor(partition): _checked(position) for partition, position in positions.items()})
+
+    def _go_back(self, wanted: Mapping[Cursor, int]) -> None:
         for cursor, at in wanted.items():
-            cursor.go_on(at)
+            if self._group is not None:
+                cursor.unsettle(Wish(at, chosen=False))
+            elif not isinstance(cursor.fault, PositionLost):
+                cursor.go_back(at)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._cursors.values()}
-        for cursor, at in wanted.items():
+        places = {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}
+        for cursor, place in places.items():
             if self._group is not None:
-                cursor.unsettle(at)
+                cursor.unsettle(Wish(place.next, chosen=True))
             else:
-                cursor.go_on(at)
+                cursor.go_on(place)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
             cursor = self._cursors.get(partition)
             if cursor is not None and given:  # else they come again where it is now
-                at = min(cursor.next, *map(_checked, given))
-                if self._group is not None:
-                    cursor.unsettle(at)
-                else:
-                    cursor.go_on(at)
+                self._go_back({cursor: min(cursor.next, *map(_checked, given))})
 
     def pause(self, partitions: Sequence[Partition]) -> None:
         for cursor in [self._cursor(partition) for partition in partitions]:

@@ -12,7 +12,9 @@ from typing import TypeVar
 from txnbridge.errors import Conflict, EvidenceLost, PositionLost
 from txnbridge.spi import Ack, Context, Deadline, Decision, Partition, Position, Subscription
 from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq.anchors import Anchor, Place, made_anew
 from txnbridge_rocketmq.asking import ask
+from txnbridge_rocketmq.cursor import SURE_SECONDS, Wish
 from txnbridge_rocketmq.endings import publish_decided
 from txnbridge_rocketmq.ends import Ender
 from txnbridge_rocketmq.fetching import GROUP
@@ -26,6 +28,7 @@ T = TypeVar("T")
 Queues = Mapping[Partition, Queue]
 
 _AGAIN_SECONDS = 0.01
+_LOOK_SECONDS = 0.1
 # The bridge tells brokers where a group stands only for people and tools to look at, and waits for no answer.
 _TELL_SECONDS = 5.0
 
@@ -63,6 +66,29 @@ class Offsets:
             at = max(at, pulled.next_offset)
         return at
 
+    def place(self, queue: Queue, at: int, deadline: Deadline) -> Place:
+        """Return an offset with the message before it, if there is one, by which the queue will be known."""
+        log_offset = self._log_offset(queue, at - 1, deadline) if at else None
+        return Place(at, None if log_offset is None else Anchor(at - 1, log_offset))
+
+    def has(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
+        """Whether the queue still has a record at its place, or may have had it until retention dropped it.
+
+        A broker that has just started is asked for some seconds before it is believed that there is no record.
+        """
+        sure = time.monotonic() + SURE_SECONDS
+        while (log_offset := self._log_offset(queue, anchor.offset, deadline)) is None:
+            if self.begin(queue, deadline) > anchor.offset:
+                return True
+            if time.monotonic() >= sure:
+                return False
+            deadline.check(f"looking for the last message that was read of {queue.topic}[{queue.queue}]")
+            time.sleep(_LOOK_SECONDS)
+        return log_offset == anchor.log_offset
+
+    def _log_offset(self, queue: Queue, offset: int, deadline: Deadline) -> int | None:
+        return self._ask(queue, reading.log_offset_at(queue.topic, queue.queue, offset), deadline)
+
     def known(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
         """Where the broker believes that a group stands."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
@@ -85,22 +111,26 @@ class Starts:
         self._offsets = offsets
         self._start = subscription.start
         latest = self._start == "latest"
-        self._latest = {each: offsets.end(queue, deadline) for each, queue in queues.items()} if latest else {}
+        self._latest: dict[Partition, Place] = {}
+        for each, queue in queues.items() if latest else ():
+            self._latest[each] = offsets.place(queue, offsets.end(queue, deadline), deadline)
 
-    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> int:
+    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> Place:
         """Where a partition begins; one that was added since, at its beginning: all of it has come since."""
-        if isinstance(self._start, int):
-            return self._offsets.since(queue, self._start, deadline)
         if partition in self._latest:
             return self._latest[partition]
-        return self._offsets.begin(queue, deadline)
+        if isinstance(self._start, int):
+            at = self._offsets.since(queue, self._start, deadline)
+        else:
+            at = self._offsets.begin(queue, deadline)
+        return self._offsets.place(queue, at, deadline)
 
 
 @dataclass(frozen=True)
 class Found:
     """Where partitions go on, and those of which only the user can say that."""
 
-    known: Mapping[Partition, int] = field(default_factory=dict)
+    known: Mapping[Partition, Place] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
@@ -124,9 +154,13 @@ class GroupStarts:
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
         """Where the group stands, and up to where in the log that was read. Raises `PositionLost`."""
+        places, read_up_to = self._places(deadline)
+        return {partition: place.next for partition, place in places.items()}, read_up_to
+
+    def _places(self, deadline: Deadline) -> tuple[dict[Partition, Place], Position]:
         with self._with_evidence():
             found, read_up_to = self._ledger.positions(self._group, deadline)
-        return {partition: position[0] for partition, position in found.items()}, read_up_to
+        return {partition: Place.of(position) for partition, position in found.items()}, read_up_to
 
     @contextmanager
     def _with_evidence(self) -> Iterator[None]:
@@ -137,42 +171,75 @@ class GroupStarts:
                 f"nobody can tell where group {self._group!r} stands: {error}. Nothing was skipped or read again"
             ) from error
 
-    def settle(self, wishes: Mapping[Partition, int | None], queues: Queues, deadline: Deadline) -> Found:
+    def settle(self, wishes: Mapping[Partition, Wish | None], queues: Queues, deadline: Deadline) -> Found:
         """Where partitions go on: not before what the group has acknowledged, and not before what a seek wants.
 
         `queues` are all of the topics' partitions. A group begins to read a topic with all that it has then. Where
-        there is no wish, another member may have moved the group last.
+        there is no wish, another member may have moved the group last. In a topic that was made anew the group goes on
+        where the user says, and is moved there, back or forth.
         """
         while True:
-            stands, _ = self.positions(deadline)
+            stands, read_up_to = self._places(deadline)
+            renewed = self._renewed({each: stands[each] for each in wishes if each in stands}, queues, deadline)
+            chosen = {each: wish.at for each in renewed if (wish := wishes[each]) is not None and wish.chosen}
+            if chosen:
+                begun = {each: self._offsets.place(queues[each], at, deadline) for each, at in chosen.items()}
+                self._claim(begun, read_up_to, deadline)
+                continue
             if all(partition in stands for partition in wishes):
                 self._publish_before({each for each, wish in wishes.items() if wish is None}, deadline)
-                return Found({partition: max(stands[partition], wish or 0) for partition, wish in wishes.items()})
+                return self._found(wishes, stands, renewed, queues, deadline)
             # In this order: what the broker was told before stands in the log by now.
             told = {each: self._offsets.known(self._group, queues[each], deadline) for each in queues}
-            stands, read_up_to = self.positions(deadline)
+            stands, read_up_to = self._places(deadline)
             new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in stands)}
-            begun: dict[Partition, int] = {}
-            lost: dict[Partition, tuple[int, PositionLost]] = {}
+            begun = {}
+            lost = renewed
             for partition, queue in queues.items():
                 if partition in stands or not (partition in wishes or partition in new):
                     continue
                 if (wish := wishes.get(partition)) is not None:
-                    begun[partition] = wish
+                    begun[partition] = self._offsets.place(queue, wish.at, deadline)
                 elif (at := told[partition]) is not None:
                     lost[partition] = at, self._lost(partition, at)
                 elif partition in new:
                     begun[partition] = self._starts.first(partition, queue, deadline)
                 else:  # it was added since the group began: it has all come since
-                    begun[partition] = self._offsets.begin(queue, deadline)
+                    begun[partition] = self._offsets.place(queue, self._offsets.begin(queue, deadline), deadline)
             if begun and not self._claim(begun, read_up_to, deadline):
                 continue
             self._publish_before({each for each, wish in wishes.items() if wish is None and each in stands}, deadline)
-            known = {**stands, **begun}
-            return Found(
-                {each: max(known[each], wish or 0) for each, wish in wishes.items() if each in known},
-                {each: lost[each] for each in wishes if each in lost},
-            )
+            return self._found(wishes, {**stands, **begun}, lost, queues, deadline)
+
+    def _found(
+        self,
+        wishes: Mapping[Partition, Wish | None],
+        stands: Mapping[Partition, Place],
+        lost: Mapping[Partition, tuple[int, PositionLost]],
+        queues: Queues,
+        deadline: Deadline,
+    ) -> Found:
+        known = {
+            each: self._further(stands[each], wish, queues[each], deadline)
+            for each, wish in wishes.items()
+            if each in stands and each not in lost
+        }
+        return Found(known, {each: lost[each] for each in wishes if each in lost})
+
+    def _further(self, stands: Place, wish: Wish | None, queue: Queue, deadline: Deadline) -> Place:
+        if wish is None or wish.at <= stands.next:
+            return stands
+        return self._offsets.place(queue, wish.at, deadline) if wish.chosen else Place(wish.at, stands.anchor)
+
+    def _renewed(
+        self, stands: Mapping[Partition, Place], queues: Queues, deadline: Deadline
+    ) -> dict[Partition, tuple[int, PositionLost]]:
+        """Those of these partitions that are not what the group has read: their topics were made anew."""
+        found = {}
+        for partition, (at, anchor) in stands.items():
+            if anchor is not None and not self._offsets.has(queues[partition], anchor, deadline):
+                found[partition] = at, made_anew(f"the position of group {self._group!r}", partition, at, anchor)
+        return found
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
         """Publish the transactions that acknowledged last on these; their authors had done the same before them."""
@@ -183,9 +250,9 @@ class GroupStarts:
         for transaction, claim in dict(decided[each] for each in partitions if each in decided).items():
             publish_decided(self._ender, transaction, claim, deadline)
 
-    def _claim(self, begun: Mapping[Partition, int], read_up_to: Position, deadline: Deadline) -> bool:
+    def _claim(self, begun: Mapping[Partition, Place], read_up_to: Position, deadline: Deadline) -> bool:
         """Decide where the group begins; False if another member has moved it meanwhile."""
-        acks = [Ack(self._group, partition, (at,), (at,), read_up_to) for partition, at in begun.items()]
+        acks = [Ack(self._group, each, (place.next,), place.position, read_up_to) for each, place in begun.items()]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):
             log = self._ledger.begin(deadline)
             try:

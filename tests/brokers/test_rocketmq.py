@@ -151,7 +151,7 @@ def test_the_name_server_can_be_killed_and_hears_of_the_brokers_again(another):
 def test_settings_and_javas_properties_win_over_ours(another):
     lines = ask(port_of(another.broker_address()), GET_SETTINGS).body.decode().splitlines()
     assert "transactionTimeOut=7777" in lines
-    assert "transactionOpMsgMaxSize=1" in lines
+    assert {"transactionOpBatchInterval=100", "transactionOpMsgMaxSize=4096"} <= set(lines)
     assert "-Duser.home=/nowhere" in another._command(1)
 
 

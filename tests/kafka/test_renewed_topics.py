@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import NewTopic
 
-import txnbridge
-from tests import chaos
-from txnbridge import Bridge, Outcome, PositionLost, TxnBridgeError
+from tests.renewed_topics import made_anew_again_and_again
+from txnbridge import Bridge, Outcome, PositionLost
 
 FEW = [b"old %d" % number for number in range(10)]
 MORE = [b"new %d" % number for number in range(60)]
@@ -115,87 +109,9 @@ def test_a_position_that_was_acknowledged_in_the_topic_before_is_not_taken_for_o
         assert values(take(consumer, 5)) == FEW[5:]
 
 
-class Renewal:
-    """A topic that is deleted and made anew at any instant; each message says which topic it is of, and its number."""
-
-    def __init__(self, url: str, source: str) -> None:
-        self.sizes: list[int] = []
-        self._url, self._source = url, source
-        self._chance = chaos.begin()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew_again_and_again)
-        self._thread.start()
-
-    def _renew_again_and_again(self) -> None:
-        with txnbridge.connect(self._url) as own:
-            self._fill(own)
-            while not self._ended.wait(self._chance.uniform(0, 2)):
-                own.admin.delete_topic(self._source)
-                while not self._is_made(own):
-                    time.sleep(0.02)
-                self._fill(own)
-
-    def _is_made(self, own: Bridge) -> bool:
-        with suppress(TxnBridgeError):
-            return own.admin.create_topic(self._source)
-        return False
-
-    def _fill(self, own: Bridge) -> None:
-        generation, size = len(self.sizes), self._chance.randint(1, 80)
-        send(own, self._source, *[f"{generation}.{number}".encode() for number in range(size)])
-        self.sizes.append(size)
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-class Copier:
-    """It copies in transactions, and goes on at the beginning where it is told that its topic is another one."""
-
-    def __init__(self, bridge: Bridge, source: str, target: str, group: str) -> None:
-        self._bridge, self._source, self._target = bridge, source, target
-        self._chance = random.Random(chaos.SEED)
-        self.consumer = bridge.consumer(source, group)
-
-    def copy(self) -> None:
-        try:
-            if batch := self.consumer.poll(self._chance.randint(1, 10), timeout=0.2):
-                with self._bridge.transaction() as txn:
-                    txn.send_many(self._target, values(batch))
-                    time.sleep(self._chance.choice((0, 0, 0.3)))
-                    txn.ack(batch)
-        except PositionLost:
-            with suppress(TxnBridgeError):
-                self.consumer.seek({(self._source, 0): (0,)})
-        except TxnBridgeError as error:
-            chaos.say(f"{type(error).__name__}: {error}")
-
-    def copied(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = defaultdict(list)
-        for value in values(seen(self._bridge, self._target)):
-            assert isinstance(value, bytes)
-            generation, _, number = value.decode().partition(".")
-            found[int(generation)].append(int(number))
-        return found
-
-
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_whenever_a_topic_is_made_anew_nothing_of_the_new_one_is_skipped_or_doubled(
     bridge: Bridge, new_topic: NewTopic, group: str, txnbridge_url: str
 ) -> None:
-    source, target = new_topic(), new_topic()
-    copier, renewal = Copier(bridge, source, target, group), Renewal(txnbridge_url, source)
-    with copier.consumer:
-        until = time.monotonic() + chaos.SECONDS / 5
-        while time.monotonic() < until:
-            copier.copy()
-        renewal.end()
-        while len(copier.copied()[len(renewal.sizes) - 1]) < renewal.sizes[-1]:
-            assert time.monotonic() < until + chaos.SETTLING
-            copier.copy()
-    found = copier.copied()
-    chaos.say(f"{len(renewal.sizes)} topics, {sum(map(len, found.values()))} messages of {len(found)} were copied")
-    assert {generation: numbers for generation, numbers in found.items() if numbers != list(range(len(numbers)))} == {}
-    assert len(found[len(renewal.sizes) - 1]) == renewal.sizes[-1]
+    made_anew_again_and_again(bridge, new_topic(), new_topic(), group, txnbridge_url)

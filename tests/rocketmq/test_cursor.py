@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from txnbridge_rocketmq import cursor as module
 from txnbridge_rocketmq import fetching
+from txnbridge_rocketmq.anchors import Anchor, Place
 from txnbridge_rocketmq.cursor import Cursor
 from txnbridge_rocketmq.marks import Mark, Origin, properties, unique_key
 from txnbridge_rocketmq.remoting import (
@@ -49,9 +50,10 @@ class Answer:
     """A call that is answered, or lost, or never ends."""
 
     given: Any
+    is_none: bool = False
 
     def done(self):
-        return self.given is not None
+        return self.is_none or self.given is not None
 
     def result(self):
         if isinstance(self.given, Exception):
@@ -66,10 +68,16 @@ class Broker:
     pulls: list[Any]
     lookups: list[Any] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
+    anchors: list[Any] = field(default_factory=list)
+    begin: int = 0
 
     def submit(self, broker, request, timeout):
         assert broker == "broker-1"
         self.asked.append(request)
+        if request.code == Code.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
+            return Answer(self.anchors.pop(0) if self.anchors else 1000 + int(request.fields["index"]), is_none=True)
+        if request.code == Code.GET_MIN_OFFSET:
+            return Answer(self.begin)
         answers = self.pulls if request.code == Code.PULL_MESSAGE else self.lookups
         return Answer(answers.pop(0) if answers else None)
 
@@ -79,7 +87,7 @@ class Broker:
 
 def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[Cursor, Broker]:
     cursor, broker = Cursor(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
-    cursor.go_on(at)
+    cursor.go_on(Place(at))
     return cursor, broker
 
 
@@ -97,7 +105,7 @@ def go(cursor: Cursor, broker: Broker, rounds: int = 20) -> list[Any]:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(module, "_REST_SECONDS", 0.0)
-    monkeypatch.setattr(module, "_SURE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "SURE_SECONDS", 0.05)
 
 
 def test_several_requests_are_under_way_while_more_is_waiting_than_one_brings():
@@ -111,7 +119,8 @@ def test_only_one_request_waits_at_the_end_of_a_queue():
     cursor, broker = reading(found(record(0), record(1), end=2), nothing(2))
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
     assert broker.offsets() == [0, 2, 2]
-    assert [int(each.fields["suspendTimeoutMillis"]) > 0 for each in broker.asked] == [True, True, True]
+    waits = [int(each.fields["suspendTimeoutMillis"]) for each in broker.asked if each.code == Code.PULL_MESSAGE]
+    assert [wait > 0 for wait in waits] == [True, True, True]
 
 
 class Bounded(Broker):
@@ -122,9 +131,9 @@ class Bounded(Broker):
         self._room = room
 
     def submit(self, broker, request, timeout):
-        super().submit(broker, request, timeout)
+        answer = super().submit(broker, request, timeout)
         if request.code != Code.PULL_MESSAGE:
-            return Answer([])
+            return answer
         first, count = (int(request.fields[name]) for name in ("queueOffset", "maxMsgNums"))
         last = min(first + min(count, self._room()), 300)
         return Answer(found(*map(marked, range(first, last)), end=300) if first < 300 else nothing(300))
@@ -145,7 +154,7 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
     # What was under way behind the first answer is in vain.
     assert len(broker.before_the_end()) < 300 / 10 + 10
-    assert len(broker.asked) == len(broker.offsets())  # nothing was looked up, as if something were missing
+    assert Code.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
 
 
 def test_more_is_asked_for_again_when_messages_are_small_again(monkeypatch):
@@ -192,7 +201,7 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
 def test_a_seek_ends_a_fault():
     cursor, broker = reading(Pulled(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
     go(cursor, broker)
-    cursor.go_on(7)
+    cursor.go_on(Place(7))
     broker.pulls.append(found(record(7), begin=7, end=8))
     assert go(cursor, broker) == [(7, b"x", 1)]
 
@@ -200,7 +209,7 @@ def test_a_seek_ends_a_fault():
 def test_what_is_handed_out_again_is_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
-    cursor.go_on(0)
+    cursor.go_on(Place(0))
     broker.pulls.append(found(record(0), record(1), end=2))
     assert go(cursor, broker) == [(0, b"x", 2), (1, b"x", 2)]
 
@@ -208,7 +217,7 @@ def test_what_is_handed_out_again_is_counted():
 def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
     cursor, broker = reading(None)
     cursor.ask(broker.submit)
-    cursor.go_on(5)
+    cursor.go_on(Place(5))
     broker.pulls.append(found(record(5), end=6))
     assert go(cursor, broker) == [(5, b"x", 1)]
 
@@ -227,6 +236,49 @@ def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
     assert go(cursor, broker) == [(0, b"x", 1)]
 
 
+# --- a topic that was made anew ---------------------------------------------------------------------------------------
+
+
+def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
+    cursor, broker = reading(found(record(0), record(1), end=2), found(record(2), end=3))
+    broker.anchors = [1001, 5001]
+    assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
+    assert isinstance(cursor.fault, PositionLost) and "made anew" in str(cursor.fault)
+    cursor.go_on(Place(0))
+    broker.pulls.append(found(record(0), end=1))
+    assert go(cursor, broker) == [(0, b"x", 1)]  # it is another message than was handed out before
+
+
+def test_a_message_before_the_position_that_retention_has_dropped_says_nothing():
+    cursor, broker = reading(found(record(5), begin=5, end=6), at=5)
+    cursor.go_on(Place(5, Anchor(4, 1004)))
+    broker.anchors, broker.begin = [None], 5
+    assert go(cursor, broker) == [(5, b"x", 1)]
+    assert cursor.fault is None
+
+
+def test_a_broker_that_does_not_know_the_last_message_is_believed_when_it_stays_so():
+    cursor, broker = reading(found(record(0), end=1), found(record(1), end=2))
+    broker.anchors = [1000, None]
+    assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
+    cursor, broker = reading(found(record(0), end=1), found(record(1), end=2))
+    broker.anchors = [1000, *[None] * 1_000_000]
+    while cursor.fault is None:
+        go(cursor, broker)
+    assert isinstance(cursor.fault, PositionLost) and cursor.next == 1
+
+
+def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(monkeypatch):
+    monkeypatch.setattr(module, "_MARKS", 8)
+    cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
+    go(cursor, broker)
+    assert cursor.place(32) == Place(32, Anchor(31, 1031))
+    for end in range(1, 33):
+        place = cursor.place(end)
+        assert place.anchor is not None and place.anchor.log_offset == 1000 + place.anchor.offset
+        assert Place.of(place.position) == place
+
+
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +287,7 @@ def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_beh
     cursor, broker = reading(found(record(0), lz4, record(2), end=3))
     assert go(cursor, broker) == [(0, b"x", 1)]
     assert isinstance(cursor.fault, NotSupported) and "LZ4" in str(cursor.fault) and "(2,)" in str(cursor.fault)
-    cursor.go_on(2)
+    cursor.go_on(Place(2))
     broker.pulls.append(found(record(2), end=3))
     assert go(cursor, broker) == [(2, b"x", 1)]
 
@@ -246,7 +298,7 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
     assert batch.holds_several
     cursor, broker = reading(found(batch, record(6), end=7), at=4)
     assert go(cursor, broker) == [(4, b"one", 1), (5, b"two", 1), (6, b"x", 1)]
-    cursor.go_on(5)
+    cursor.go_on(Place(5))
     broker.pulls.append(found(batch, end=6))
     assert [value for _, value, _ in go(cursor, broker)] == [b"two"]
 

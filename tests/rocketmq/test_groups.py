@@ -93,7 +93,8 @@ def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Cli
 
     def settle(starts: Any) -> None:
         barrier.wait()
-        found.append(starts.settle(wishes, queues, Deadline(SOON)).known)
+        known = starts.settle(wishes, queues, Deadline(SOON)).known
+        found.append({partition: place.next for partition, place in known.items()})
 
     threads = [threading.Thread(target=settle, args=(starts,)) for starts in both]
     for thread in threads:

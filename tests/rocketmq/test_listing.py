@@ -15,7 +15,7 @@ from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies
 from tests.rocketmq.reading_kit import new_topic, unique
 from tests.rocketmq.writing_kit import copies, flush
 from txnbridge import Outcome, TransactionAborted
-from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, NotFound
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, NotFound, OutcomeUnknown
 from txnbridge.testing import Child, tell
 
 
@@ -94,9 +94,9 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
     with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
         patched.setattr(Ender, "publish_fresh", die)
         patched.setattr(Ender, "publish", die)
-        with bridge.transaction() as txn:
-            txn.send(topic, b"late", partition=0)
-    assert txn.outcome is Outcome.COMMITTED
+        with pytest.raises(OutcomeUnknown, match="it is committed"):
+            with bridge.transaction(timeout=10) as txn:
+                txn.send(topic, b"late", partition=0)
     assert becomes_true(lambda: [each.state for each in listed(observer, txn.id)] == ["ending"])
     assert published(client, topic) == []
     assert any(txn.id in each.subject and "nobody ends it" in each.text for each in observer.check())

@@ -128,6 +128,18 @@ def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
     assert (beyond.status, beyond.next_offset, beyond.max_offset) == (PullStatus.OUT_OF_RANGE, 1, 1)
 
 
+def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
+    def told(offset):
+        return client.call(BROKER, reading.log_offset_at(topic, 0, offset), LONG)
+
+    assert told(0) is None  # nothing was ever there
+    for number in range(3):
+        client.call(BROKER, send(Message(topic, b"%d" % number), ALONE, 0), LONG)
+    records = read_all(client, topic)
+    assert [told(each.queue_offset) for each in records] == [each.log_offset for each in records]
+    assert told(99) is None
+
+
 def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     waiting = client.submit(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
     client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from txnbridge_rocketmq.remoting.codes import Answer, Code
 from txnbridge_rocketmq.remoting.frames import Command
 from txnbridge_rocketmq.remoting.records import Record, decode_records
-from txnbridge_rocketmq.remoting.requests import Request, fields
+from txnbridge_rocketmq.remoting.requests import OR_ABSENT, Request, document, fields, is_absent
 
 T = TypeVar("T")
 
@@ -101,6 +101,23 @@ def max_offset(topic: str, queue: int) -> Request[int]:
 def offset_at(topic: str, queue: int, timestamp: int) -> Request[int]:
     """The offset of the first message stored at or after a time (milliseconds since 1970), or the queue's end."""
     return _offset("offset by time", Code.SEARCH_OFFSET_BY_TIMESTAMP, topic, queue, timestamp=timestamp)
+
+
+def log_offset_at(topic: str, queue: int, offset: int) -> Request[int | None]:
+    """The place in the commit log of the message at an offset, by the queue's index, without reading the message.
+
+    None where the queue has no such message.
+    """
+    what = f"looking up offset {offset} of queue {queue} of topic {topic}"
+
+    def read(answer: Command) -> int | None:
+        if is_absent(answer, "is not exist", what) or not answer.body:
+            return None
+        entries = document(answer).get("queueData")
+        return int(entries[0]["physicOffset"]) if entries else None
+
+    asked = fields(topic=topic, queueId=queue, index=offset, count=1)
+    return Request(what, Code.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
 
 
 def by_unique_key(topic: str, unique_key: str) -> Request[list[Record]]:

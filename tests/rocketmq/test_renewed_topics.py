@@ -1,0 +1,212 @@
+"""A topic that is deleted and made anew under its name is another topic: a position in the one says nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartRocketMQ
+from txnbridge_conformance.looking import eventually, send, take, values
+from txnbridge_rocketmq.remoting import Client, Record, reading
+from txnbridge_rocketmq.remoting.requests import Request, fields, nothing
+
+from tests.core.reading_kit import SOON
+from tests.renewed_topics import delete_topic, made_anew_again_and_again
+from tests.rocketmq.kit import BROKER, LONG, read_all
+from tests.rocketmq.reading_kit import connect_to, unique
+from txnbridge import Bridge, NotFound, Outcome, PositionLost
+
+FEW = [b"old %d" % number for number in range(10)]
+MORE = [b"new %d" % number for number in range(60)]
+
+Renew = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def bridge(rocketmq_broker: brokers.RocketMQ) -> Iterator[Bridge]:
+    with connect_to(rocketmq_broker.url, writers=2) as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def topic(bridge: Bridge) -> str:
+    name = unique("renewed")
+    bridge.admin.create_topic(name, 1)
+    return name
+
+
+@pytest.fixture
+def group() -> str:
+    return unique("group")
+
+
+@pytest.fixture
+def renew(bridge: Bridge) -> Renew:
+    """Delete a topic and make it anew, with more messages than it had."""
+
+    def renew(topic: str) -> None:
+        delete_topic(bridge, topic)
+        bridge.admin.create_topic(topic, 1)
+        send(bridge, topic, *MORE)
+
+    return renew
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["in a group", "alone"])
+def test_a_reader_does_not_read_on_in_a_topic_that_was_made_anew_until_it_is_told_where(
+    bridge: Bridge, topic: str, group: str, renew: Renew, grouped: bool
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group if grouped else None) as consumer:
+        old = take(consumer, 5)
+        if grouped:
+            with bridge.transaction() as txn:
+                txn.ack(old)
+        assert values(take(consumer, 5)) == FEW[5:]
+        renew(topic)
+        for _ in range(2):
+            with pytest.raises(PositionLost, match="made anew"):
+                take(consumer, 1)
+        consumer.seek({(topic, 0): (0,)})
+        new = take(consumer, len(MORE))
+        assert values(new) == MORE
+        assert [message.deliveries for message in new] == [1] * len(MORE)
+
+
+def test_a_reader_that_waits_for_what_comes_next_is_told_too(bridge: Bridge, topic: str, renew: Renew) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, start="latest") as consumer:
+        assert not consumer.poll(timeout=0.5)
+        renew(topic)
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+
+
+def test_a_reader_of_a_topic_that_is_missing_is_told_what_it_is_when_it_is_there_again(
+    bridge: Bridge, topic: str
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic) as consumer:
+        take(consumer, 10)
+        bridge.admin.delete_topic(topic)
+        with pytest.raises(NotFound):
+            consumer.poll(timeout=SOON)
+        bridge.admin.create_topic(topic, 1)
+        send(bridge, topic, *MORE)
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+
+
+def test_a_group_that_comes_back_does_not_read_on_in_a_topic_that_was_made_anew(
+    bridge: Bridge, topic: str, group: str, renew: Renew
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group) as consumer, bridge.transaction() as txn:
+        txn.ack(take(consumer, 5))
+    renew(topic)
+    with bridge.consumer(topic, group) as consumer:
+        for _ in range(2):
+            with pytest.raises(PositionLost, match="made anew"):
+                take(consumer, 1)
+        consumer.seek({(topic, 0): (2,)})
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 3))
+    with bridge.consumer(topic, group) as consumer:
+        assert values(take(consumer, 55)) == MORE[5:]
+
+
+def test_a_group_that_began_at_the_end_of_a_topic_does_not_begin_so_far_on_in_the_next_one(
+    bridge: Bridge, topic: str, group: str, renew: Renew
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group, start="latest") as consumer:
+        assert not consumer.poll(timeout=1)
+        eventually(lambda: consumer.assignment, "the partition has come")
+    renew(topic)
+    with bridge.consumer(topic, group, start="latest") as consumer:
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+
+
+def test_what_was_read_before_a_topic_was_made_anew_moves_nobody_in_the_new_one(
+    bridge: Bridge, topic: str, group: str, renew: Renew
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group) as consumer:
+        old = take(consumer, 10)
+        renew(topic)
+        with bridge.transaction() as txn:
+            txn.ack(old)
+        assert txn.outcome is Outcome.COMMITTED  # it has read them
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+    with bridge.consumer(topic, group) as consumer:
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+        consumer.seek({(topic, 0): (0,)})
+        assert values(take(consumer, len(MORE))) == MORE
+
+
+def test_an_abort_goes_back_to_nothing_in_a_topic_that_was_made_anew(
+    bridge: Bridge, topic: str, group: str, renew: Renew
+) -> None:
+    send(bridge, topic, *FEW)
+    with bridge.consumer(topic, group) as consumer:
+        with bridge.transaction() as txn:
+            txn.ack(take(consumer, 5))
+        with pytest.raises(ZeroDivisionError), bridge.transaction() as txn:
+            txn.ack(take(consumer, 5))
+            renew(topic)
+            raise ZeroDivisionError
+        with pytest.raises(PositionLost, match="made anew"):
+            take(consumer, 1)
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+_DELETE_EXPIRED = 329
+_FILE_BYTES = 1 << 20
+
+
+def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
+    start_rocketmq: StartRocketMQ, tmp_path: Path, group: str
+) -> None:
+    """The message before its position is gone, and the one at its position is the first that is left."""
+    kept = {"mappedFileSizeCommitLog": str(_FILE_BYTES), "fileReservedTime": "0", "deleteWhen": "30"}
+    broker = start_rocketmq(settings=kept)
+    topic = unique("dropped")
+    contents = [b"%d" % number + bytes(100_000) for number in range(40)]
+    with (
+        connect_to(broker.url, application="keeper", decision_log=f"sqlite:///{tmp_path}/log.db") as bridge,
+        Client([broker.url.removeprefix("rocketmq://")]) as client,
+    ):
+        send(bridge, topic, *contents)
+        first = first_of_the_last_file(read_all(client, topic))
+        with bridge.consumer(topic, group) as consumer:
+            read = take(consumer, first)
+            with bridge.transaction() as txn:
+                txn.ack(read)
+        expire = Request("dropping old files", _DELETE_EXPIRED, nothing, fields())
+        client.call(BROKER, expire, LONG)
+        eventually(lambda: client.call(BROKER, reading.min_offset(topic, 0), LONG) == first, "the rest is dropped")
+        with bridge.consumer(topic, group) as consumer:
+            assert values(take(consumer, 40 - first)) == contents[first:]
+
+
+def first_of_the_last_file(records: list[Record]) -> int:
+    last = records[-1].log_offset // _FILE_BYTES
+    return next(each.queue_offset for each in records if each.log_offset // _FILE_BYTES == last)
+
+
+# --- again and again --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_whenever_a_topic_is_made_anew_nothing_of_the_new_one_is_skipped_or_doubled(
+    bridge: Bridge, topic: str, group: str, rocketmq_broker: brokers.RocketMQ
+) -> None:
+    target = unique("target")
+    made_anew_again_and_again(bridge, topic, target, group, rocketmq_broker.url)
