@@ -69,7 +69,7 @@ CAPABILITIES = Capabilities(
         Capability.EMPTY_VALUE: emulated("a property says that the value is empty; the body holds one byte"),
         Capability.BINARY_HEADERS: emulated("a value that is not text is kept in base64 under another name"),
         Capability.REPEATED_HEADERS: emulated("further values of a name are kept under names of their own"),
-        Capability.RENEWED_TOPICS: absent("a broker names a topic by nothing but its name, and counts from 0 again"),
+        Capability.RENEWED_TOPICS: emulated("a queue is known by where the broker's commit log has a message of it"),
         Capability.BARE_HEADERS: absent("a message's properties are text with a name"),
         Capability.CHOOSE_PARTITION: NATIVE,
         Capability.TIMESTAMPS: emulated("a property, because brokers judge by their own how old a half is"),
