@@ -28,7 +28,8 @@ class BatchReader(DataSourceReader):
         start = _plan.resolve("startingOffsets", self._options.starting or EARLIEST, bounds)
         end = _plan.resolve("endingOffsets", self._options.ending, bounds)
         for (topic, number), at in start.items():
-            if at > end[topic, number]:
+            readable = bounds[topic, number][1]
+            if end[topic, number] < at <= readable:
                 raise InvalidOption(
                     f"the end of {topic}[{number}], {_plan.show(end[topic, number])}, lies before its start,"
                     f" {_plan.show(at)}: endingOffsets is behind startingOffsets"
