@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,18 @@ from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _
 from txnbridge._decisions import Decisions, engine
 from txnbridge._decisions import follower as follower
 from txnbridge._decisions import state as state
-from txnbridge._decisions.records import Snapshot
+from txnbridge._decisions.records import (
+    Acked,
+    Begin,
+    Birth,
+    Claimed,
+    Presence,
+    Range,
+    Snapshot,
+    digest,
+    encode,
+)
+from txnbridge._token import Decision
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
 
@@ -111,6 +123,30 @@ def knowledge(folded):
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
     return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.born}
+
+
+def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():
+    known = {"log": "a", "opened": [], "done": [], "claims": [], "groups": [], "living": []}
+    records = [encode(Birth(log="a", nonce="birth", at=0)), encode(Presence(log="a", nonce="begin", until=10**15))]
+
+    def snapshot() -> None:
+        at = len(records) - 1
+        covers: Any = {"born": (0,), "covers": (at,), "digest": digest(records[at]), "at": at}
+        records.append(encode(Snapshot(log="a", nonce=f"snapshot {at}", body=known, stored=None, **covers)))
+
+    def claim(read_up_to: int) -> None:
+        acked = Acked((read_up_to,), (Range("g", ("t", 0), (0,), (5,)),))
+        fields: Any = {"id": ("c",), "decision": Decision.COMMIT, "begin": Begin((1,), "begin"), "by": None, "body": {}}
+        records.append(encode(Claimed(log="a", nonce=f"up to {read_up_to}", acked=acked, stored=None, **fields)))
+
+    records.append(encode(Presence(log="a", nonce="other", until=10**15)))
+    snapshot()
+    claim(read_up_to=1)  # too late: the snapshot covers more
+    snapshot()
+    claim(read_up_to=5)
+    log = [((number,), raw) for number, raw in enumerate(records)]
+    (stands,) = {str(fold(log[first:]).ids.groups) for first in (0, 2, 3, 4)}
+    assert stands == str({("g", ("t", 0)): (5,)})
 
 
 def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():

@@ -201,6 +201,16 @@ class TokenFold:
         self.claims.setdefault(record.id, {}).setdefault(begin, winner)
         return True
 
+    def strike_void(self, begin: Begin, record: Claimed) -> None:
+        """Take back a claim that seems to stand, and that the author of this one knew to be void.
+
+        The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction stands. A
+        reader that began behind the transaction's presence may have missed what a snapshot covers that makes it void.
+        """
+        known = self.claims.get(record.id, {})
+        if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
+            del known[begin]
+
     def _acknowledge(
         self, transaction: _Transaction, acked: Acked, position: Position, covered: Position | None
     ) -> bool:
@@ -529,6 +539,9 @@ class State:
         if record.begin is None:
             self._judge(position, record, winner)
             return
+        assert self.start is not None
+        if record.begin.at < self.start:
+            self.tokens.strike_void(record.begin, record)
         counts = self.tokens.claim(record.begin, record, winner, self.covered)
         self._tell(record.nonce, position, counts)
         if record.acked is not None:
