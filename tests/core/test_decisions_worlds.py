@@ -35,6 +35,8 @@ CALM = Chances()
 HARSH = Chances(retention=0.01)
 # And an operator begins the log anew while everybody goes on: nobody's records of before count then.
 RENEWED = Chances(retention=0.01, renewed=0.1)
+# Processes without an id come and go, and time passes beyond what they need.
+MADE_UP = Chances(clock=0.1, made_up=0.5)
 ORIGIN = (0,)
 
 
@@ -92,6 +94,28 @@ def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds,
         assert told[answer] >= 15, told
 
 
+@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
+def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, monkeypatch):
+    if near_end is not None:
+        monkeypatch.setattr(follower, "NEAR_END", near_end)
+    monkeypatch.setattr(follower, "_FORGET_AFTER", near_end or 15)
+    forgotten = set()
+    is_kept = state.is_kept
+
+    def look_at(opener, since):
+        if not (kept := is_kept(opener, since)):
+            forgotten.add(opener.under)
+        return kept
+
+    monkeypatch.setattr(state, "is_kept", look_at)
+    findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None)
+    assert findings == []
+    for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
+        assert told[answer] >= 15, told
+    assert len(forgotten) >= 15
+
+
 def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
     findings, told = explore(range(100), peace)
@@ -120,6 +144,7 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
 def knowledge(folded):
     """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
     known = folded.ids.to_json(folded.log)
+    known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
     return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.born}
@@ -302,6 +327,14 @@ def renewals_count_wherever_they_stand(monkeypatch):
     monkeypatch.setattr(state.State, "_take_renewal", take_renewal)
 
 
+def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
+    def stands(openings, under):
+        newest = openings.get(under.id)
+        return newest is not None and newest.under == under
+
+    monkeypatch.setattr(state, "stands", stands)
+
+
 @pytest.mark.parametrize(
     ("take_away", "chances"),
     [
@@ -320,6 +353,7 @@ def renewals_count_wherever_they_stand(monkeypatch):
         (nobody_looks_who_else_acknowledged, CALM),
         pytest.param(late_copies_of_acknowledgements_count_again, CALM, marks=pytest.mark.full),  # found late
         (renewals_count_wherever_they_stand, RENEWED),
+        (made_up_ids_count_only_while_their_opening_is_known, MADE_UP),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
