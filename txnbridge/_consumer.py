@@ -12,10 +12,11 @@ from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import MAX_UNACKED, Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position, as_messages
+from txnbridge._reopening import ReopeningReader
 from txnbridge._topics import Topic, as_topic
 from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
-from txnbridge.spi import Partition, Reader, Subscription
+from txnbridge.spi import Partition, Subscription
 
 _log = logging.getLogger("txnbridge")
 
@@ -40,7 +41,9 @@ class Consumer:
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
-        self._reader: Reader = connection.broker.reader(subscription, _Listener(self), connection.deadline())
+        self._reader = ReopeningReader(
+            connection.broker.reader, subscription, _Listener(self), connection.deadline(), connection.timeout
+        )
         self._closed = False
         connection.consumers.add(self, self._reader)
 
@@ -338,9 +341,12 @@ class Consumer:
         self._connection.check_process()
         if self._closed:
             raise InvalidState(f"{call} on {self!r}, which is closed")
-        if call != "close":
-            self._connection.check_open()
-            self._deliveries.recover()
+        if call == "close":
+            return
+        self._connection.check_open()
+        self._deliveries.recover()
+        if call != "seek":  # which says where a reader goes on that cannot go on where it was
+            self._reader.mend()
 
 
 class Intake(Consumer):
