@@ -133,6 +133,11 @@ _exiting = threading.Event()  # the interpreter is
 _parents: list[Broker | None] = []  # brokers of the parent process, kept so that nothing of theirs is ever closed here
 
 
+def exiting() -> bool:
+    """Whether the interpreter ends."""
+    return _exiting.is_set()
+
+
 def exit_begins() -> None:
     """The interpreter ends: what daemon threads call from now on waits for that."""
     _exiting.set()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from _thread import RLock as _RLock
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import MAX_UNACKED, Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position, as_messages
+from txnbridge._reopening import ReopeningReader
 from txnbridge._topics import Topic, as_topic
 from txnbridge.capabilities import Capability
 from txnbridge.errors import Conflict, InvalidOption, InvalidState, OutcomeUnknown, Poison, TxnBridgeError, UsageError
-from txnbridge.spi import Partition, Reader, Subscription
+from txnbridge.spi import Partition, Subscription
 
 _log = logging.getLogger("txnbridge")
 
@@ -33,13 +34,16 @@ class Consumer:
         self._subscription = subscription
         # Topics whose values pass as they are need no decoding.
         self._codecs = {topic.name: topic for topic in topics if not topic.plain}
-        self._guard = threading.Lock()
+        self._guard = _OneCall()
+        self._guard.of = repr(self)
         self._closed = True  # until there is something to close
         self._unproven = False  # something was fetched since the last proof was taken
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
-        self._reader: Reader = connection.broker.reader(subscription, _Listener(self), connection.deadline())
+        self._reader = ReopeningReader(
+            connection.broker.reader, subscription, _Listener(self), connection.deadline(), connection.timeout
+        )
         self._closed = False
         connection.consumers.add(self, self._reader)
 
@@ -76,7 +80,8 @@ class Consumer:
         Raises `PositionLost` if retention has passed this group, `OutcomeUnknown` while the outcome of the transaction
         that acknowledged the last messages is not known. What raises hands out nothing, so nothing is skipped.
         """
-        with self._using("poll"):
+        with self._guard:
+            self._begin("poll")
             self._fetch(max_messages, timeout)
             batch = self._hand_out(max_messages)
         self._deliveries.on_the_way = None
@@ -93,7 +98,8 @@ class Consumer:
     def _fill(self, max_messages: int, max_wait: float) -> Batch:
         deadline = Deadline(max_wait)
         while True:
-            with self._using("poll"):
+            with self._guard:
+                self._begin("poll")
                 self._fetch(max_messages, deadline.left(), full=True)
                 if deadline.expired or len(self._deliveries.fetched()) >= max_messages:
                     return self._hand_out(max_messages)
@@ -101,7 +107,8 @@ class Consumer:
     def __iter__(self) -> Iterator[Message]:
         """Message by message, for ever."""
         while True:
-            with self._using("poll"):
+            with self._guard:
+                self._begin("poll")
                 self._fetch(_FETCH, 1.0)
                 batch = list(self._hand_out(1))
             for message in batch:
@@ -166,7 +173,8 @@ class Consumer:
 
     def positions(self) -> dict[Partition, Position]:
         """The next position to read of each assigned partition."""
-        with self._using("positions"):
+        with self._guard:
+            self._begin("positions")
             return self._deliveries.next_positions(self._reader.positions())
 
     def seek(self, positions: Mapping[Partition, Position] | int) -> None:
@@ -178,7 +186,8 @@ class Consumer:
         """
         if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
             raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
-        with self._using("seek"):
+        with self._guard:
+            self._begin("seek")
             self._connection.capabilities.require(Capability.REPLAY)
             if (holder := self._deliveries.holder) is not None:
                 raise InvalidState(f"transaction {holder} holds acknowledgements of this consumer; end it first")
@@ -202,26 +211,30 @@ class Consumer:
 
     def pause(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver nothing from these partitions (all by default) until `resume`; the assignment stays."""
-        with self._using("pause"):
+        with self._guard:
+            self._begin("pause")
             chosen = self.assignment if partitions is None else partitions
             self._reader.pause(chosen)
             self._deliveries.pause(chosen)
 
     def resume(self, partitions: Sequence[Partition] | None = None) -> None:
         """Deliver from these partitions (all by default) again."""
-        with self._using("resume"):
+        with self._guard:
+            self._begin("resume")
             chosen = self.assignment if partitions is None else partitions
             self._reader.resume(chosen)
             self._deliveries.resume(chosen)
 
     def lag(self) -> dict[Partition, int]:
         """How many readable messages (or positions) lie before each assigned partition's end."""
-        with self._using("lag"):
+        with self._guard:
+            self._begin("lag")
             return self._reader.lag(self._connection.deadline())
 
     def nack(self, messages: Message | Iterable[Message]) -> None:
         """Give delivered messages back: they are delivered again, to this or another member (also if this fails)."""
-        with self._using("nack"):
+        with self._guard:
+            self._begin("nack")
             self._connection.capabilities.require(Capability.REDELIVERY)
             chosen = as_messages("nack", messages)
             back = self._deliveries.give_back(chosen)
@@ -235,7 +248,8 @@ class Consumer:
         """
         if self._closed or self._connection.forked:
             return
-        with self._using("close"):
+        with self._guard:
+            self._begin("close")
             self._close(self._connection.deadline() if timeout is None else Deadline(timeout))
 
     def _close(self, deadline: Deadline) -> None:
@@ -250,9 +264,12 @@ class Consumer:
     def _close_behind_its_bridge(self) -> None:
         """In a thread: wait for a call that outlasts the closing of the bridge, and close then."""
         try:
-            with self._guard:
+            self._guard.acquire()
+            try:
                 if not self._closed:
                     self._close(self._connection.deadline())
+            finally:
+                self._guard.release()
         except Exception as error:
             _log.debug("closing %r behind its bridge: %s", self, error)
 
@@ -319,21 +336,17 @@ class Consumer:
                 )
             self._deliveries.found(transaction, outcome)
 
-    def _using(self, call: str) -> threading.Lock:
-        """The lock that a call holds: one call at a time, on an open consumer, in the process that made it.
-
-        The call takes it by `with`, and so lets it go whatever comes between: an exception from a signal handler can
-        come into every other function's first line, also into that of an `__exit__` written in Python.
-        """
+    def _begin(self, call: str) -> None:
+        """Once a call has `_guard`: see that the consumer may be used, and go on behind a call that was interrupted."""
         self._connection.check_process()
         if self._closed:
             raise InvalidState(f"{call} on {self!r}, which is closed")
-        if call != "close":
-            self._connection.check_open()
-        if self._guard.locked():
-            raise InvalidState(f"{call} on {self!r} while another call on it runs: one thread at a time")
+        if call == "close":
+            return
+        self._connection.check_open()
         self._deliveries.recover()
-        return self._guard
+        if call != "seek":  # which says where a reader goes on that cannot go on where it was
+            self._reader.mend()
 
 
 class Intake(Consumer):
@@ -341,7 +354,8 @@ class Intake(Consumer):
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:
         """As `poll`."""
-        with self._using("poll"):
+        with self._guard:
+            self._begin("poll")
             self._fetch(max_messages, timeout)
             messages = self._deliveries.hand_out(max_messages)
         self._deliveries.on_the_way = None
@@ -363,6 +377,29 @@ class Intake(Consumer):
     def group_lag(self, timeout: float) -> int | None:
         """What is left for all members together; None if the broker does not tell."""
         return self._reader.group_lag(Deadline(timeout))
+
+
+class _OneCall(_RLock):  # type: ignore[misc]  # it is not final, whatever its stub says
+    """Held by one call on a consumer at a time; another one is refused, also on the same thread.
+
+    A call takes it by `with`, and so lets it go whatever comes between: an exception from a signal handler can come
+    into the first line of every function that is written in Python, and `__exit__` is not.
+    """
+
+    of = ""
+
+    _is_owned: Callable[[], bool]  # whether this thread has it
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        held = self._is_owned()
+        try:
+            if held or not self.acquire(blocking=False):
+                raise InvalidState(f"a call on {self.of} while another call on it runs: one thread at a time")
+        except BaseException:
+            if not held and self._is_owned():
+                self.release()
+            raise
+        return True
 
 
 class _Listener:

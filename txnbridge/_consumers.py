@@ -7,10 +7,11 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from txnbridge._connection import Connection, close_quietly
+from txnbridge._connection import Connection, close_quietly, exiting
 from txnbridge._deadline import Deadline
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
@@ -63,14 +64,24 @@ class Consumers:
                 raise
 
     def close(self, polls: Deadline, deadline: Deadline) -> None:
-        """All of them, by the deadline. A call of another thread is waited for until `polls`, and then left to it."""
+        """All of them, by the deadline. A call of another thread is waited for until `polls`, and then left to it.
+
+        They close side by side: a member that is still joining its group may take seconds.
+        """
         with self._guard:
             consumers = list(self._alive.items())
             dropped = self._readers.difference(reader for _, reader in consumers)
-        for consumer, _ in consumers:
-            close_quietly(_close, consumer, polls, deadline)
-        for reader in dropped:
-            close_quietly(self.close_reader, reader, deadline)
+        closing = [partial(close_quietly, _close, consumer, polls, deadline) for consumer, _ in consumers]
+        closing += [partial(close_quietly, self.close_reader, reader, deadline) for reader in dropped]
+        beside = [threading.Thread(target=close, daemon=True) for close in closing[1:]]
+        if exiting():  # then no thread begins any more
+            beside = []
+        for thread in beside:
+            thread.start()
+        for close in closing[: len(closing) - len(beside)]:
+            close()
+        for thread in beside:
+            thread.join(deadline.left())
         self._dropped.put(None)
 
 

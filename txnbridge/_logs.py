@@ -41,10 +41,10 @@ class Logs:
     def own_ledger(self) -> Ledger:
         """What this bridge's id keeps in the log of its application."""
         identity = self._connection.identity
-        return self.ledger(identity.application, identity.name)
+        return self.ledger(identity.application, identity.name, made_up=not identity.owned)
 
-    def ledger(self, application: str, id: str) -> Ledger:
-        return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id))
+    def ledger(self, application: str, id: str, made_up: bool = False) -> Ledger:
+        return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id, made_up=made_up))
 
     def ledger_of(self, token: Token) -> Ledger:
         """What the id of a token's transaction keeps in the log that the token names."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -404,6 +404,10 @@ class ReaderListener(Protocol):
 
 class Reader(ABC):
     """Reads committed messages only, each partition in order."""
+
+    # Whether a call that an exception from a signal handler ended, at whatever point, has lost nothing, and the next
+    # one goes on. Any other reader is closed behind such a call, and opened anew.
+    resumes: ClassVar[bool] = False
 
     @abstractmethod
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:

@@ -44,7 +44,7 @@ from txnbridge.errors import (
     PositionLost,
     TxnBridgeError,
 )
-from txnbridge.spi import Ack, DecisionLog
+from txnbridge.spi import Ack, DecisionLog, Ledger, LedgerClaim
 
 
 class MemoryLog(DecisionLog):
@@ -115,7 +115,7 @@ class Oracle:
         for position, record in self._records:
             if isinstance(record, Opened):
                 counting = self.openings.setdefault(record.under.id, [])
-                if record.under.number > max((under.number for _, under in counting), default=0):
+                if record.under.number > max((under.number for _, under in counting), default=-1):
                     counting.append((position, record.under))
 
     @classmethod
@@ -130,9 +130,9 @@ class Oracle:
         return {since: cls(archive[at:end], since, log) for (at, since, log), end in zip(starts, ends, strict=True)}
 
     def is_newest(self, under: Any, at: Position) -> bool:
-        """Whether an opening is its id's newest one as seen at a position."""
+        """Whether an opening is its id's newest one as seen at a position. Ids that are made up have no other one."""
         before = [other for position, other in self.openings.get(under.id, ()) if position < at]
-        return bool(before) and before[-1] == under
+        return bool(before[-1] == under if before else under.number == 0)
 
     def notes(self, owner: Any, transaction: Any, at: Position) -> list[tuple[str, str]]:
         """(kind, nonce) of the ledger entries that count in front of a position; copies count once."""
@@ -257,7 +257,7 @@ class Killed(BaseException):
 
 @dataclass
 class Chances:
-    """How likely each fault is, at each operation on the log (or, for the last two, at each turn of the world)."""
+    """How likely each fault is, at each operation on the log (or, for the last three, at each turn of the world)."""
 
     unclean: float = 0.06  # no answer, stored or not
     refused: float = 0.02
@@ -266,6 +266,7 @@ class Chances:
     retention: float = 0.0  # the oldest records go whether or not anybody needs them
     renewed: float = 0.0  # an operator looks whether the log has to be begun anew
     clock: float = 0.03
+    made_up: float = 0.0  # a process without an id does something, under one that it makes up
 
 
 @dataclass
@@ -385,6 +386,8 @@ class Actor:
     def _act(self) -> None:
         if (chance := self.world.chances.renewed) and self.random.random() < chance:
             self.renew()
+        elif (chance := self.world.chances.made_up) and self.random.random() < chance:
+            self.random.choice((self.transact_alone, self.transact_alone, self.consume_alone))()
         else:
             self.random.choice(self.acts)(self)
 
@@ -406,6 +409,7 @@ class Actor:
         )
         self.opening: Opening | None = None
         self.run: Opening | None = None
+        self.made_up: str | None = None
         self.known: tuple[dict[Any, Position], Position] | None = None
 
     # --- what a process does ----------------------------------------------------------------------------------------
@@ -460,12 +464,12 @@ class Actor:
     def ask_about_preparing(self) -> None:
         if token := self._some_token():
             seen = self._end()
-            found = self.decisions.ledger("X", begin=token.begin).find(token.id, Deadline(30))
+            found = self.decisions.ledger(token.owner, begin=token.begin).find(token.id, Deadline(30))
             count = len(found)
             self._check(
                 lambda oracle: (
                     None
-                    if count >= len(oracle.notes(("X",), token.id, seen))
+                    if count >= len(oracle.notes((token.owner,), token.id, seen))
                     else f"{self.name} missed a prepare record of {token.id}"
                 ),
                 token.begin["at"],
@@ -489,11 +493,14 @@ class Actor:
         """Read where the group stands, and acknowledge from there; or somebody else aborts that in the meantime."""
         if self.opening is None:
             self.open()
-        ledger, deadline = self.decisions.ledger("X"), Deadline(30)
+        self._acknowledge(self.decisions.ledger("X"), "X")
+
+    def _acknowledge(self, ledger: Ledger, owner: str) -> None:
+        deadline = Deadline(30)
         if self.known is None or self.random.random() < 0.6:
             self.known = self._look()
         known = self.known
-        token = Token(f"c{self.random.getrandbits(40):x}", "X", dict(ledger.begin(deadline)))
+        token = Token(f"c{self.random.getrandbits(40):x}", owner, dict(ledger.begin(deadline)))
         self.world.tokens.append(token)
         data = {"by": self.name, "bulk": self.random.choice(BULKS)}
         places = self.random.choice(([("a", 0)], [("a", 0), ("b", 0)]))
@@ -503,6 +510,9 @@ class Actor:
         except Conflict:
             claim = ledger.claim(token.id, Decision.ABORT, data, deadline, log=token.begin)
             self.world.told["Conflict"] += 1
+        self._learnt(token, claim)
+
+    def _learnt(self, token: Token, claim: LedgerClaim) -> None:
         self._check(
             lambda oracle: (
                 None
@@ -511,6 +521,37 @@ class Actor:
             ),
             token.begin["at"],
         )
+
+    def transact_alone(self) -> None:
+        """What a process without an id does: it makes one up, which nobody else opens, and prepares or commits."""
+        ledger, owner = self._alone()
+        token = Token(f"m{self.random.getrandbits(40):x}", owner, dict(ledger.begin(Deadline(30))))
+        self.world.tokens.append(token)
+        try:
+            if self.random.random() < 0.6:
+                ledger.record("prepare", token.id, {}, Deadline(30))
+                token.prepared = True
+                self._check(lambda oracle: self._is_prepared(oracle, token), token.begin["at"])
+            if self.random.random() < 0.7:
+                data = {"by": self.name, "bulk": self.random.choice(BULKS)}
+                self._learnt(token, ledger.claim(token.id, Decision.COMMIT, data, Deadline(30), log=token.begin))
+            newest = ledger.newest_opening(Deadline(30))
+        except Fenced:
+            newest = None
+        if newest is None or newest[0] != owner:
+            self.world.findings.append(f"{self.name} was called fenced from {owner}, which nobody else opens")
+        self.world.told["made up"] += 1
+
+    def consume_alone(self) -> None:
+        self._acknowledge(*self._alone())
+
+    def _alone(self) -> tuple[Ledger, str]:
+        owner = self.made_up or f"made-up-{self.random.getrandbits(40):x}"
+        ledger = self.decisions.ledger(owner, made_up=True)
+        if self.made_up is None:
+            ledger.opened({}, Deadline(30))
+            self.made_up = owner
+        return ledger, owner
 
     def _ack(self, place: Any, known: tuple[dict[Any, Position], Position]) -> Ack:
         first = known[0].get(place, (0,))
@@ -605,7 +646,7 @@ class Actor:
         self._check(check, claim.position)
 
     def _is_prepared(self, oracle: Oracle, token: Token) -> str | None:
-        if oracle.notes(("X",), token.id, self._end()):
+        if oracle.notes((token.owner,), token.id, self._end()):
             return None
         return f"{self.name} was told that {token.id} is prepared, but its record stands behind a newer opening"
 

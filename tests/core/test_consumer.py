@@ -501,13 +501,44 @@ def test_a_poll_that_outlasts_its_bridge_is_the_last_one(room: Room, monkeypatch
     monkeypatch.setattr(room.reader, "poll", poll)
     with ThreadPoolExecutor() as pool:
         polled = pool.submit(room.consumer.poll)
-        eventually(room.consumer._guard.locked)
+        eventually(lambda: "<locked" in repr(room.consumer._guard))
         room.bridge.close()
         closing.set()
         polled.result(60)
     eventually(lambda: room.reader.calls.count("close") == 1)
     with pytest.raises(InvalidState, match="closed"):
         room.consumer.poll()
+
+
+def test_a_call_is_refused_from_the_first_moment_of_another_one_on(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    recover, refused = room.consumer._deliveries.recover, []
+
+    def meanwhile() -> None:
+        monkeypatch.undo()
+        with ThreadPoolExecutor() as pool:
+            for poll in (room.consumer.poll, lambda: pool.submit(room.consumer.poll).result(60)):
+                with pytest.raises(InvalidState, match="one thread at a time"):
+                    poll()
+                refused.append(poll)
+        recover()
+
+    monkeypatch.setattr(room.consumer._deliveries, "recover", meanwhile)
+    assert values(room.consumer.poll(2)) == [b"0", b"1"]
+    assert len(refused) == 2
+    assert values(room.consumer.poll(2)) == [b"2", b"3"]
+
+
+def test_consumers_are_closed_side_by_side(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumers = [room.bridge.consumer("t", "g") for _ in range(2)]
+    together, closed = threading.Barrier(3), []
+
+    def close(reader: ToyReader, deadline: object) -> None:
+        together.wait(60)  # which one after the other would never pass
+        closed.append(reader)
+
+    monkeypatch.setattr(ToyReader, "close", close)
+    room.bridge.close()
+    eventually(lambda: len(closed) == len(consumers) + 1)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])

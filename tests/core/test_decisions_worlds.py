@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,18 @@ from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _
 from txnbridge._decisions import Decisions, engine
 from txnbridge._decisions import follower as follower
 from txnbridge._decisions import state as state
-from txnbridge._decisions.records import Snapshot
+from txnbridge._decisions.records import (
+    Acked,
+    Begin,
+    Birth,
+    Claimed,
+    Presence,
+    Range,
+    Snapshot,
+    digest,
+    encode,
+)
+from txnbridge._token import Decision
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
 
@@ -23,6 +35,8 @@ CALM = Chances()
 HARSH = Chances(retention=0.01)
 # And an operator begins the log anew while everybody goes on: nobody's records of before count then.
 RENEWED = Chances(retention=0.01, renewed=0.1)
+# Processes without an id come and go, and time passes beyond what they need.
+MADE_UP = Chances(clock=0.1, made_up=0.5)
 ORIGIN = (0,)
 
 
@@ -80,6 +94,28 @@ def test_nor_where_a_log_is_begun_anew_while_everybody_goes_on(near_end, worlds,
         assert told[answer] >= 15, told
 
 
+@pytest.mark.parametrize("worlds", [100, pytest.param(3_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("near_end", [None, 5], ids=["all", "near-end"])
+def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, monkeypatch):
+    if near_end is not None:
+        monkeypatch.setattr(follower, "NEAR_END", near_end)
+    monkeypatch.setattr(follower, "_FORGET_AFTER", near_end or 15)
+    forgotten = set()
+    is_kept = state.is_kept
+
+    def look_at(opener, since):
+        if not (kept := is_kept(opener, since)):
+            forgotten.add(opener.under)
+        return kept
+
+    monkeypatch.setattr(state, "is_kept", look_at)
+    findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None)
+    assert findings == []
+    for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
+        assert told[answer] >= 15, told
+    assert len(forgotten) >= 15
+
+
 def test_where_nothing_goes_wrong_nobody_is_left_without_an_answer():
     peace = Chances(unclean=0, refused=0, killed=0, clock=0)
     findings, told = explore(range(100), peace)
@@ -108,9 +144,34 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
 def knowledge(folded):
     """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
     known = folded.ids.to_json(folded.log)
+    known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
     return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.born}
+
+
+def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():
+    known = {"log": "a", "opened": [], "done": [], "claims": [], "groups": [], "living": []}
+    records = [encode(Birth(log="a", nonce="birth", at=0)), encode(Presence(log="a", nonce="begin", until=10**15))]
+
+    def snapshot() -> None:
+        at = len(records) - 1
+        covers: Any = {"born": (0,), "covers": (at,), "digest": digest(records[at]), "at": at}
+        records.append(encode(Snapshot(log="a", nonce=f"snapshot {at}", body=known, stored=None, **covers)))
+
+    def claim(read_up_to: int) -> None:
+        acked = Acked((read_up_to,), (Range("g", ("t", 0), (0,), (5,)),))
+        fields: Any = {"id": ("c",), "decision": Decision.COMMIT, "begin": Begin((1,), "begin"), "by": None, "body": {}}
+        records.append(encode(Claimed(log="a", nonce=f"up to {read_up_to}", acked=acked, stored=None, **fields)))
+
+    records.append(encode(Presence(log="a", nonce="other", until=10**15)))
+    snapshot()
+    claim(read_up_to=1)  # too late: the snapshot covers more
+    snapshot()
+    claim(read_up_to=5)
+    log = [((number,), raw) for number, raw in enumerate(records)]
+    (stands,) = {str(fold(log[first:]).ids.groups) for first in (0, 2, 3, 4)}
+    assert stands == str({("g", ("t", 0)): (5,)})
 
 
 def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
@@ -266,6 +327,14 @@ def renewals_count_wherever_they_stand(monkeypatch):
     monkeypatch.setattr(state.State, "_take_renewal", take_renewal)
 
 
+def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
+    def stands(openings, under):
+        newest = openings.get(under.id)
+        return newest is not None and newest.under == under
+
+    monkeypatch.setattr(state, "stands", stands)
+
+
 @pytest.mark.parametrize(
     ("take_away", "chances"),
     [
@@ -284,6 +353,7 @@ def renewals_count_wherever_they_stand(monkeypatch):
         (nobody_looks_who_else_acknowledged, CALM),
         pytest.param(late_copies_of_acknowledgements_count_again, CALM, marks=pytest.mark.full),  # found late
         (renewals_count_wherever_they_stand, RENEWED),
+        (made_up_ids_count_only_while_their_opening_is_known, MADE_UP),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -280,8 +280,8 @@ class Program(RuleBasedStateMachine):
 
     @property
     def reader(self) -> WorldReader:
-        assert isinstance(self.consumer._reader, WorldReader)
-        return self.consumer._reader
+        assert isinstance(self.consumer._reader.reader, WorldReader)
+        return self.consumer._reader.reader
 
     # --- what the program does
 

@@ -6,70 +6,18 @@ doubled, and no writer, turn or consumer may stay taken.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import txnbridge
+from tests.interrupts import Interrupted, interrupted_everywhere
 from txnbridge import Batch, Bridge, Consumer, InvalidState, Message, OutcomeUnknown
 from txnbridge._transaction import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:transaction .* was left unfinished:ResourceWarning")
-
-
-class Interrupted(BaseException):
-    """What the signal handler raises."""
-
-
-def interrupted_everywhere(act: Callable[[], Any], recover: Callable[[], Any]) -> int:
-    """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many."""
-    number = 0
-    while where := _interrupted_at(act, number + 1):
-        number += 1
-        try:
-            recover()
-        except BaseException as error:
-            raise AssertionError(f"wrong after an interrupt at {where}") from error
-    return number
-
-
-def _interrupted_at(act: Callable[[], Any], number: int) -> str:
-    """Run it, interrupted at one function entry; where that is, or nothing if there are not so many."""
-    left = number
-    where = ""
-
-    def trace(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal left, where
-        code = frame.f_code
-        ours = "txnbridge" in code.co_filename
-        if ours and not _is_finalizing(frame):
-            left -= 1
-            if not left:
-                sys.settrace(None)
-                where = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
-                raise Interrupted(where)
-
-    sys.settrace(trace)
-    try:
-        act()
-    except Interrupted:
-        pass
-    finally:
-        sys.settrace(None)
-    return where
-
-
-def _is_finalizing(frame: FrameType | None) -> bool:
-    """Whether this is called by the garbage collector, where Python itself swallows whatever is raised."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 @pytest.fixture

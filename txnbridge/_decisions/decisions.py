@@ -123,10 +123,9 @@ class Decisions:
         self._log = log
         self._name = name
         self._timeout = timeout
-        self._host = host
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         events = events if events is not None else Emitter("", ())
-        self._engine = Engine(log, events, begins, lifetime, tidy_after, clock)
+        self._engine = Engine(log, events, begins, lifetime, tidy_after, clock, host)
         self._closed = threading.Event()
         self._process = os.getpid()
         if log.keeps is not None:
@@ -172,7 +171,7 @@ class Decisions:
                 if name is not None and name in state.ids.names.get(path, ()):
                     return self._own(id, newest, name)
             under = Under(path, name or secrets.token_hex(8), newest.under.number + 1 if newest else 1)
-            fields = {"under": under, "named": name is not None, "host": self._host, "data": said}
+            fields = {"under": under, "named": name is not None, "host": self._engine.host, "data": said}
             if self._engine.append(Opened, fields, deadline)[1]:
                 with self._engine.follower.looking(deadline) as state:
                     return self._own(id, state.ids.openings.get(path), under.name)
@@ -318,13 +317,13 @@ class Decisions:
         taken for one that was never claimed, opened or done. A process that used the log before gets `EvidenceLost`
         from each call. Raises `InvalidState` if nothing is lost.
         """
-        return self._engine.renew(self._host, self._deadline(timeout))
+        return self._engine.renew(self._deadline(timeout))
 
-    def ledger(self, id: str, begin: Mapping[str, Any] | None = None) -> Ledger:
+    def ledger(self, id: str, begin: Mapping[str, Any] | None = None, *, made_up: bool = False) -> Ledger:
         """For backends: the ledger of one transactional id; with a token's `begin` for questions about that token's
-        transaction.
+        transaction. `made_up`: this process has made the id up for itself, and nobody else opens it.
         """
-        return LogLedger(self, self._engine, id, begin_of(begin))
+        return LogLedger(self, self._engine, id, begin_of(begin), made_up)
 
     def close(self) -> None:
         """Let go of the log. Safe to repeat. In the child of a fork it does nothing: the log is the parent's."""

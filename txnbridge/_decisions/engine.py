@@ -20,6 +20,7 @@ from txnbridge._decisions.records import (
     Acked,
     Begin,
     Claimed,
+    Opened,
     Part,
     Path,
     Presence,
@@ -68,8 +69,10 @@ class Engine:
         lifetime: float,
         tidy_after: int,
         clock: Callable[[], float],
+        host: str,
     ) -> None:
         self._log = log
+        self.host = host
         self._begins = begins
         self._lifetime = lifetime
         self._tidy_after = tidy_after
@@ -83,6 +86,7 @@ class Engine:
         self._author = secrets.token_hex(8)
         self._counter = itertools.count(1)
         self.owned: dict[Path, Under] = {}
+        self._made_up: dict[Path, dict[str, Any]] = {}  # what the openings of ids say that this process made up
         self._presence: tuple[Begin, int] | None = None
         self._presence_lock = threading.Lock()
         self._tidying = threading.Lock()
@@ -93,14 +97,46 @@ class Engine:
         """Where the evidence about a transaction that begins now begins; an owner's opening must still stand."""
         presence = self._be_present(self._lifetime, deadline)
         if under is not None:
-            with self.follower.looking(deadline) as state:
-                # This process has read the log up to its presence, so it knows each opening in front of that. It must
-                # have read without a gap, or from the first record again.
-                require_founded(state)
-                if not stands(state.ids.openings, under):
-                    raise fenced(state.ids.openings.get(under.id))
+            if under.made_up:
+                self._repeat_opening(under, presence, deadline)
+            self._require_newest(under, deadline)
         self.tidy_if_due(deadline)
         return {**self._begins, "at": list(presence.at), "id": presence.id}
+
+    def open_made_up(self, path: Path, data: Mapping[str, Any], deadline: Deadline) -> str:
+        """Open an id that this process has made up for itself; the opening's name. It shuts nobody out."""
+        with self.follower.following(deadline) as state:
+            require_founded(state)
+        under = Under.of_made_up(path)
+        fields = {"under": under, "named": False, "host": self.host, "data": data}
+        self.append(Opened, fields, deadline)
+        self._require_newest(under, deadline)
+        self._made_up[path], self.owned[path] = fields, under
+        return under.name
+
+    def made_up(self, path: Path) -> tuple[str, Mapping[str, Any]] | None:
+        """The name and data of the opening of an id that this process has made up. Others may have forgotten it."""
+        fields = self._made_up.get(path)
+        return None if fields is None else (fields["under"].name, fields["data"])
+
+    def _repeat_opening(self, under: Under, presence: Begin, deadline: Deadline) -> None:
+        """Append the opening of a made-up id behind the presence that its owner is about to use.
+
+        Snapshots keep it from then on for as long as that presence lives. A version that does not know of made-up ids
+        counts what the owner appends only if it finds the opening.
+        """
+        with self.follower.looking(deadline) as state:
+            known = state.ids.openings.get(under.id)
+        if known is None or known.position < presence.at:
+            self.append(Opened, self._made_up[under.id], deadline)
+
+    def _require_newest(self, under: Under, deadline: Deadline) -> None:
+        with self.follower.looking(deadline) as state:
+            # This process has read the log up to its presence, so it knows each opening in front of that. It must have
+            # read without a gap, or from the first record again.
+            require_founded(state)
+            if not stands(state.ids.openings, under):
+                raise fenced(state.ids.openings.get(under.id))
 
     def follower_of(self, begin: Begin | None, deadline: Deadline) -> Follower:
         """The reading that reaches back to where a question's evidence begins.
@@ -257,7 +293,7 @@ class Engine:
         self._log.trim(before, deadline)
         return before
 
-    def renew(self, host: str, deadline: Deadline) -> Position:
+    def renew(self, deadline: Deadline) -> Position:
         """See `Decisions.renew`."""
         while True:
             with self.follower.following(deadline, may_create=False) as state:
@@ -266,7 +302,7 @@ class Engine:
                     raise InvalidState("this decision log has all of its evidence: there is nothing to renew")
                 covers, raw = state.cursor
             name, nonce = secrets.token_hex(8), self._nonce()
-            renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=host)
+            renewed = Renewed(log=name, nonce=nonce, covers=covers, digest=digest(raw), at=self.now(), host=self.host)
             if self.follower.append(renewed, deadline)[1]:
                 with self.follower.looking(deadline) as state:
                     assert state.renewed is not None

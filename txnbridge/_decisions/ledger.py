@@ -30,18 +30,23 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class LogLedger(Ledger):
-    def __init__(self, decisions: Decisions, engine: Engine, id: str, begin: Begin | None) -> None:
+    def __init__(self, decisions: Decisions, engine: Engine, id: str, begin: Begin | None, made_up: bool) -> None:
         self._decisions = decisions
         self._engine = engine
         self._id = id
         self._begin = begin
+        self._made_up = made_up
 
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
+        if self._made_up:
+            return self._engine.open_made_up(path_of(self._id), check_data(data), deadline)
         return self._decisions.open(self._id, data, timeout=deadline).name
 
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         opening = self._decisions.read(self._id, timeout=deadline).opening
-        return None if opening is None else (opening.name, opening.data)
+        if opening is None:
+            return self._engine.made_up(path_of(self._id))
+        return opening.name, opening.data
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)

@@ -46,11 +46,21 @@ class Begin:
 
 @dataclass(frozen=True)
 class Under:
-    """The opening under which an owner appends something."""
+    """The opening under which an owner appends something. Number 0 is that of an id that a process made up."""
 
     id: Path
     name: str
     number: int
+
+    @classmethod
+    def of_made_up(cls, id: Path) -> Under:
+        """Return the opening of an id that a process made up for itself: every opening of it is this one."""
+        return cls(id, str(id[0]), 0)
+
+    @property
+    def made_up(self) -> bool:
+        """Whether the owner made the id up for itself, so that no other process opens it."""
+        return self.number == 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,10 @@ class Presence(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Opened(Record):
-    """An id was opened, for the `under.number`-th time. `named`: the caller gave the name, and may give it again."""
+    """An id was opened, for the `under.number`-th time; with number 0, by the process that made the id up.
+
+    `named`: the caller gave the name, and may give it again.
+    """
 
     kind: ClassVar[str] = "opened"
     under: Under

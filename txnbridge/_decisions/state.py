@@ -123,15 +123,29 @@ class Noted:
 
 
 def opens(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether an opening counts. Each takes the next number, so a copy that arrives late is none."""
+    """Whether an opening counts. Each takes the next number, so a copy that arrives late is none.
+
+    The owner of an id that it made up appends its opening again now and then: the last copy tells how long it is kept.
+    """
     newest = openings.get(under.id)
-    return newest is None or newest.under.number < under.number
+    return newest is None or newest.under.number < under.number or (under.made_up and newest.under == under)
 
 
 def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
-    """Whether an opening is the newest of its id. Its owner's records behind a newer opening do not count."""
+    """Whether an opening is the newest of its id. Its owner's records behind a newer opening do not count.
+
+    The opening of a made-up id need not be known: it is forgotten in time, and there is no other one.
+    """
     newest = openings.get(under.id)
-    return newest is not None and newest.under == under
+    return under.made_up if newest is None else newest.under == under
+
+
+def is_kept(opener: Opener, since: Position) -> bool:
+    """Whether an opening is kept in memory and in snapshots: that of a made-up id only while its owner may live.
+
+    `since` is where the oldest living presence stands. An owner appends its opening behind each of its presences.
+    """
+    return not opener.under.made_up or opener.position >= since
 
 
 @dataclass
@@ -201,6 +215,16 @@ class TokenFold:
         self.claims.setdefault(record.id, {}).setdefault(begin, winner)
         return True
 
+    def strike_void(self, begin: Begin, record: Claimed) -> None:
+        """Take back a claim that seems to stand, and that the author of this one knew to be void.
+
+        The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction stands. A
+        reader that began behind the transaction's presence may have missed what a snapshot covers that makes it void.
+        """
+        known = self.claims.get(record.id, {})
+        if record.acked is not None and begin in known and known[begin].position <= record.acked.read_up_to:
+            del known[begin]
+
     def _acknowledge(
         self, transaction: _Transaction, acked: Acked, position: Position, covered: Position | None
     ) -> bool:
@@ -238,6 +262,7 @@ class TokenFold:
         self.presences = {at: presence for at, presence in self.presences.items() if at >= before}
         if covered is not None:
             self._forget_claims(min(before, covered))
+        self.openings = {id: o for id, o in self.openings.items() if is_kept(o, before)}
         kept = ((key, [e for e in entries if e.position >= before]) for key, entries in self.entries.items())
         self.entries = {key: entries for key, entries in kept if entries}
 
@@ -303,6 +328,14 @@ class IdFold:
         for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
             del self.claims[key]
 
+    def forget(self, since: Position) -> None:
+        """Drop from memory what snapshots leave out, too."""
+        self.openings = {id: o for id, o in self.openings.items() if is_kept(o, since)}
+        left = (
+            (id, {w: c for w, c in last.items() if c.winner.position >= since}) for id, last in self.commits.items()
+        )
+        self.commits = {id: last for id, last in left if last}
+
     def is_done(self, id: Path) -> bool:
         """Whether a done mark of a shorter id covers this one."""
         for length in range(1, len(id)):
@@ -312,12 +345,16 @@ class IdFold:
         return False
 
     def to_json(self, log: str, since: Position = ()) -> dict[str, Any]:
-        """The body of a snapshot. Commits in front of `since` are left out: nobody can carry them out any more."""
+        """The body of a snapshot. `since` is where the oldest living presence stands.
+
+        Commits in front of it are left out: nobody can carry them out any more. So are the openings of made-up ids.
+        """
         return {
             "log": log,
             "opened": [
                 [_under_json(o.under), list(o.position), o.host, o.data, sorted(self.names.get(id, ()))]
                 for id, o in self.openings.items()
+                if is_kept(o, since)
             ],
             "done": [[list(id), up_to] for id, up_to in self.done.items()],
             "claims": [
@@ -529,6 +566,9 @@ class State:
         if record.begin is None:
             self._judge(position, record, winner)
             return
+        assert self.start is not None
+        if record.begin.at < self.start:
+            self.tokens.strike_void(record.begin, record)
         counts = self.tokens.claim(record.begin, record, winner, self.covered)
         self._tell(record.nonce, position, counts)
         if record.acked is not None:
@@ -705,8 +745,9 @@ class State:
 
     def to_json(self, now: int) -> dict[str, Any]:
         """The body of a snapshot of all that was read, written at a time (ms since 1970)."""
-        since = self.oldest_living(now)
-        body = {**self.ids.to_json(self.log or "", since or ()), "living": self._living_json(now)}
+        assert self.cursor is not None
+        since = self.oldest_living(now) or self.cursor[0]
+        body = {**self.ids.to_json(self.log or "", since), "living": self._living_json(now)}
         return body if self.renewed is None else {**body, "renewed": self.renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:
@@ -729,6 +770,7 @@ class State:
         """Drop from memory what is in front of a position, and the presences that are not living any more."""
         self.records_since_forgetting = 0
         self.tokens.forget(before, self.covered)
+        self.ids.forget(oldest_living)
         self._living = {at: until for at, until in self._living.items() if at >= oldest_living}
         self._parts = {at: part for at, part in self._parts.items() if at >= before}
         self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}

@@ -40,6 +40,8 @@ SHORT_CALL = 10.0
 
 
 class PollingReader(Reader):
+    resumes = True
+
     """The common part of all readers. One thread at a time."""
 
     def __init__(

@@ -1,0 +1,143 @@
+"""Ids that processes make up for themselves: nobody else opens them, and the log forgets them in time."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+import txnbridge
+from tests.core.decisions_kit import MemoryLog, decoded
+from txnbridge._deadline import Deadline
+from txnbridge._decisions import Decisions
+from txnbridge._decisions import state as state
+from txnbridge._decisions.records import Entry, Opened, Snapshot, encode
+from txnbridge._token import Decision
+
+COMMIT = Decision.COMMIT
+DAY = 86_400
+
+
+@pytest.fixture
+def log():
+    return MemoryLog()
+
+
+class Process:
+    """A bridge without an id, as the log sees it."""
+
+    now = 1_700_000_000.0
+
+    def __init__(self, log: MemoryLog, id: str = "", tidy_after: int = 10_000) -> None:
+        self.decisions = Decisions(log, lifetime=600, tidy_after=tidy_after, clock=lambda: Process.now)
+        self.ledger = self.decisions.ledger(id, made_up=True) if id else self.decisions.ledger("X")
+
+    def open(self) -> Process:
+        self.ledger.opened({"host": "h"}, Deadline(5))
+        return self
+
+    def prepare(self, transaction: str) -> dict[str, object]:
+        begin = dict(self.ledger.begin(Deadline(5)))
+        self.ledger.record("prepare", transaction, {}, Deadline(5))
+        return begin
+
+
+def openings(log: MemoryLog) -> list[str]:
+    """The ids of which the newest snapshot knows an opening."""
+    newest = [record for _, record in decoded(log.records) if isinstance(record, Snapshot)][-1]
+    assert newest.body is not None
+    return [under["id"][0] for under, *_ in newest.body["opened"]]
+
+
+def test_ids_that_come_and_go_leave_nothing_in_snapshots_for_ever(log):
+    sizes = []
+    for number in range(2_000):
+        process = Process(log, f"made-up-{number}", tidy_after=50).open()
+        begin = process.prepare(f"t{number}")
+        process.ledger.claim(f"t{number}", COMMIT, {}, Deadline(5), log=begin)
+        Process.now += 60
+        log.archive.clear()
+        if number % 100 == 99:
+            process.decisions.tidy()
+            sizes.append(max(len(json.dumps(r.body)) for _, r in decoded(log.records) if isinstance(r, Snapshot)))
+    assert max(sizes) < 1.2 * sizes[0] < 20_000
+
+
+def test_nor_in_the_memory_of_a_process_that_lives_on(log, monkeypatch):
+    monkeypatch.setattr("txnbridge._decisions.follower._FORGET_AFTER", 100)
+    onlooker = Process(log)
+    for number in range(200):
+        Process(log, f"made-up-{number}").open().prepare(f"t{number}")
+        Process.now += 60
+    onlooker.decisions.begin()
+    known = onlooker.decisions._engine.follower._state
+    assert max(len(known.ids.openings), len(known.tokens.openings)) < 100
+
+
+def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
+    owner = Process(log, "made-up").open()
+    owner.prepare("before")
+    Process.now += DAY
+    other = Process(log)
+    other.decisions.begin()
+    other.decisions.tidy()
+    assert openings(log) == []
+    newest = owner.ledger.newest_opening(Deadline(5))
+    assert newest == ("made-up", {"host": "h"})
+    begin = owner.prepare("after")
+    for reader in (other, Process(log)):
+        (entry,) = reader.decisions.ledger("made-up").find("after", Deadline(5), log=begin)
+        assert (entry.kind, entry.opening) == ("prepare", "made-up")
+
+
+def test_what_comes_late_counts_for_who_began_with_a_snapshot_as_for_who_has_read_everything(log):
+    owner, reader = Process(log, "made-up").open(), Process(log)
+    owner.prepare("t")
+    entry = next(record for _, record in decoded(log.records) if isinstance(record, Entry))
+    late = encode(replace(entry, transaction="late", nonce="late"))
+    Process.now += DAY
+    begin = reader.decisions.begin()
+    reader.decisions.tidy()
+    log.append(late)
+    assert openings(log) == []
+    for process in (owner, reader, Process(log)):
+        for where in (None, begin):
+            assert len(process.decisions.ledger("made-up").find("late", Deadline(5), log=where)) == 1
+
+
+def test_a_version_that_looks_for_the_opening_finds_it_as_long_as_its_owner_may_live(log, monkeypatch):
+    owner, other = Process(log, "made-up").open(), Process(log)
+    for _ in range(5):
+        owner.ledger.begin(Deadline(5))
+        Process.now += 1_200  # its next presence is another one
+        other.decisions.begin()
+        begin = owner.ledger.begin(Deadline(5))
+        other.decisions.tidy()
+        assert openings(log) == ["made-up"]
+    owner.ledger.record("prepare", "t", {}, Deadline(5))
+
+    def stands(openings, under):
+        newest = openings.get(under.id)
+        return newest is not None and newest.under == under
+
+    monkeypatch.setattr(state, "stands", stands)
+    assert len(Process(log).decisions.ledger("made-up").find("t", Deadline(5), log=begin)) == 1
+
+
+def test_a_bridge_without_an_id_makes_one_up(tmp_path):
+    for id, number in ((None, 0), ("billing", 1)):
+        with txnbridge.connect(f"embedded:{tmp_path}/{number}.db", transactional_id=id) as bridge:
+            name = bridge._logs.own_ledger().opened({}, Deadline(5))
+            with closing(bridge.decisions()) as decisions:
+                opening = decisions.read(bridge._connection.identity.name).opening
+            assert opening is not None and (opening.name, opening.number) == (name, number)
+
+
+def test_every_copy_of_its_opening_is_the_same_one(log):
+    owner = Process(log, "made-up").open().open()
+    owner.prepare("t")
+    opened = {record.under for _, record in decoded(log.records) if isinstance(record, Opened)}
+    assert len(opened) == 1
+    assert owner.ledger.newest_opening(Deadline(5)) == ("made-up", {"host": "h"})

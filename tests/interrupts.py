@@ -1,0 +1,127 @@
+"""Exceptions from signal handlers, such as Ctrl-C in a notebook, which may come into any call at any point.
+
+Here one comes at the entry of one function of txnbridge. The program catches it and goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from txnbridge import Bridge, Message
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+def interrupted_everywhere(act: Callable[[], Any], recover: Callable[[], Any]) -> int:
+    """Run `act`, interrupted at its first function entry, and `recover`; then at the second, to the last; how many."""
+    number = 0
+    while where := interrupted_at(act, number + 1):
+        number += 1
+        try:
+            recover()
+        except BaseException as error:
+            raise AssertionError(f"wrong after an interrupt at {where}") from error
+    return number
+
+
+def interrupted_at(act: Callable[[], Any], number: int) -> str:
+    """Run it, interrupted at one function entry; where that is, or nothing if there are not so many."""
+    left = number
+    where = ""
+
+    def trace(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left, where
+        code = frame.f_code
+        ours = "txnbridge" in code.co_filename
+        if ours and not _is_finalizing(frame):
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                where = f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
+                raise Interrupted(where)
+
+    sys.settrace(trace)
+    try:
+        act()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+    return where
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Whether this is called by the garbage collector, where Python itself swallows whatever is raised."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Reading:
+    """Reads a topic of two partitions, into which more messages come before each step."""
+
+    def __init__(self, bridge: Bridge, topic: str, group: str | None, sharing: str) -> None:
+        bridge.ensure_topics(topic)
+        self.bridge = bridge
+        self.topic = topic
+        self.group = group
+        self.in_order = sharing == "partition"
+        self.consumer = bridge.consumer(topic, group, sharing=sharing)
+        self.sent = 0
+        self.seen: list[int] = []
+        self.polled: Sequence[Message] = ()
+
+    def feed(self) -> None:
+        with self.bridge.transaction() as txn:
+            for _ in range(6):
+                txn.send(self.topic, b"%d" % self.sent, partition=self.sent % 2)
+                self.sent += 1
+
+    def poll(self, count: int, timeout: float) -> None:
+        self.polled = ()
+        self.polled = self.consumer.poll(count, timeout)
+
+    def take(self) -> None:
+        if self.polled and self.group is not None:
+            with self.bridge.transaction() as txn:
+                txn.ack(self.polled)
+        self.seen += [int(message.value or b"") for message in self.polled]
+
+    def read_all(self, where: str = "no point") -> None:
+        self.take()
+        until = time.monotonic() + 60
+        while len(self.seen) < self.sent:
+            missing = self.sent - len(self.seen)
+            assert time.monotonic() < until, f"{missing} messages are missing after an interrupt at {where}"
+            self.poll(4, 0.1)
+            self.take()
+        for partition in (0, 1):
+            found = [number for number in self.seen if number % 2 == partition]
+            assert self.in_order or found.sort() is None
+            assert found == list(range(partition, self.sent, 2)), f"wrong after an interrupt at {where}"
+
+
+def check_that_interrupted_polls_skip_nothing(
+    bridge: Bridge, topic: str, group: str | None, sharing: str = "partition", seconds: float = 12
+) -> None:
+    """Interrupt `poll` at the first function entry, the second, and ever further apart; in between, read everything."""
+    reading = Reading(bridge, topic, group, sharing)
+    reading.feed()
+    reading.read_all()
+    until, number, interrupts = time.monotonic() + seconds, 1, 0
+    while time.monotonic() < until:
+        reading.feed()
+        where = interrupted_at(lambda: reading.poll(3, 10), number)
+        interrupts += bool(where)
+        reading.read_all(where)
+        number = number + 1 + number // 8 if where else 1
+    assert interrupts > 8
+    reading.consumer.close()

@@ -1,0 +1,191 @@
+"""Reading on behind an exception from a signal handler, which may come anywhere inside a broker's reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from txnbridge._deadline import Deadline
+from txnbridge._messages import Message, Position
+from txnbridge.errors import TxnBridgeError
+from txnbridge.spi import Partition, Reader, ReaderListener, Subscription
+
+_Result = TypeVar("_Result")
+
+
+class ReopeningReader(Reader):
+    """A broker's reader that is closed and opened anew behind a call that was interrupted.
+
+    Such a call may have taken messages from the broker and handed them to nobody. Without a group, the new reader goes
+    on behind what was handed out. In a group the member leaves and joins again, and the broker delivers again what was
+    not acknowledged.
+    """
+
+    def __init__(
+        self,
+        open: Callable[[Subscription, ReaderListener, Deadline], Reader],
+        subscription: Subscription,
+        listener: ReaderListener,
+        deadline: Deadline,
+        timeout: float,
+    ) -> None:
+        """`timeout`: how long it may take to open the reader anew."""
+        self._open = open
+        self._subscription = subscription
+        self._alone = subscription.group is None
+        self._timeout = timeout
+        self._told = _Told(listener)
+        self._interrupted = False  # the last call was
+        self._paused: set[Partition] = set()
+        self._to_pause: set[Partition] = set()  # paused before the reader was opened anew, and not here yet
+        self.reader = open(subscription, self._told, deadline)
+        # Without a group: the point in time from which on the reader was told to read, where that put each partition,
+        # and where each one stood before the last poll.
+        self._since = subscription.start if isinstance(subscription.start, int) else None
+        self._first = self._stood = self.reader.positions() if self._alone else {}
+
+    def _drive(self, call: Callable[[], _Result]) -> _Result:
+        try:
+            return call()
+        except TxnBridgeError:
+            raise
+        except BaseException:
+            self._interrupted = not self.reader.resumes
+            raise
+
+    def mend(self) -> None:
+        """To be called before the reader is used: open it anew if the last call was interrupted.
+
+        Raises what opening a reader raises, and `PositionLost`; then the next call tries again.
+        """
+        if not self._interrupted:
+            return
+        deadline = Deadline(self._timeout)
+        self._told.leave()
+        with suppress(TxnBridgeError):
+            self.reader.close(deadline)
+        told = _Told(self._told.listener)
+        start = self._subscription.start
+        if self._alone:  # a partition that was added since is read from its beginning
+            start = "earliest" if self._since is None else self._since
+        reader = self._open(replace(self._subscription, start=start), told, deadline)
+        try:
+            if self._alone:
+                self._go_on(reader)
+            self.reader, self._told, self._to_pause = reader, told, set(self._paused)
+            self._interrupted = False
+        except BaseException:
+            reader.close(deadline)
+            raise
+
+    def _go_on(self, reader: Reader) -> None:
+        here = reader.positions()
+        moved = (p for p, at in self._stood.items() if self._since is None or at != self._first.get(p))
+        reader.seek({partition: self._stood[partition] for partition in moved if partition in here})
+
+    # --- as every reader ----------------------------------------------------------------------------------------------
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        if self.reader.resumes:
+            return self.reader.poll(max_messages, deadline)
+        if self._alone:
+            self._stood = self.reader.positions()
+        return self._drive(lambda: self._pause_again(self.reader.poll(max_messages, deadline)))
+
+    def _pause_again(self, messages: list[Message]) -> list[Message]:
+        if not self._to_pause:
+            return messages
+        here = self._to_pause & self.reader.positions().keys()
+        self.reader.pause(sorted(here))
+        back: dict[Partition, list[Position]] = {}
+        for message in messages:
+            if (message.topic, message.partition) in here:
+                back.setdefault((message.topic, message.partition), []).append(message.position)
+        if self._subscription.sharing == "partition":
+            self.reader.rewind({partition: positions[0] for partition, positions in back.items()})
+        else:
+            self.reader.nack(back)
+        self._to_pause -= here
+        return [message for message in messages if (message.topic, message.partition) not in here]
+
+    def positions(self) -> dict[Partition, Position]:
+        if self._interrupted:
+            return dict(self._stood)
+        return self.reader.positions()
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        if self._interrupted:
+            self._stood = {**self._stood, **positions} if self._alone else {}
+            self.mend()
+        self._drive(lambda: self.reader.seek(positions))
+        self._first = {partition: at for partition, at in self._first.items() if partition not in positions}
+
+    def rewind(self, positions: Mapping[Partition, Position]) -> None:
+        self._drive(lambda: self.reader.rewind(positions))
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        if self._interrupted:
+            self._stood = {}
+            self.mend()
+        self._drive(lambda: self.reader.seek_to_time(timestamp, deadline))
+        if self._alone:
+            self._since, self._first = timestamp, self.reader.positions()
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        self._drive(lambda: self.reader.pause(partitions))
+        self._paused.update(partitions)
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        waiting = self._to_pause.intersection(partitions)
+        self._drive(lambda: self.reader.resume([each for each in partitions if each not in waiting]))
+        self._paused.difference_update(partitions)
+        self._to_pause -= waiting
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        self._drive(lambda: self.reader.nack(positions))
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        return self._drive(lambda: self.reader.lag(deadline))
+
+    def group_lag(self, deadline: Deadline) -> int | None:
+        return self.reader.group_lag(deadline)
+
+    def ack_context(self) -> object:
+        return self._drive(self.reader.ack_context)
+
+    def close(self, deadline: Deadline) -> None:
+        self.reader.close(deadline)
+
+
+class _Told:
+    """What one of the broker's readers has told, so that what it still has can be taken from it."""
+
+    def __init__(self, listener: ReaderListener) -> None:
+        self.listener = listener
+        self._here: set[Partition] = set()
+        self._over = False
+
+    def leave(self) -> None:
+        """Tell that all of it is lost, and nothing from then on."""
+        self._over = True
+        if self._here:
+            self.listener.lost(sorted(self._here))
+        self._here.clear()
+
+    def assigned(self, partition: Partition) -> object:
+        if self._over:
+            return None
+        self._here.add(partition)
+        return self.listener.assigned(partition)
+
+    def revoking(self, partitions: Sequence[Partition]) -> None:
+        if not self._over:
+            self.listener.revoking(partitions)
+            self._here.difference_update(partitions)
+
+    def lost(self, partitions: Sequence[Partition]) -> None:
+        if not self._over:
+            self.listener.lost(partitions)
+            self._here.difference_update(partitions)
