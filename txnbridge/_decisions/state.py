@@ -140,12 +140,12 @@ def stands(openings: Mapping[Path, Opener], under: Under) -> bool:
     return under.made_up if newest is None else newest.under == under
 
 
-def is_kept(opener: Opener, since: Position) -> bool:
+def is_kept(opener: Opener, since: Position | None) -> bool:
     """Whether an opening is kept in memory and in snapshots: that of a made-up id only while its owner may live.
 
     `since` is where the oldest living presence stands. An owner appends its opening behind each of its presences.
     """
-    return not opener.under.made_up or opener.position >= since
+    return not opener.under.made_up or (since is not None and opener.position >= since)
 
 
 @dataclass
@@ -329,12 +329,12 @@ class IdFold:
             del self.claims[key]
 
     def forget(self, since: Position) -> None:
-        """Drop from memory what snapshots leave out, too."""
+        """Drop from memory what made-up ids left that snapshots leave out, too."""
         self.openings = {id: o for id, o in self.openings.items() if is_kept(o, since)}
-        left = (
-            (id, {w: c for w, c in last.items() if c.winner.position >= since}) for id, last in self.commits.items()
-        )
-        self.commits = {id: last for id, last in left if last}
+        for id, last in list(self.commits.items()):
+            winners = [commit.winner for commit in last.values()]
+            if all(winner.by and winner.by.made_up and winner.position < since for winner in winners):
+                del self.commits[id]
 
     def is_done(self, id: Path) -> bool:
         """Whether a done mark of a shorter id covers this one."""
@@ -344,7 +344,7 @@ class IdFold:
                 return True
         return False
 
-    def to_json(self, log: str, since: Position = ()) -> dict[str, Any]:
+    def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
         """The body of a snapshot. `since` is where the oldest living presence stands.
 
         Commits in front of it are left out: nobody can carry them out any more. So are the openings of made-up ids.
@@ -362,7 +362,7 @@ class IdFold:
                 for id, c in self.claims.items()
             ],
             "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
-            **self._commits_json(since),
+            **self._commits_json(since or ()),
         }
 
     def _commits_json(self, since: Position) -> dict[str, Any]:
@@ -745,9 +745,7 @@ class State:
 
     def to_json(self, now: int) -> dict[str, Any]:
         """The body of a snapshot of all that was read, written at a time (ms since 1970)."""
-        assert self.cursor is not None
-        since = self.oldest_living(now) or self.cursor[0]
-        body = {**self.ids.to_json(self.log or "", since), "living": self._living_json(now)}
+        body = {**self.ids.to_json(self.log or "", self.oldest_living(now)), "living": self._living_json(now)}
         return body if self.renewed is None else {**body, "renewed": self.renewed.to_json()}
 
     def _living_json(self, now: int) -> list[list[Any]]:

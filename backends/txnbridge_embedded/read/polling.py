@@ -40,9 +40,9 @@ SHORT_CALL = 10.0
 
 
 class PollingReader(Reader):
-    resumes = True
-
     """The common part of all readers. One thread at a time."""
+
+    resumes = True
 
     def __init__(
         self,
