@@ -40,8 +40,11 @@ where_positions_are_numbers = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def local_spark(folder: Path) -> Iterator[object]:
-    """A session whose faults are ordered in this folder, and whose Java process ends with it."""
+    """A session whose faults are ordered in this folder, and whose Java process ends with it; the one that there is."""
     sql = pytest.importorskip("pyspark.sql", reason="needs PySpark")
+    if (running := sql.SparkSession.getActiveSession()) is not None:
+        yield running  # it ends with whoever has started it
+        return
     try:
         java()
     except brokers.ToolMissing as error:
