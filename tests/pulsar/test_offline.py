@@ -241,7 +241,7 @@ def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alon
 
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing(monkeypatch)
-    monkeypatch.setattr(Line, "open", lambda *_: None)
+    monkeypatch.setattr(Line, "ready", lambda *_: None)
     found = PulsarWriter(owner._cluster, owner, "w")
     found._txn, found.marked = TXN, MARKED
     found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
