@@ -30,6 +30,8 @@ FOREIGN = re.compile(
     )
 )
 
+KAFKA = "backends/txnbridge_kafka"
+
 changes = SimpleNamespace(**runpy.run_path(str(ROOT / "changes" / "assemble.py")))
 
 
@@ -99,6 +101,21 @@ def test_the_map_in_contributing_is_the_real_tree():
     folders = {parent.name for path in project_files() for parent in path.relative_to(ROOT).parents}
     assert named - folders == set()
     assert {package.name for package in packages()} - named == set()
+
+
+def test_every_module_and_test_of_the_table_of_hazards_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tests = re.findall(r"(\w+/test_\w+\.py) ((?:`test_\w+`(?:, )?)+)", page)
+    modules = re.findall(r"`([\w/]+\.py)`", page)
+    assert len(tests) > 10
+    missing = [
+        name
+        for file, names in tests
+        for name in re.findall(r"\w+", names)
+        if f"def {name}(" not in (ROOT / "tests" / file).read_text()
+    ]
+    missing += [name for name in modules if not any((ROOT / at / name).exists() for at in ("", KAFKA))]
+    assert missing == []
 
 
 def test_a_broken_link_is_found(tmp_path):
