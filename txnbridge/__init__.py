@@ -13,7 +13,7 @@ from txnbridge._admin import Admin
 from txnbridge._bridge import Bridge, connect
 from txnbridge._consumer import Consumer
 from txnbridge._events import Event, EventLogger, JsonLinesRecorder
-from txnbridge._halves import HalfMessages, HalfTransaction
+from txnbridge._half_messages import HalfMessages, HalfTransaction
 from txnbridge._messages import Batch, Headers, Message, Position
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._processor import Processor

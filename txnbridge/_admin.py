@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
-from txnbridge._halfstore import check_decision, half_store
+from txnbridge._half_store import check_decision, half_store
 from txnbridge._messages import Position
 from txnbridge._token import Decision, Outcome
 from txnbridge._topics import Topic, check_topic_name

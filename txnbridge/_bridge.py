@@ -16,11 +16,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
-from txnbridge._connection import Connection, close_quietly, exit_begins, random_name
+from txnbridge._connection import Connection, close_logging_errors, exit_begins, random_name
 from txnbridge._consumer import Consumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_times
-from txnbridge._logs import Keeper, Logs
+from txnbridge._decision_logs import DecisionLogs, LogProvider
 from txnbridge._messages import Message
 from txnbridge._outcomes import Outcomes
 from txnbridge._plugins import plugins
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
     from txnbridge._decisions import Decisions
-    from txnbridge._halves import Execute, HalfMessages
+    from txnbridge._half_messages import Execute, HalfMessages
     from txnbridge._processor import Each, OnBatch, Processor
     from txnbridge._resolver import Check, Resolver
 
@@ -113,11 +113,11 @@ def connect(
         )
     except BaseException:
         if elsewhere is not None:
-            close_quietly(elsewhere.close)
+            close_logging_errors(elsewhere.close)
         raise
 
 
-def _keeper_of_logs(where: str | Engine, application: str, timeout: float) -> Keeper:
+def _keeper_of_logs(where: str | Engine, application: str, timeout: float) -> LogProvider:
     if isinstance(where, str):
         where = str(indirect("decision_log", where))
         if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
@@ -148,7 +148,7 @@ class Bridge:
         hold: float | None,
         writers: int,
         create_topics: int | None,
-        elsewhere: Keeper | None = None,
+        elsewhere: LogProvider | None = None,
     ) -> None:
         self._url = url
         self._hold = hold
@@ -159,7 +159,7 @@ class Bridge:
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
-        self._logs = logs = Logs(connection, elsewhere)
+        self._logs = logs = DecisionLogs(connection, elsewhere)
         connection.outcomes = Outcomes(connection, logs)
         connection.writers = Writers(connection, writers, logs.own_ledger)
         connection.consumers = Consumers(connection)
@@ -182,7 +182,7 @@ class Bridge:
                     if identity.owned:
                         connection.writers.open(deadline)
                 except BaseException:
-                    close_quietly(connection.broker.close, deadline)
+                    close_logging_errors(connection.broker.close, deadline)
                     raise
             except BaseException:  # whoever tries again and again would leave logs behind each time
                 logs.close()
@@ -408,7 +408,7 @@ class Bridge:
         Raises `NotSupported` where the broker has no half messages.
         """
         self._connection.check_open()
-        from txnbridge._halves import HalfMessages
+        from txnbridge._half_messages import HalfMessages
 
         return HalfMessages(self._connection, group, execute, check)
 
@@ -486,12 +486,12 @@ class Bridge:
         with connection.events.step("bridge.close"):
             checks = Deadline(deadline.left() * _CHECKS_SHARE)
             for resolver in list(connection.resolvers):
-                close_quietly(resolver.stop_by, checks)
+                close_logging_errors(resolver.stop_by, checks)
             self._end_calls(deadline)
             connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             connection.writers.close()
             # The broker first: it notes in the logs what its publishers have stored.
-            close_quietly(connection.broker.close, deadline)
+            close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
             self._logs.close_keeper()
         _live.discard(self)
@@ -600,7 +600,7 @@ _dropped: deque[Bridge] = deque()  # by programs that have not closed them
 def _close_dropped() -> None:
     with suppress(IndexError):
         while True:
-            close_quietly(_dropped.popleft().close)
+            close_logging_errors(_dropped.popleft().close)
 
 
 def _after_fork() -> None:
@@ -613,7 +613,7 @@ def _after_fork() -> None:
 def _at_exit() -> None:
     exit_begins()
     for bridge in list(_live):
-        close_quietly(bridge.close)
+        close_logging_errors(bridge.close)
     _close_dropped()
 
 

@@ -148,7 +148,7 @@ def random_name(size: int) -> str:
     return os.urandom(size).hex()
 
 
-def close_quietly(close: Callable[..., object], *arguments: object) -> None:
+def close_logging_errors(close: Callable[..., object], *arguments: object) -> None:
     """At the end everything gets its chance to close; what fails is logged."""
     try:
         close(*arguments)

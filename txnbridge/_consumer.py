@@ -349,7 +349,7 @@ class Consumer:
             self._reader.mend()
 
 
-class Intake(Consumer):
+class RawConsumer(Consumer):
     """A processor's consumer: it hands out undecoded, so that what cannot be decoded can be set aside."""
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from txnbridge._connection import Connection, close_quietly, exiting
+from txnbridge._connection import Connection, close_logging_errors, exiting
 from txnbridge._deadline import Deadline
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
@@ -71,8 +71,8 @@ class Consumers:
         with self._guard:
             consumers = list(self._alive.items())
             dropped = self._readers.difference(reader for _, reader in consumers)
-        closing = [partial(close_quietly, _close, consumer, polls, deadline) for consumer, _ in consumers]
-        closing += [partial(close_quietly, self.close_reader, reader, deadline) for reader in dropped]
+        closing = [partial(close_logging_errors, _close, consumer, polls, deadline) for consumer, _ in consumers]
+        closing += [partial(close_logging_errors, self.close_reader, reader, deadline) for reader in dropped]
         beside = [threading.Thread(target=close, daemon=True) for close in closing[1:]]
         if exiting():  # then no thread begins any more
             beside = []
@@ -101,5 +101,5 @@ def _close_dropped(consumers_of: Callable[[], Consumers | None], dropped: Simple
     """In a thread: close the readers of consumers that were dropped without a close, so that others get their part."""
     while (reader := dropped.get()) is not None:
         if (consumers := consumers_of()) is not None:
-            close_quietly(consumers.close_dropped, reader)
+            close_logging_errors(consumers.close_dropped, reader)
         del consumers, reader  # neither is kept while this waits

@@ -6,7 +6,7 @@ import time
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline
-from txnbridge._logs import Logs
+from txnbridge._decision_logs import DecisionLogs
 from txnbridge._token import Outcome, Status, Token, TokenState
 from txnbridge.capabilities import Capability
 from txnbridge.errors import (
@@ -25,7 +25,7 @@ _RETRY_SECONDS = 0.1
 
 
 class Outcomes:
-    def __init__(self, connection: Connection, logs: Logs) -> None:
+    def __init__(self, connection: Connection, logs: DecisionLogs) -> None:
         self._connection = connection
         self._logs = logs
 

@@ -19,11 +19,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from txnbridge._connection import Connection
-from txnbridge._consumer import Intake, topic_list
+from txnbridge._consumer import RawConsumer, topic_list
 from txnbridge._deadletters import dead_letter_headers, reason_of
 from txnbridge._deadline import check_seconds
 from txnbridge._messages import Batch, Message
-from txnbridge._stop import Stop, StopNow
+from txnbridge._shutdown import Shutdown, StopNow
 from txnbridge._topics import Topic, as_topic
 from txnbridge._transaction import State, Transaction
 from txnbridge.capabilities import Capability
@@ -212,7 +212,7 @@ class Processor:
         self._check_settings()
 
         self._started = False
-        self._consumer: Intake | None = None
+        self._consumer: RawConsumer | None = None
         self._transaction: Transaction | None = None  # the one that is open now
         self._blamed: BaseException | None = None  # the handler's last error, to tell it from the broker's
         self._final: BaseException | None = None  # the handler's error that it may not be run again after
@@ -227,7 +227,7 @@ class Processor:
 
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # what ended the thread
-        self._stop = Stop(stop_timeout, group, self._hurry, self._give_up)
+        self._stop = Shutdown(stop_timeout, group, self._hurry, self._give_up)
 
     def _check_settings(self) -> None:
         first, most = self._backoff
@@ -312,14 +312,14 @@ class Processor:
             return
         if error is None:
             raise failure
-        _log.error("%r ended with an error, and so did its block: %s", self, told(failure))
+        _log.error("%r ended with an error, and so did its block: %s", self, loggable(failure))
 
     def _begin(self) -> None:
         self._connection.check_open()
         if self._started:
             raise InvalidState(f"{self!r} runs once; make another with bridge.processor(…)")
         self._started = True
-        self._consumer = Intake.open(self._connection, self._topics, self._group, self._start)
+        self._consumer = RawConsumer.open(self._connection, self._topics, self._group, self._start)
         self._since = time.monotonic()
 
     def _late(self) -> DeadlineExceeded:
@@ -411,13 +411,13 @@ class Processor:
     def _told(self, error: BaseException) -> str:
         """An error for logs: the handler's own with its place. Its text may quote the message: it is for debugging."""
         if error is not self._blamed:
-            return told(error)
+            return loggable(error)
         _log.debug("the handler of %r failed", self, exc_info=error)
-        return f"the handler failed: {where(error)}"
+        return f"the handler failed: {handler_location(error)}"
 
     def _count_failure(self, error: BaseException) -> None:
         self._failures += 1
-        self._stats = self._stats._replace(retries=self._stats.retries + 1, last_error=told(error))
+        self._stats = self._stats._replace(retries=self._stats.retries + 1, last_error=loggable(error))
 
     # --- one pass -------------------------------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class Processor:
         self._look_at_lag(self._consumer, now=idle)
         return idle and self._is_all_read(self._consumer)
 
-    def _is_all_read(self, consumer: Intake) -> bool:
+    def _is_all_read(self, consumer: RawConsumer) -> bool:
         """Whether nothing is left in its partitions; if it has none, in those of the group."""
         if self._lag is not None:
             self._nothing_since = None
@@ -460,7 +460,7 @@ class Processor:
         self._nothing_since = self._nothing_since or now
         return now - self._nothing_since >= _NOTHING_SECONDS
 
-    def _poll(self, consumer: Intake) -> _Items:
+    def _poll(self, consumer: RawConsumer) -> _Items:
         """A batch by size and time, in the order of each partition."""
         messages = consumer.take(self._max_messages, _POLL_SECONDS)
         until = time.monotonic() + self._max_wait
@@ -476,7 +476,7 @@ class Processor:
             items.messages = [self._decode(consumer, items, index) for index in range(len(here))]
         return items
 
-    def _decode(self, consumer: Intake, items: _Items, index: int) -> Message:
+    def _decode(self, consumer: RawConsumer, items: _Items, index: int) -> Message:
         raw = items.raws[index]
         try:
             return consumer.decode(raw)
@@ -488,7 +488,7 @@ class Processor:
             items.mark(index, poison)
             return raw
 
-    def _look_at_lag(self, consumer: Intake, now: bool) -> None:
+    def _look_at_lag(self, consumer: RawConsumer, now: bool) -> None:
         if now or time.monotonic() - self._lag_at >= _LAG_SECONDS:
             lag = consumer.lag()
             self._lag = sum(lag.values()) if lag else None
@@ -656,7 +656,7 @@ class Processor:
 
     def _stopped_by(self, raw: Message, poison: Exception, why: str) -> Poison:
         error = Poison(
-            f"{raw!r} is poison ({told(poison)}), {why}; it holds its place in group {self._group!r}", message=raw
+            f"{raw!r} is poison ({loggable(poison)}), {why}; it holds its place in group {self._group!r}", message=raw
         )
         error.__cause__ = poison
         return error
@@ -667,7 +667,7 @@ class Processor:
             for raw in done.raws:
                 self._attempts.pop(raw[:3], None)
         for index, poison in dead.items():
-            _log.warning("%r in group %r: dead letter, %s", done.raws[index], self._group, told(poison))
+            _log.warning("%r in group %r: dead letter, %s", done.raws[index], self._group, loggable(poison))
         self._stats = self._stats._replace(
             messages=self._stats.messages + len(done),
             transactions=self._stats.transactions + 1,
@@ -681,20 +681,20 @@ def _require_unended(txn: Transaction) -> None:
         raise txn._cause
 
 
-def told(error: BaseException | None) -> str:
+def loggable(error: BaseException | None) -> str:
     """An error for logs: the text of ours, which never holds data, but of others only the class."""
     if isinstance(error, TxnBridgeError | Poison):
         return reason_of(error)
     return type(error).__name__
 
 
-def where(error: BaseException) -> str:
+def handler_location(error: BaseException) -> str:
     """An error, and the innermost line of the handler's file that it comes from, whatever library that line called."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [index for index, frame in enumerate(frames) if frame.filename == __file__]
     theirs = [frame for frame in frames[ours[-1] + 1 if ours else 0 :] if not frame.filename.startswith(_PACKAGE)]
     place = next((f for f in reversed(theirs) if f.filename == theirs[0].filename), frames[-1] if frames else None)
-    return told(error) if place is None else f"{told(error)} at {place.filename}:{place.lineno}"
+    return loggable(error) if place is None else f"{loggable(error)} at {place.filename}:{place.lineno}"
 
 
 def _is_plain_abort(state: RetryCallState) -> bool:

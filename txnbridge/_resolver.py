@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from txnbridge._connection import Connection
 from txnbridge._deadline import Deadline, check_seconds
-from txnbridge._halfstore import check_decision, check_group, end_half, half_store
+from txnbridge._half_store import check_decision, check_group, end_half, half_store
 from txnbridge._messages import Headers, Message
-from txnbridge._processor import where
-from txnbridge._stop import Stop, StopNow
+from txnbridge._processor import handler_location
+from txnbridge._shutdown import Shutdown, StopNow
 from txnbridge._token import Decision, Outcome
 from txnbridge.errors import Abort, EvidenceLost, InvalidOption, InvalidState, TxnBridgeError
 from txnbridge.spi import Half
@@ -76,7 +76,7 @@ class Resolver:
         self._stats = ResolverStats()
         self._failing_since: float | None = None  # looks have failed since then
         # Nothing that runs here waits for long, so a stop needs no force.
-        self._stop = Stop(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
+        self._stop = Shutdown(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -230,7 +230,9 @@ class Resolver:
             return Decision.ABORT
         except Exception as error:
             _log.warning(
-                "check failed for half-message transaction %s (%s); it is asked again", half.transaction, where(error)
+                "check failed for half-message transaction %s (%s); it is asked again",
+                half.transaction,
+                handler_location(error),
             )
             with self._changed:
                 self._stats = self._stats._replace(failed=self._stats.failed + 1)

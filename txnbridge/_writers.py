@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from txnbridge._connection import Connection, close_quietly
+from txnbridge._connection import Connection, close_logging_errors
 from txnbridge._deadline import Deadline
-from txnbridge._turns import Place, Turns
+from txnbridge._fair_semaphore import FairSemaphore, Place
 from txnbridge.errors import DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Begin, Ledger, Writer
 
@@ -29,7 +29,7 @@ class Writers:
         self._connection = connection
         self._size = size
         self._ledger = ledger  # what the bridge's id keeps in the decision log
-        self._turns = Turns(size, _KEEP_SECONDS)  # a place for each transaction
+        self._turns = FairSemaphore(size, _KEEP_SECONDS)  # a place for each transaction
         self._opening = threading.Lock()
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
@@ -112,7 +112,7 @@ class Writers:
                     taken.writer = None  # right before: an exception from a signal handler cannot come between
                     idle.append(writer)
             if idle is None:  # it was made for this transaction alone, or the bridge is closed
-                close_quietly(writer.close)
+                close_logging_errors(writer.close)
                 taken.writer = None
         taken.place.leave()
 
@@ -147,7 +147,7 @@ class Writers:
         with self._guard:
             idle, self._idle = self._idle or [], None
         for writer in idle:
-            close_quietly(writer.close)
+            close_logging_errors(writer.close)
 
 
 class TakenWriter:

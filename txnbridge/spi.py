@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from txnbridge._background_task import BackgroundTask
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
+from txnbridge._fair_semaphore import FairSemaphore
 from txnbridge._messages import NO_HEADERS, Batch, Headers, Message, Position, encode_headers, encode_item
 from txnbridge._plugins import hookimpl
 from txnbridge._token import Decision, Outcome, Status, Token, TokenState
-from txnbridge._turns import Turns
-from txnbridge._work import Work
 from txnbridge.capabilities import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Admin",
     "Advice",
     "Backend",
+    "BackgroundTask",
     "Batch",
     "Begin",
     "Broker",
@@ -47,6 +48,7 @@ __all__ = [
     "DecisionLog",
     "Emitter",
     "Evidence",
+    "FairSemaphore",
     "GroupInfo",
     "GroupMember",
     "Half",
@@ -76,9 +78,7 @@ __all__ = [
     "Token",
     "TokenState",
     "TopicInfo",
-    "Turns",
     "Url",
-    "Work",
     "Writer",
     "absent",
     "emulated",

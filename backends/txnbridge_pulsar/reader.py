@@ -12,7 +12,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, PositionLost
-from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
+from txnbridge.spi import (
+    BackgroundTask,
+    Context,
+    Deadline,
+    Message,
+    Partition,
+    Position,
+    Reader,
+    ReaderListener,
+    Subscription,
+)
 from txnbridge_pulsar import wire
 from txnbridge_pulsar.acks import AckContext
 from txnbridge_pulsar.begun import Begun
@@ -85,7 +95,7 @@ class PulsarReader(Reader):
         shared = subscription.sharing != "partition"
         self._early: list[wire.Entry] = []  # of partitions that are being opened
         self._context = AckContext(subscription.group or "", shared, self._cursors, self._guard)
-        self._work: Work[_Found] | None = None
+        self._work: BackgroundTask[_Found] | None = None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._together_until = 0.0
         self._turn = 0
@@ -237,7 +247,7 @@ class PulsarReader(Reader):
         look = time.monotonic() >= self._look_at
         if lost or due or look:
             deadline = Deadline(self._timeout)
-            self._work = Work(lambda: self._do(lost, due, look, deadline), self._take_in, self._inbox.wake)
+            self._work = BackgroundTask(lambda: self._do(lost, due, look, deadline), self._take_in, self._inbox.wake)
 
     def _finish_work(self, deadline: Deadline) -> None:
         """Nothing is done behind a call that moves partitions, and nothing that was begun before it is told later."""

@@ -21,7 +21,7 @@ from txnbridge.errors import (
     PositionLost,
     TxnBridgeError,
 )
-from txnbridge.spi import Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
+from txnbridge.spi import BackgroundTask, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
 from txnbridge_rocketmq import remoting
 from txnbridge_rocketmq.acks import AckContext
 from txnbridge_rocketmq.anchors import Place
@@ -74,7 +74,7 @@ class RocketMQReader(Reader):
         self._guard = threading.Lock()  # acknowledgements come from other threads
         self._cursors: dict[Partition, Cursor] = {}
         self._paused: set[Partition] = set()
-        self._work: Work[_Seen] | None = None
+        self._work: BackgroundTask[_Seen] | None = None
         self._look_at = 0.0
         self._turn = 0
         self._closed = False
@@ -187,7 +187,7 @@ class RocketMQReader(Reader):
                 _log.warning("tried again: %s", error)
         if self._work is None and (due := self._due()) is not None:
             deadline = Deadline(self._timeout)
-            self._work = Work(lambda: due(deadline), self._take, self._wake.set)
+            self._work = BackgroundTask(lambda: due(deadline), self._take, self._wake.set)
 
     def _due(self) -> Callable[[Deadline], _Seen] | None:
         """What takes time and is to be done now."""

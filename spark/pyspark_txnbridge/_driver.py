@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Count
-from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_quietly, connect, sessions
+from pyspark_txnbridge._session import Claim, Keeper, Opening, Session, close_logging_errors, connect, sessions
 from pyspark_txnbridge._sweep import (
     ask_all,
     check_log,
@@ -118,7 +118,7 @@ def _check_all(options: SinkOptions, application: str, with_log: bool) -> Bridge
             with closing(bridge.decisions()) as decisions:
                 decisions.read(application)
     except BaseException:
-        close_quietly(bridge)
+        close_logging_errors(bridge)
         raise
     return bridge
 

@@ -104,7 +104,7 @@ class Keeper(Generic[_Kept]):
         try:
             yield kept
         except BaseException:
-            close_quietly(kept)
+            close_logging_errors(kept)
             raise
         self._keep(key, kept)
 
@@ -115,23 +115,23 @@ class Keeper(Generic[_Kept]):
             while len(self._kept) > _MOST_KEPT:
                 surplus.append(self._kept.popitem(last=False)[1])
         for each in surplus:
-            close_quietly(each)
+            close_logging_errors(each)
 
     def drop(self, key: Hashable) -> None:
         """Close the one that is kept for this key."""
         with self._lock:
             kept = self._kept.pop((os.getpid(), key), None)
         if kept is not None:
-            close_quietly(kept)
+            close_logging_errors(kept)
 
     def clear(self) -> None:
         """Close everything that nobody uses."""
         with self._lock:
             while self._kept:
-                close_quietly(self._kept.popitem()[1])
+                close_logging_errors(self._kept.popitem()[1])
 
 
-def close_quietly(kept: Any) -> None:
+def close_logging_errors(kept: Any) -> None:
     try:
         kept.close()
     except TxnBridgeError as error:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pyspark_txnbridge._options import NAMELESS, SinkOptions
-from pyspark_txnbridge._session import Claim, Session, close_quietly, connect
+from pyspark_txnbridge._session import Claim, Session, close_logging_errors, connect
 from pyspark_txnbridge._unit import BatchInDoubt, Unit
 from txnbridge import (
     AccessDenied,
@@ -212,7 +212,7 @@ def shut_out(session: Session, options: SinkOptions, path: tuple[str, str], up_t
 
     def open_and_close(id: str) -> None:
         try:
-            close_quietly(connect(options, application, id))
+            close_logging_errors(connect(options, application, id))
         except TxnBridgeError as error:
             _log.warning("a task of an older run may still write under %s: %s", id, error)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyspark_txnbridge._options import SinkOptions
 from pyspark_txnbridge._rows import Columns, Count
-from pyspark_txnbridge._session import Keeper, Opening, Session, close_quietly, connect, sessions
+from pyspark_txnbridge._session import Keeper, Opening, Session, close_logging_errors, connect, sessions
 from pyspark_txnbridge._sweep import check_log, decided, finish_decided, is_done, lost, shut_out, sweep, writer_id
 from pyspark_txnbridge._unit import Unit, Written
 from txnbridge import Bridge, Decision, InvalidState, TransactionAborted, TxnBridgeError
@@ -200,7 +200,7 @@ class Writers:
                 slot.batch = unit.batch
                 return slot
             self.slots.remove(slot)
-            close_quietly(slot.bridge)
+            close_logging_errors(slot.bridge)
         taken = {claimed.id[-1] for claimed in session.decisions.claims(leases)}
         number = 0
         while number in taken or not claim(number):
@@ -214,7 +214,7 @@ class Writers:
 
     def close(self) -> None:
         while self.slots:
-            close_quietly(self.slots.pop().bridge)
+            close_logging_errors(self.slots.pop().bridge)
 
 
 _writers: Keeper[Writers] = Keeper()

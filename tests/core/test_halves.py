@@ -249,7 +249,7 @@ def test_an_abort_of_check_counts_only_when_the_time_of_the_work_is_over(bridge:
 
     with bridge.half_messages("shop", execute=slow, check=check) as sales:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("txnbridge._halves._FIRST_CHECK_SECONDS", 0.0)
+            patch.setattr("txnbridge._half_messages._FIRST_CHECK_SECONDS", 0.0)
             assert sell(sales, timeout=60).outcome is Outcome.COMMITTED
         asked.clear()
         with pytest.raises(TransactionAborted, match="check answered ABORT"):

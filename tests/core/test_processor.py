@@ -48,7 +48,7 @@ from txnbridge import (
     connect,
     plugins,
 )
-from txnbridge._stop import Stop
+from txnbridge._shutdown import Shutdown
 from txnbridge.spi import (
     Begin,
     Broker,
@@ -175,7 +175,7 @@ class Room:
         assert isinstance(broker, MemoryBroker)
         self.broker = broker
         self.waits: list[float] = []
-        monkeypatch.setattr(Stop, "sleep", lambda stop, seconds: self.note_wait(seconds))
+        monkeypatch.setattr(Shutdown, "sleep", lambda stop, seconds: self.note_wait(seconds))
 
     def note_wait(self, seconds: float) -> None:
         self.waits.append(seconds)
@@ -1019,11 +1019,11 @@ def test_it_is_healthy_while_a_failed_attempt_is_repeated_and_unhealthy_when_tha
     processor = room.processor(each=Failing(b"0", ValueError("x"), ValueError("x")), timeout=60)
     health = []
 
-    def sleep(stop: Stop, seconds: float) -> None:
+    def sleep(stop: Shutdown, seconds: float) -> None:
         health.append(processor.healthy)
         monkeypatch.setattr("txnbridge._processor._SLACK_SECONDS", -1e9)  # so it has failed for too long already
 
-    monkeypatch.setattr(Stop, "sleep", sleep)
+    monkeypatch.setattr(Shutdown, "sleep", sleep)
     with processor:
         wait_until(lambda: len(health) == 2)
         monkeypatch.setattr("txnbridge._processor._SLACK_SECONDS", 60.0)

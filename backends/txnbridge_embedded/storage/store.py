@@ -24,7 +24,7 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge.spi import Deadline, Turns
+from txnbridge.spi import Deadline, FairSemaphore
 from txnbridge_embedded.storage import files, schema
 from txnbridge_embedded.storage.schema import MAX_OFFSET, MAX_PARTITION_ID, OFFSET_BITS
 
@@ -133,7 +133,7 @@ class Store:
         self._keeper: Connection | None = None
         self._wal = _WalLength(Path(f"{self.path}-wal"))
         # Of the threads of this process: only one of them asks SQLite.
-        self._turns = Turns(1, _KEEP_SECONDS, one_per_thread=True)
+        self._turns = FairSemaphore(1, _KEEP_SECONDS, one_per_thread=True)
         self._topics: dict[str, tuple[float, Topic]] = {}
 
     # --- opening ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,17 @@ from txnbridge.errors import (
     PositionLost,
     TxnBridgeError,
 )
-from txnbridge.spi import Context, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription, Work
+from txnbridge.spi import (
+    BackgroundTask,
+    Context,
+    Deadline,
+    Message,
+    Partition,
+    Position,
+    Reader,
+    ReaderListener,
+    Subscription,
+)
 from txnbridge_kafka.acks import AckContext
 from txnbridge_kafka.cluster import Cluster
 from txnbridge_kafka.ends.forgotten import mend_group
@@ -95,7 +105,7 @@ class KafkaReader(Reader):
         self._paused: set[Partition] = set()
         self._kept: deque[BaseException] = deque()  # raised in a callback or found among messages, for the next poll
         self._broken: TxnBridgeError | None = None  # why the client will never read again
-        self._work: Work[Any] | None = None
+        self._work: BackgroundTask[Any] | None = None
         self._committing: Committing | None = None
         self._closed = False
         self._look_at = self._check_at = 0.0
@@ -309,13 +319,15 @@ class KafkaReader(Reader):
         starts, unchecked = self._starts, self._group_starts and self._group_starts.unchecked
         if wishes:
             asked = {cursor.partition: wish for cursor, wish in wishes.items()}
-            self._work = Work(lambda: starts.settle(asked, deadline), lambda found: self._begin(wishes, found))
+            self._work = BackgroundTask(
+                lambda: starts.settle(asked, deadline), lambda found: self._begin(wishes, found)
+            )
         elif unchecked and self._cursors:
             self._record(sorted(unchecked), lambda: None)
         elif self._group_starts is None and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             topics = self._subscription.topics
-            self._work = Work(lambda: self._offsets.counts(topics, deadline), self._grow)
+            self._work = BackgroundTask(lambda: self._offsets.counts(topics, deadline), self._grow)
 
     def _begin(self, wishes: Mapping[Cursor, Wish], found: Found) -> None:
         """Where a group begins to read partitions is committed and recorded before they are read."""
@@ -357,7 +369,7 @@ class KafkaReader(Reader):
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
         starts, deadline = self._group_starts, Deadline(self._settings.timeout)
         assert starts is not None
-        self._work = Work(lambda: starts.record(topics, deadline), lambda _: then())
+        self._work = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
     def _grow(self, counts: Mapping[str, int]) -> None:
         for topic, count in counts.items():
@@ -624,7 +636,7 @@ class KafkaReader(Reader):
         if self._closed:
             return
         self._closed = True
-        closing = Work(self._client.close, lambda _: None)
+        closing = BackgroundTask(self._client.close, lambda _: None)
         if not closing.join(deadline.left()):
             raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
         closing.finish()

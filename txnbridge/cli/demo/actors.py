@@ -10,7 +10,7 @@ from typing import Any
 
 import txnbridge
 from txnbridge import Bridge, Decision, HalfTransaction, Message, Outcome
-from txnbridge._children import tell
+from txnbridge.testing.child_processes import tell
 
 
 class Shop:

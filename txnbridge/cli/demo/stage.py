@@ -20,8 +20,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from txnbridge._children import Child
 from txnbridge.cli.demo.actors import Shop
+from txnbridge.testing.child_processes import Child
 
 # A step of an actor takes less than a second; on a machine that is very busy it is better to wait than to fail.
 PATIENCE = 30.0

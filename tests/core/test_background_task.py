@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from txnbridge.spi import Work
+from txnbridge.spi import BackgroundTask
 
 
 def test_what_comes_of_work_is_taken_in_by_the_thread_that_asks_for_it():
     taken: list[tuple[int, threading.Thread]] = []
     woken, may_end = threading.Event(), threading.Event()
-    work = Work(
+    work = BackgroundTask(
         lambda: may_end.wait(30) and 7, lambda found: taken.append((found, threading.current_thread())), woken.set
     )
     assert not work.done and not work.join(0)
@@ -25,7 +25,7 @@ def test_what_comes_of_work_is_taken_in_by_the_thread_that_asks_for_it():
 
 def test_what_work_raises_is_raised_where_it_is_finished():
     taken: list[object] = []
-    work = Work(lambda: 1 // 0, taken.append)
+    work = BackgroundTask(lambda: 1 // 0, taken.append)
     assert work.join(30)
     with pytest.raises(ZeroDivisionError):
         work.finish()

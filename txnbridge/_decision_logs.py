@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Protocol
 
-from txnbridge._connection import Connection, close_quietly
+from txnbridge._connection import Connection, close_logging_errors
 from txnbridge._deadline import Deadline
 from txnbridge._ledger import LazyLedger
 from txnbridge._token import Token
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from txnbridge._decisions import Decisions
 
 
-class Keeper(Protocol):
+class LogProvider(Protocol):
     """What keeps decision logs, if the broker itself does not."""
 
     def cluster(self, deadline: Deadline) -> str:
@@ -28,10 +28,10 @@ class Keeper(Protocol):
     def close(self) -> None: ...
 
 
-class Logs:
+class DecisionLogs:
     """Each is opened when it is first used."""
 
-    def __init__(self, connection: Connection, elsewhere: Keeper | None) -> None:
+    def __init__(self, connection: Connection, elsewhere: LogProvider | None) -> None:
         self._connection = connection
         self._elsewhere = elsewhere
         self._opening = threading.Lock()
@@ -84,11 +84,11 @@ class Logs:
     def close(self) -> None:
         self._closed = True
         for log in list(self._opened.values()):  # a call that is left to its caller may open another meanwhile
-            close_quietly(log.close)
+            close_logging_errors(log.close)
 
     def close_keeper(self) -> None:
         if self._elsewhere is not None:
-            close_quietly(self._elsewhere.close)
+            close_logging_errors(self._elsewhere.close)
 
     def _log(self, name: str, deadline: Deadline) -> Decisions:
         if (found := self._opened.get(name)) is not None:
@@ -99,7 +99,7 @@ class Logs:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
             if self._closed:  # meanwhile: a broker may ask about transactions until it is closed itself
-                close_quietly(self._opened[name].close)
+                close_logging_errors(self._opened[name].close)
             return self._opened[name]
         finally:
             self._opening.release()

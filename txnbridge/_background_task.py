@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
+class BackgroundTask(Generic[T]):
     """A function on a thread of its own, and what is done with its result on the thread that asks for it."""
 
     def __init__(

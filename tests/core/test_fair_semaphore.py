@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from txnbridge._turns import Turns
+from txnbridge._fair_semaphore import FairSemaphore
 from txnbridge.spi import Deadline
 
 
 @pytest.fixture
 def turns():
-    return Turns(1, 0.002)
+    return FairSemaphore(1, 0.002)
 
 
 class Waiting:
@@ -86,7 +86,7 @@ def test_who_writes_again_and_again_lets_those_who_wait_come_in_between(turns):
 
 
 def test_an_owner_that_does_not_come_back_keeps_nobody_waiting():
-    turns = Turns(1, 3600)
+    turns = FairSemaphore(1, 3600)
     waiting = Waiting(turns)
     place = taken(turns)
     waiting.add("first")
@@ -125,7 +125,7 @@ def test_a_place_and_a_wait_whose_objects_are_gone_are_given_back(turns):
 
 
 def test_as_many_are_in_as_there_are_places():
-    turns = Turns(2, 0.002)
+    turns = FairSemaphore(2, 0.002)
     first, second, third = taken(turns), taken(turns), turns.place()
     assert not third.enter(Deadline(0.05))
     first.leave()

@@ -27,7 +27,7 @@ class _Ticket:
         self.woken: SimpleQueue[None] = SimpleQueue()
 
 
-class Turns:
+class FairSemaphore:
     """So many places, for whoever came first. A thread may keep its own for so many seconds while others wait.
 
     Any step may be interrupted by an exception from a signal handler. So each step can be repeated, and the first of
@@ -137,7 +137,7 @@ class Place:
 
     __slots__ = ("_ticket", "_turns")
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: FairSemaphore) -> None:
         self._turns = turns
         self._ticket: _Ticket | None = _Ticket(threading.get_ident())
 

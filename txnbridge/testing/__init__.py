@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import txnbridge
-from txnbridge._children import Child, Point, StopAt, Unvisited, tell
 from txnbridge._events import Event
 from txnbridge._plugins import hookimpl, plugins
 from txnbridge._token import Outcome
 from txnbridge.errors import InvalidOption, OutcomeUnknown, TransactionAborted
 from txnbridge.spi import Deadline, Writer
+from txnbridge.testing.child_processes import Child, Point, StopAt, Unvisited, tell
 
 __all__ = [
     "Child",

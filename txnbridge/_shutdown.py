@@ -19,7 +19,7 @@ class StopNow(BaseException):
     """Ends the loop at once, also in the middle of a handler, which may not catch it as an `Exception`."""
 
 
-class Stop:
+class Shutdown:
     """A loop's, which looks at `asked` between its steps.
 
     `hurry(at)` is called with the end of the time as soon as a stop is asked for, and once more before force is used;
