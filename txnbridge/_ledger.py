@@ -20,6 +20,9 @@ class LazyLedger(Ledger):
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
         return self._find_ledger(deadline).opened(data, deadline)
 
+    def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        return self._find_ledger(deadline).open_behind(before, data, deadline)
+
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         return self._find_ledger(deadline).newest_opening(deadline)
 

@@ -60,6 +60,7 @@ __all__ = [
     "Ledger",
     "LedgerClaim",
     "LedgerEntry",
+    "LedgerValue",
     "Level",
     "Limits",
     "Message",
@@ -697,6 +698,10 @@ class Ledger(ABC):
         """Append "this id is opened"; returns the opening's own id. Everything older stops counting."""
 
     @abstractmethod
+    def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        """Open the id if its newest opening is still `before` (None: it has none). Return whether it was."""
+
+    @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         """The newest opening of the id and its data; None if it was never opened."""
 
@@ -770,6 +775,36 @@ class Ledger(ABC):
         The second is the `Ack.read_up_to` of what is read from the first. A group's start is a claim, too: of a fresh
         transaction, with acknowledgements that end where they begin.
         """
+
+
+class LedgerValue:
+    """A small value in the decision log, changed by compare-and-set: the newest opening of a ledger of its own.
+
+    The ledger's id names the value; no transaction uses that id.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def read(self, deadline: Deadline) -> Mapping[str, Any] | None:
+        """Return the value; None if it was never written."""
+        opening = self._ledger.newest_opening(deadline)
+        return None if opening is None else opening[1]
+
+    def update(
+        self, change: Callable[[Mapping[str, Any] | None], Mapping[str, Any] | None], deadline: Deadline
+    ) -> Mapping[str, Any] | None:
+        """Write what `change` makes of the value; it is asked again if another process wrote first.
+
+        `change` returns None to leave the value as it is. Return the value that stands.
+        """
+        while True:
+            name, value = self._ledger.newest_opening(deadline) or (None, None)
+            changed = change(value)
+            if changed is None:
+                return value
+            if self._ledger.open_behind(name, changed, deadline):
+                return changed
 
 
 # --- half messages ---------------------------------------------------------------------------------------------------

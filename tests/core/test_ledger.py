@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from txnbridge.spi import (
     Evidence,
     Identity,
     Ledger,
+    LedgerValue,
     Status,
     Token,
     Url,
@@ -131,3 +134,25 @@ def test_what_a_broker_notes_as_it_is_closed_is_in_the_log(
     with connect("toy:", application="shop") as bridge, closing(bridge.decisions()) as decisions:
         opening = decisions.read("billing").opening
     assert opening is not None and opening.data == {"writers": 7}
+
+
+def test_of_changes_to_a_value_at_the_same_moment_none_is_lost(backend: LedgerBackend) -> None:
+    with connect("toy:", application="shop") as first, connect("toy:", application="shop") as second:
+        values = [LedgerValue(bridge._logs.ledger("shop", "value")) for bridge in (first, second)]
+        assert values[0].read(Deadline(60)) is None
+
+        def add(at: int, change: Callable[[int], object] = lambda count: None) -> int:
+            def changed(value: Mapping[str, Any] | None) -> Mapping[str, Any]:
+                count = 0 if value is None else value["count"]
+                change(count)
+                return {"count": count + 1}
+
+            written = values[at].update(changed, Deadline(60))
+            assert written is not None
+            return int(written["count"])
+
+        assert add(0) == 1
+        # The second writes between the look and the write of the first, which looks again.
+        assert add(0, lambda count: count == 1 and add(1)) == 3
+        assert values[1].read(Deadline(60)) == {"count": 3}
+        assert values[0].update(lambda value: None, Deadline(60)) == {"count": 3}

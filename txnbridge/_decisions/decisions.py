@@ -25,7 +25,7 @@ from txnbridge._decisions.questions import (
     require_founded,
     require_readable,
 )
-from txnbridge._decisions.records import Done, Opened, Under, check_data
+from txnbridge._decisions.records import Done, Opened, Path, Under, check_data
 from txnbridge._decisions.state import Opener, State, Winner
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
@@ -170,12 +170,29 @@ class Decisions:
                 newest = state.ids.openings.get(path)
                 if name is not None and name in state.ids.names.get(path, ()):
                     return self._own(id, newest, name)
-            under = Under(path, name or secrets.token_hex(8), newest.under.number + 1 if newest else 1)
-            fields = {"under": under, "named": name is not None, "host": self._engine.host, "data": said}
-            if self._engine.append(Opened, fields, deadline)[1]:
+            under = _next_opening(path, name or secrets.token_hex(8), newest)
+            if self._append_opening(under, name is not None, said, deadline):
                 with self._engine.follower.looking(deadline) as state:
                     return self._own(id, state.ids.openings.get(path), under.name)
             # Somebody else took this number first, or has followed already: this opening comes after theirs.
+
+    def open_behind(
+        self, id: Id, before: str | None, data: Mapping[str, Any], *, timeout: float | Deadline | None = None
+    ) -> bool:
+        """Open an id if its newest opening is still `before` (None: it has none). Return whether it was."""
+        deadline = self._deadline(timeout)
+        path, said = path_of(id), check_data(data)
+        with self._engine.follower.following(deadline) as state:
+            require_founded(state)
+            newest = state.ids.openings.get(path)
+        if before != (newest.under.name if newest else None):
+            return False
+        return self._append_opening(_next_opening(path, secrets.token_hex(8), newest), False, said, deadline)
+
+    def _append_opening(self, under: Under, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        """Append an opening; return whether it counts, and not another one that took its number first."""
+        fields = {"under": under, "named": named, "host": self._engine.host, "data": data}
+        return bool(self._engine.append(Opened, fields, deadline)[1])
 
     def _own(self, id: Id, newest: Opener | None, name: str) -> Opening:
         if newest is None or newest.under.name != name:
@@ -339,6 +356,10 @@ class Decisions:
         if isinstance(timeout, Deadline):
             return timeout
         return Deadline(self._timeout if timeout is None else timeout)
+
+
+def _next_opening(path: Path, name: str, newest: Opener | None) -> Under:
+    return Under(path, name, newest.under.number + 1 if newest else 1)
 
 
 def _public(opening: Opener) -> Opening:

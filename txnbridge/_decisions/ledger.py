@@ -42,6 +42,9 @@ class LogLedger(Ledger):
             return self._engine.open_made_up(path_of(self._id), check_data(data), deadline)
         return self._decisions.open(self._id, data, timeout=deadline).name
 
+    def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        return self._decisions.open_behind(self._id, before, data, timeout=deadline)
+
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
         opening = self._decisions.read(self._id, timeout=deadline).opening
         if opening is None:
