@@ -22,13 +22,13 @@ from txnbridge._decisions.records import (
     Birth,
     Claimed,
     Done,
-    Entry,
+    EntryRecord,
+    LogRecord,
     Opened,
+    OpeningRef,
     Presence,
-    Record,
     Renewed,
     Snapshot,
-    Under,
     decode,
     digest,
 )
@@ -93,7 +93,7 @@ class MemoryLog(DecisionLog):
         self.next = after[0] + 1
 
 
-def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, Record]]:
+def decoded(records: Iterable[tuple[Position, bytes]]) -> list[tuple[Position, LogRecord]]:
     return [(position, decode(raw)) for position, raw in records]
 
 
@@ -138,7 +138,7 @@ class Oracle:
         """(kind, nonce) of the ledger entries that count in front of a position; copies count once."""
         found: dict[str, str] = {}
         for position, record in self._records:
-            if position >= at or not isinstance(record, Entry) or record.transaction != transaction:
+            if position >= at or not isinstance(record, EntryRecord) or record.transaction != transaction:
                 continue
             if record.under.id == owner and self.is_newest(record.under, position):
                 found.setdefault(record.nonce, record.about)
@@ -588,7 +588,7 @@ class Actor:
 
     def _check(self, check: Callable[[Oracle], str | None], at: Iterable[int] | None = None) -> None:
         """`at` is a position in the time that it was told about; without one that which this process knows of."""
-        renewed = self.decisions._engine.follower._state.renewed
+        renewed = self.decisions._engine.follower._state.trust.renewed
         now = renewed.position if renewed else ()
         self.world.checks.append((now if at is None else tuple(at), check))
 
@@ -651,8 +651,8 @@ class Actor:
         return f"{self.name} was told that {token.id} is prepared, but its record stands behind a newer opening"
 
 
-def _under(opening: Opening) -> Under:
-    return Under((str(opening.id),), opening.name, opening.number)
+def _under(opening: Opening) -> OpeningRef:
+    return OpeningRef((str(opening.id),), opening.name, opening.number)
 
 
 class _StepLog(DecisionLog):

@@ -14,7 +14,7 @@ import pytest
 from tests.core.decisions_kit import MemoryLog, decoded
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Decisions
-from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, Claimed, Part, Snapshot, encode
+from txnbridge._decisions.records import MAX_RECORD_BYTES, Birth, BodyPart, Claimed, Snapshot, encode
 from txnbridge._events import Emitter, Event
 from txnbridge._messages import Position
 from txnbridge._token import Decision
@@ -713,7 +713,7 @@ def test_the_parts_of_a_claim_are_safe_from_a_trim_before_the_claim_stands(join,
 
     def append(record, deadline=None):
         position = original(record)
-        if isinstance(decoded([(position, record)])[0][1], Part):
+        if isinstance(decoded([(position, record)])[0][1], BodyPart):
             join().tidy()
         return position
 
@@ -726,7 +726,7 @@ def test_the_parts_of_a_claim_are_safe_from_a_trim_before_the_claim_stands(join,
 def test_a_decision_whose_parts_are_gone_is_not_given_without_its_data(join, log):
     join().claim(BATCH, COMMIT, TOKENS)
     log.records = [
-        (position, encode(Birth(log=record.log, nonce=record.nonce, at=0)) if isinstance(record, Part) else raw)
+        (position, encode(Birth(log=record.log, nonce=record.nonce, at=0)) if isinstance(record, BodyPart) else raw)
         for (position, raw), (_, record) in zip(log.records, decoded(log.records), strict=True)
     ]
     with pytest.raises(EvidenceLost, match="decided to commit"):

@@ -10,7 +10,7 @@ from tests.core.decisions_kit import MemoryLog, decoded
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Decisions
 from txnbridge._decisions import follower as follower
-from txnbridge._decisions.records import Begin, Claimed, Presence, Snapshot, encode
+from txnbridge._decisions.records import Claimed, EvidenceBegin, Presence, Snapshot, encode
 from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, OutcomeUnknown
 from txnbridge.spi import Ack
@@ -126,7 +126,7 @@ def test_a_commit_that_came_after_an_abort_is_not_carried_out_by_the_next_owner(
     others.commit_many(100)
     # The owner slept, and its claim was under way before it could read that somebody gave its transaction up.
     by = owner.decisions._engine.owned["X",]
-    since = Begin(tuple(begin["at"]), begin["id"])
+    since = EvidenceBegin(tuple(begin["at"]), begin["id"])
     late = Claimed(log=None, nonce="late", id=("late",), decision=COMMIT, begin=since, by=by, body={}, stored=None)
     log.append(encode(late))
     assert Process(log).open().unfinished() == []

@@ -12,8 +12,8 @@ import txnbridge
 from tests.core.decisions_kit import MemoryLog, decoded
 from txnbridge._deadline import Deadline
 from txnbridge._decisions import Decisions
-from txnbridge._decisions import state as state
-from txnbridge._decisions.records import Entry, Opened, Snapshot, encode
+from txnbridge._decisions.openings import Openings
+from txnbridge._decisions.records import EntryRecord, Opened, Snapshot, encode
 from txnbridge._token import Decision
 
 COMMIT = Decision.COMMIT
@@ -95,7 +95,7 @@ def test_an_owner_of_an_id_that_others_have_forgotten_goes_on(log):
 def test_what_comes_late_counts_for_who_began_with_a_snapshot_as_for_who_has_read_everything(log):
     owner, reader = Process(log, "made-up").open(), Process(log)
     owner.prepare("t")
-    entry = next(record for _, record in decoded(log.records) if isinstance(record, Entry))
+    entry = next(record for _, record in decoded(log.records) if isinstance(record, EntryRecord))
     late = encode(replace(entry, transaction="late", nonce="late"))
     Process.now += DAY
     begin = reader.decisions.begin()
@@ -122,7 +122,7 @@ def test_a_version_that_looks_for_the_opening_finds_it_as_long_as_its_owner_may_
         newest = openings.get(under.id)
         return newest is not None and newest.under == under
 
-    monkeypatch.setattr(state, "stands", stands)
+    monkeypatch.setattr(Openings, "is_newest", stands)
     assert len(Process(log).decisions.ledger("made-up").find("t", Deadline(5), log=begin)) == 1
 
 

@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from txnbridge._decisions.records import (
     MAX_RECORD_BYTES,
     PART_BYTES,
-    Acked,
-    Begin,
+    AckRange,
     Birth,
+    BodyPart,
+    ClaimAcks,
     Claimed,
     Done,
-    Entry,
+    EntryRecord,
+    EvidenceBegin,
+    LogRecord,
     Opened,
-    Part,
+    OpeningRef,
     Presence,
-    Range,
-    Record,
     Renewed,
     Snapshot,
-    Stored,
-    Under,
-    Unreadable,
+    StoredBody,
+    UnreadableRecord,
     decode,
     encode,
 )
@@ -38,7 +38,7 @@ from txnbridge.errors import InvalidOption
 
 GOLDEN = Path(__file__).parent / "golden"
 
-UNDER = Under(("billing",), "b7e1", 3)
+UNDER = OpeningRef(("billing",), "b7e1", 3)
 BATCH = ("query", "sink", 7, 0)
 
 
@@ -46,18 +46,18 @@ def opened(data: Mapping[str, Any]) -> Opened:
     return Opened(log="a1", nonce="n4", under=UNDER, named=False, host="h pid 1", data=data)
 
 
-EXAMPLES: dict[str, Record] = {
+EXAMPLES: dict[str, LogRecord] = {
     "birth": Birth(log="a1", nonce="n1", at=1_700_000_000_000),
     "presence": Presence(log="a1", nonce="n2", until=1_700_000_900_000),
     "presence of a process that does not know the log": Presence(log=None, nonce="n3", until=1),
     "opened": opened({"writers": 4}),
-    "entry": Entry(log="a1", nonce="n5", under=UNDER, about="prepare", transaction="t1", data={"pid": 9}),
+    "entry": EntryRecord(log="a1", nonce="n5", under=UNDER, about="prepare", transaction="t1", data={"pid": 9}),
     "claim by a token": Claimed(
         log="a1",
         nonce="n6",
         id=("t1",),
         decision=Decision.COMMIT,
-        begin=Begin((12, 3), "n2"),
+        begin=EvidenceBegin((12, 3), "n2"),
         by=None,
         body={},
         stored=None,
@@ -80,21 +80,23 @@ EXAMPLES: dict[str, Record] = {
         begin=None,
         by=UNDER,
         body=None,
-        stored=Stored(((4,), (6,)), "d1"),
+        stored=StoredBody(((4,), (6,)), "d1"),
     ),
     "claim that acknowledges": Claimed(
         log="a1",
         nonce="n12",
         id=("t1",),
         decision=Decision.COMMIT,
-        begin=Begin((12, 3), "n2"),
+        begin=EvidenceBegin((12, 3), "n2"),
         by=UNDER,
-        acked=Acked((39,), (Range("g", ("orders", 0), (100,), (180,)), Range("g", ("orders", 7), (1, 2), (1, 3)))),
+        acked=ClaimAcks(
+            (39,), (AckRange("g", ("orders", 0), (100,), (180,)), AckRange("g", ("orders", 7), (1, 2), (1, 3)))
+        ),
         body={},
         stored=None,
     ),
     "done": Done(log="a1", nonce="n9", id=("query", "sink"), up_to=7),
-    "part": Part(log="a1", nonce="n10", payload=b'{"half\n of it\x00\xff'),
+    "part": BodyPart(log="a1", nonce="n10", payload=b'{"half\n of it\x00\xff'),
     "snapshot": Snapshot(
         log="a1", nonce="n11", born=(0,), covers=(40,), digest="d2", at=5, body={"log": "a1"}, stored=None
     ),
@@ -127,12 +129,12 @@ def test_version_1_is_read_for_ever():
 
 def test_a_claim_of_version_1_acknowledges_nothing():
     for raw in (encode(EXAMPLES["claim by a token"]), encode(EXAMPLES["claim that acknowledges"])):
-        with pytest.raises(Unreadable, match="other fields"):
+        with pytest.raises(UnreadableRecord, match="other fields"):
             decode(raw.replace(b'{"txnbridge":2', b'{"txnbridge":1'))
 
 
 def test_every_kind_of_record_is_in_the_golden_file():
-    assert {type(record) for record in EXAMPLES.values()} == set(Record.__subclasses__())
+    assert {type(record) for record in EXAMPLES.values()} == set(LogRecord.__subclasses__())
 
 
 @given(st.binary())
@@ -144,7 +146,7 @@ def test_every_kind_of_record_is_in_the_golden_file():
 @example(b'{"txnbridge":1,"kind":"done","log":"a","nonce":"b","id":["x"],"up_to":NaN}')
 @example(b'{"txnbridge":1,"kind":"done","log":"a","nonce":"b","id":' + b"[" * 100_000)
 def test_garbage_is_refused_and_nothing_else_happens(raw):
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableRecord):
         decode(raw)
 
 
@@ -157,7 +159,7 @@ def test_a_changed_record_is_refused_or_is_another_whole_record(record, data):
     changed = raw[:at] + data.draw(st.binary(max_size=12)) + raw[until:]
     try:
         read = decode(changed)
-    except Unreadable:
+    except UnreadableRecord:
         return
     assert decode(encode(read)) == read
 
@@ -176,14 +178,14 @@ def test_a_field_of_the_wrong_kind_is_refused(record, data):
     values[data.draw(st.sampled_from(sorted(values)))] = data.draw(_JSON)
     try:
         read = decode(json.dumps(values).encode() + (b"\n" + payload if payload else b""))
-    except Unreadable:
+    except UnreadableRecord:
         return
     assert decode(encode(read)) == read
 
 
 def test_a_record_of_a_newer_version_says_that_one_must_upgrade():
     newer = encode(EXAMPLES["done"]).replace(b'{"txnbridge":2', b'{"txnbridge":3')
-    with pytest.raises(Unreadable, match=r"format is 3.*upgrade"):
+    with pytest.raises(UnreadableRecord, match=r"format is 3.*upgrade"):
         decode(newer)
 
 
@@ -195,7 +197,7 @@ def test_an_unknown_kind_or_a_further_field_is_refused():
         raw[:-1] + b',"more":1}',
         raw.replace(b'"up_to":7', b'"up_to":null'),
     ):
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableRecord):
             decode(changed)
 
 
@@ -208,7 +210,7 @@ def test_a_claim_that_cannot_acknowledge_anything_is_refused():
         raw.replace(b'["g","orders",0,[100],[180]]', b'["g","orders",0,[100]]'),
     ):
         assert changed != raw
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableRecord):
             decode(changed)
 
 
@@ -224,5 +226,5 @@ def test_a_record_over_the_limit_is_the_callers_mistake():
 
 
 def test_a_whole_part_fits_into_a_record():
-    part = Part(log="f" * 16, nonce="f" * 16 + "-" + "9" * 12, payload=b"\xff" * PART_BYTES)
+    part = BodyPart(log="f" * 16, nonce="f" * 16 + "-" + "9" * 12, payload=b"\xff" * PART_BYTES)
     assert len(encode(part)) <= MAX_RECORD_BYTES

@@ -91,8 +91,8 @@ def test_a_renewal_counts_only_if_nobody_appended_since_the_operator_looked(log)
     log.append(log.records[-1][1])  # and a late copy of it is none
     newcomer = Process(log).open()
     with newcomer.decisions._engine.follower.looking(Deadline(5)) as state:
-        assert state.renewed is not None
-        assert state.renewed.position == position
+        assert state.trust.renewed is not None
+        assert state.trust.renewed.position == position
     with pytest.raises(EvidenceLost):
         owner.open()
 

@@ -12,20 +12,24 @@ from typing import Any
 import pytest
 
 from tests.core.decisions_kit import SMALL_RECORDS, Chances, MemoryLog, World, _StepLog, decoded, explore
-from txnbridge._decisions import Decisions, engine
+from txnbridge._decisions import Decisions, engine, openings
 from txnbridge._decisions import follower as follower
-from txnbridge._decisions import state as state
+from txnbridge._decisions.fold import LogState
+from txnbridge._decisions.id_fold import IdFold
+from txnbridge._decisions.openings import Openings
 from txnbridge._decisions.records import (
-    Acked,
-    Begin,
+    AckRange,
     Birth,
+    ClaimAcks,
     Claimed,
+    EvidenceBegin,
     Presence,
-    Range,
     Snapshot,
     digest,
     encode,
 )
+from txnbridge._decisions.token_fold import AckHistory, TokenFold
+from txnbridge._decisions.trust import Trust
 from txnbridge._token import Decision
 
 pytestmark = pytest.mark.timeout(300)  # seconds when the machine is idle, but each of them is the processor's
@@ -101,14 +105,14 @@ def test_nor_where_processes_make_up_ids_that_are_forgotten(near_end, worlds, mo
         monkeypatch.setattr(follower, "NEAR_END", near_end)
     monkeypatch.setattr(follower, "_FORGET_AFTER", near_end or 15)
     forgotten = set()
-    is_kept = state.is_kept
+    is_kept = openings._is_kept
 
     def look_at(opener, since):
         if not (kept := is_kept(opener, since)):
             forgotten.add(opener.under)
         return kept
 
-    monkeypatch.setattr(state, "is_kept", look_at)
+    monkeypatch.setattr(openings, "_is_kept", look_at)
     findings, told = explore(range(worlds), MADE_UP, origin=ORIGIN, numbered=near_end is not None)
     assert findings == []
     for answer in ("COMMIT", "ABORT", "undecided", "Fenced", "Conflict", "looked", "made up"):
@@ -134,7 +138,7 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
         for index, (position, _) in enumerate(archive):
             if index and position in covered:
                 part = fold(archive[index:])
-                if part.oldest_window() and part.oldest_window() < part.start:
+                if part.oldest_ack_window() and part.oldest_ack_window() < part.start:
                     continue  # trimming spares what these acknowledgements are judged by
                 assert knowledge(part) == knowledge(whole)
                 compared += 1
@@ -143,7 +147,7 @@ def test_a_snapshot_says_the_same_as_all_that_it_covers():
 
 def knowledge(folded):
     """What is known of ids. Without the claims' data: their parts may be in front of where this reading began."""
-    known = folded.ids.to_json(folded.log)
+    known = folded.ids.to_json(folded.trust.log)
     known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
@@ -160,8 +164,14 @@ def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_b
         records.append(encode(Snapshot(log="a", nonce=f"snapshot {at}", body=known, stored=None, **covers)))
 
     def claim(read_up_to: int) -> None:
-        acked = Acked((read_up_to,), (Range("g", ("t", 0), (0,), (5,)),))
-        fields: Any = {"id": ("c",), "decision": Decision.COMMIT, "begin": Begin((1,), "begin"), "by": None, "body": {}}
+        acked = ClaimAcks((read_up_to,), (AckRange("g", ("t", 0), (0,), (5,)),))
+        fields: Any = {
+            "id": ("c",),
+            "decision": Decision.COMMIT,
+            "begin": EvidenceBegin((1,), "begin"),
+            "by": None,
+            "body": {},
+        }
         records.append(encode(Claimed(log="a", nonce=f"up to {read_up_to}", acked=acked, stored=None, **fields)))
 
     records.append(encode(Presence(log="a", nonce="other", until=10**15)))
@@ -187,7 +197,7 @@ def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
             needed = {key: at for key, at in whole.items() if oldest is not None and at >= oldest}
             part = fold([each for each in archive if each[0] >= record.covers])
             known = last_commits(part)
-            assert not part.founded or {key: at for key, at in known.items() if key in needed} == needed
+            assert not part.trust.complete or {key: at for key, at in known.items() if key in needed} == needed
             compared += len(needed)
     assert compared > 60
 
@@ -195,11 +205,11 @@ def test_nor_is_a_commit_forgotten_that_somebody_may_have_to_carry_out():
 def last_commits(folded):
     """Where the last commit of each owner's writers, and of each partition of a group, stands."""
     owners = {(id, writer): c for id, last in folded.ids.commits.items() for writer, c in last.items()}
-    return {key: commit.winner.position for key, commit in {**owners, **folded.ids.movers}.items()}
+    return {key: commit.claim.position for key, commit in {**owners, **folded.ids.last_ackers}.items()}
 
 
 def fold(records):
-    folded = state.State(lambda nonce, position, counts: None, trust_birth=records[0][0] == (0,))
+    folded = LogState(lambda nonce, position, counts: None, Trust(None, records[0][0] == (0,)))
     for position, raw in records:
         assert folded.take(position, raw)
     return folded
@@ -219,20 +229,20 @@ def last_record_wins(monkeypatch):
         self.claims.setdefault(record.id, {})[begin] = winner
         return True
 
-    monkeypatch.setattr(state.TokenFold, "claim", claim)
+    monkeypatch.setattr(TokenFold, "claim", claim)
 
 
 def no_look_at_the_presence_record(monkeypatch):
-    monkeypatch.setattr(state.State, "holds", lambda self, begin: self.cursor is not None)
+    monkeypatch.setattr(LogState, "holds", lambda self, begin: self.cursor is not None)
 
 
 def openings_void_nothing(monkeypatch):
-    monkeypatch.setattr(state.TokenFold, "is_void", lambda self, under: False)
-    monkeypatch.setattr(state, "stands", lambda openings, under: True)
+    monkeypatch.setattr(Openings, "is_void", lambda self, under: False)
+    monkeypatch.setattr(Openings, "is_newest", lambda self, under: True)
 
 
 def openings_also_void_claims_on_what_is_prepared(monkeypatch):
-    monkeypatch.setattr(state.TokenFold, "is_prepared", lambda self, owner, id: False)
+    monkeypatch.setattr(TokenFold, "is_prepared", lambda self, owner, id: False)
 
 
 def late_copies_of_openings_count_again(monkeypatch):
@@ -240,7 +250,7 @@ def late_copies_of_openings_count_again(monkeypatch):
         newest = openings.get(under.id)
         return newest is None or newest.under != under
 
-    monkeypatch.setattr(state, "opens", opens)
+    monkeypatch.setattr(Openings, "is_next", opens)
 
 
 def begin_taken_from_the_end(monkeypatch):
@@ -252,21 +262,14 @@ def begin_taken_from_the_end(monkeypatch):
 
 
 def any_first_record_is_a_beginning(monkeypatch):
-    def take_first(self, position, record):
-        self.founded, self.log, self.born, self.start = True, record.log, position, position
+    def begin(self, position, record):
+        self.complete, self.log, self.born = True, record.log, position
 
-    monkeypatch.setattr(state.State, "_take_first", take_first)
+    monkeypatch.setattr(Trust, "begin", begin)
 
 
 def any_snapshot_is_believed(monkeypatch):
-    taken = state.State._take_snapshot
-
-    def take_snapshot(self, record):
-        if not self.founded:
-            self._digests[record.covers] = record.digest
-        return taken(self, record)
-
-    monkeypatch.setattr(state.State, "_take_snapshot", take_snapshot)
+    monkeypatch.setattr(Trust, "has_covered_record", lambda self, snapshot: True)
 
 
 def trimmed_up_to_the_snapshot_itself(monkeypatch):
@@ -295,23 +298,23 @@ def gaps_are_read_over(monkeypatch):
 
 
 def done_marks_are_not_in_snapshots(monkeypatch):
-    to_json = state.IdFold.to_json
-    monkeypatch.setattr(state.IdFold, "to_json", lambda self, *args: {**to_json(self, *args), "done": []})
+    to_json = IdFold.to_json
+    monkeypatch.setattr(IdFold, "to_json", lambda self, *args: {**to_json(self, *args), "done": []})
 
 
 def positions_are_not_in_snapshots(monkeypatch):
-    to_json = state.IdFold.to_json
-    monkeypatch.setattr(state.IdFold, "to_json", lambda self, *args: {**to_json(self, *args), "groups": []})
+    to_json = IdFold.to_json
+    monkeypatch.setattr(IdFold, "to_json", lambda self, *args: {**to_json(self, *args), "groups": []})
 
 
 def nobody_looks_who_else_acknowledged(monkeypatch):
-    monkeypatch.setattr(state.Ackers, "rival_behind", lambda self, position, transaction: False)
+    monkeypatch.setattr(AckHistory, "rival_behind", lambda self, position, transaction: False)
 
 
 def late_copies_of_acknowledgements_count_again(monkeypatch):
-    acknowledge = state.TokenFold._acknowledge
+    acknowledge = TokenFold._acknowledge
     monkeypatch.setattr(
-        state.TokenFold,
+        TokenFold,
         "_acknowledge",
         lambda self, transaction, acked, position, covered: acknowledge(self, transaction, acked, position, None),
     )
@@ -322,9 +325,9 @@ def renewals_count_wherever_they_stand(monkeypatch):
         if self.cursor is None:
             self._take_first(position, record)
         self._renew(position, record)
-        self._tell(record.nonce, position, True)
+        self._report(record.nonce, position, True)
 
-    monkeypatch.setattr(state.State, "_take_renewal", take_renewal)
+    monkeypatch.setattr(LogState, "_take_renewal", take_renewal)
 
 
 def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
@@ -332,7 +335,7 @@ def made_up_ids_count_only_while_their_opening_is_known(monkeypatch):
         newest = openings.get(under.id)
         return newest is not None and newest.under == under
 
-    monkeypatch.setattr(state, "stands", stands)
+    monkeypatch.setattr(Openings, "is_newest", stands)
 
 
 @pytest.mark.parametrize(

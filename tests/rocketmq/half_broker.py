@@ -81,7 +81,7 @@ class HalfBroker:
             case Code.END_TRANSACTION:
                 return self._end(request.fields)
             case Code.QUERY_MESSAGE:
-                return self._found(request.fields)
+                return self._begin_complete(request.fields)
             case Code.PULL_MESSAGE:
                 return self._pull(request.fields)
             case Code.LOCK_BATCH_MQ | Code.UNLOCK_BATCH_MQ:
@@ -113,7 +113,7 @@ class HalfBroker:
         self.open.discard(half.queue_offset)
         return _ok()
 
-    def _found(self, fields: Mapping[str, str]) -> Command:
+    def _begin_complete(self, fields: Mapping[str, str]) -> Command:
         """The newest entries of an index that knows a key by its hash: 32, or as many as are asked for."""
         topic, wanted, most = fields["topic"], java_hash(fields["key"]), int(fields["maxNum"])
         if topic == HALF_TOPIC:

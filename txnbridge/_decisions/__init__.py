@@ -2,15 +2,19 @@
 
 An ordered log in which the first claim on an id that counts wins. docs/decisions.md has the rules and their reasons.
 
-A record goes down through the modules and comes back up as a conclusion: `decisions` (what an application says) and
-`ledger` (what a backend says) both speak to one `engine`, which puts what they ask, a `questions.Question`, to what it
-has read, and appends what is missing. `follower` appends to the log and reads on; `records` has each kind of record and
-its bytes; `state` is the fold over them, in which alone the rules are.
+The modules, from the caller down to the bytes:
+- `decisions` is the interface for applications, `ledger` the one for backends. Both ask one `engine`.
+- `engine` answers a `queries.Query` from what was read, and appends the records that are missing.
+- `follower` appends to the log and reads on.
+- `fold` draws the conclusions, and alone knows the rules: `trust` (is the reading complete?), `token_fold`
+  (transactions
+  with tokens), `id_fold` (all other ids), `openings` (whose records still count), `conclusions` (their results).
+- `records` has each kind of record and its bytes.
 """
 
 from __future__ import annotations
 
-from txnbridge._decisions.decisions import Claim, Decisions, Lost, Opening, Reading
-from txnbridge._decisions.questions import Id
+from txnbridge._decisions.decisions import Claim, Decisions, IncompleteLog, Opening, Reading
+from txnbridge._decisions.queries import Id
 
-__all__ = ["Claim", "Decisions", "Id", "Lost", "Opening", "Reading"]
+__all__ = ["Claim", "Decisions", "Id", "IncompleteLog", "Opening", "Reading"]

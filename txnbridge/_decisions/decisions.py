@@ -12,21 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from txnbridge._deadline import Deadline
+from txnbridge._decisions.conclusions import CountingClaim
 from txnbridge._decisions.engine import TIDY_RECORDS, Engine
+from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.ledger import LogLedger
-from txnbridge._decisions.questions import (
+from txnbridge._decisions.openings import KnownOpening
+from txnbridge._decisions.queries import (
     Id,
-    Question,
+    Query,
     begin_of,
     fenced,
     id_of,
     path_of,
     require_body,
-    require_founded,
+    require_complete,
     require_readable,
 )
-from txnbridge._decisions.records import Done, Opened, Path, Under, check_data
-from txnbridge._decisions.state import Opener, State, Winner
+from txnbridge._decisions.records import Done, IdPath, Opened, OpeningRef, check_data
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
@@ -35,16 +37,16 @@ from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
 
-# How long a token may be asked about if nobody says otherwise. Too short loses evidence (the answer is then UNKNOWN),
-# too long only makes reads longer.
+# The default time for which evidence about a token is kept. Too short loses evidence (the answer is then UNKNOWN), too
+# long only makes reads longer.
 _LIFETIME = 7 * 86_400.0
-# So often between two snapshots it is looked whether one is due.
-_LOOKS_IN_TIDYING = 6
+# How often between two snapshots the background thread checks whether the next one is due.
+_CHECKS_BETWEEN_SNAPSHOTS = 6
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that counts for an id. `mine`: it was made through this very `Decisions`."""
+    """The claim that counts for an id. `mine`: this very `Decisions` object made it."""
 
     id: Id
     decision: Decision
@@ -82,10 +84,10 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A log that proves nothing about ids without a token: why, and what it still says, which may be out of date.
+class IncompleteLog:
+    """Describes a log that proves nothing about ids without a token: why, and what it still says (perhaps out of date).
 
-    `decided` is how many transactions with tokens it still has decisions about.
+    `decided` is the number of transactions with tokens about which it still has decisions.
     """
 
     reason: str
@@ -98,7 +100,7 @@ class Decisions:
     """The decisions of one log. May be used by many threads.
 
     An id is text, or a tuple of text and numbers such as `("query", "sink", 7, 0)`. An id that a token carries is asked
-    about with the token's `begin`; every other one is judged from the log's first record. Where the evidence is gone,
+    about with the token's `begin`; every other one is judged from the log's first record. If the evidence is gone,
     every call raises `EvidenceLost`, and nothing is claimed or answered.
     """
 
@@ -134,9 +136,9 @@ class Decisions:
     def _stay(self) -> None:
         """Write snapshots in a log that drops records by age, also while this process decides nothing.
 
-        A process that has only looked writes none.
+        A process that has only read the log writes no snapshot.
         """
-        while not self._closed.wait(self._engine.tidy_seconds / _LOOKS_IN_TIDYING):
+        while not self._closed.wait(self._engine.tidy_seconds / _CHECKS_BETWEEN_SNAPSHOTS):
             if not self._engine.has_written:
                 continue
             try:
@@ -154,7 +156,7 @@ class Decisions:
         name: str | None = None,
         timeout: float | Deadline | None = None,
     ) -> Opening:
-        """Open an id: what an older owner of it appends by itself from here on counts for nothing.
+        """Open an id: records that an older owner appends on its own account from now on do not count.
 
         With a `name` (a run's id) all processes that open the id share one opening; a process that comes with a name
         behind which another opening stands gets `Fenced`. Without one each call is a new opening.
@@ -166,7 +168,7 @@ class Decisions:
         said = check_data(data or {})
         while True:
             with self._engine.follower.following(deadline) as state:
-                require_founded(state)
+                require_complete(state)
                 newest = state.ids.openings.get(path)
                 if name is not None and name in state.ids.names.get(path, ()):
                     return self._own(id, newest, name)
@@ -174,7 +176,7 @@ class Decisions:
             if self._append_opening(under, name is not None, said, deadline):
                 with self._engine.follower.looking(deadline) as state:
                     return self._own(id, state.ids.openings.get(path), under.name)
-            # Somebody else took this number first, or has followed already: this opening comes after theirs.
+            # Another process took this number first, or has opened the id since: this opening comes behind that one.
 
     def open_behind(
         self, id: Id, before: str | None, data: Mapping[str, Any], *, timeout: float | Deadline | None = None
@@ -183,27 +185,27 @@ class Decisions:
         deadline = self._deadline(timeout)
         path, said = path_of(id), check_data(data)
         with self._engine.follower.following(deadline) as state:
-            require_founded(state)
+            require_complete(state)
             newest = state.ids.openings.get(path)
         if before != (newest.under.name if newest else None):
             return False
         return self._append_opening(_next_opening(path, secrets.token_hex(8), newest), False, said, deadline)
 
-    def _append_opening(self, under: Under, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
+    def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
         """Append an opening; return whether it counts, and not another one that took its number first."""
         fields = {"under": under, "named": named, "host": self._engine.host, "data": data}
         return bool(self._engine.append(Opened, fields, deadline)[1])
 
-    def _own(self, id: Id, newest: Opener | None, name: str) -> Opening:
+    def _own(self, id: Id, newest: KnownOpening | None, name: str) -> Opening:
         if newest is None or newest.under.name != name:
             raise fenced(newest)
         self._engine.owned[newest.under.id] = newest.under
         return _public(newest)
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
-        """Where the evidence about a transaction that begins now begins: what its token carries as `log`.
+        """Return where the evidence about a transaction that begins now begins: its token carries this as `log`.
 
-        An owner names its `opening`, and gets `Fenced` if the log shows a newer one.
+        An owner passes its `opening`. Raise `Fenced` if the log shows a newer one.
         """
         return self._engine.begin(None if opening is None else _under(opening), self._deadline(timeout))
 
@@ -219,34 +221,34 @@ class Decisions:
         opening: Opening | None = None,
         timeout: float | Deadline | None = None,
     ) -> Claim:
-        """Claim a decision; returns the claim that counts, whoever made it. Safe to repeat.
+        """Claim a decision; return the claim that counts, whichever process made it. Safe to repeat.
 
-        `begin` is the token's, for an id that a token carries. An owner that claims on its own account names its
-        `opening`. Raises `Fenced` if that is not the newest one and no claim counts, `InvalidState` for an id that is
-        marked done, `OutcomeUnknown` while nobody can say what counts, `EvidenceLost` if nobody ever can.
+        `begin` is the token's, for an id that a token carries. An owner that claims on its own account passes its
+        `opening`. Raise `Fenced` if that is not the newest one and no claim counts, `InvalidState` for an id that is
+        marked done, `OutcomeUnknown` while it cannot be known which claim counts, `EvidenceLost` if it never can.
         """
         deadline = self._deadline(timeout)
         if decision not in (Decision.COMMIT, Decision.ABORT):
             raise InvalidOption(f"a claim is COMMIT or ABORT, not {decision!r}")
         said = check_data(data or {})
-        question = Question(id, path_of(id), begin_of(begin))
+        question = Query(id, path_of(id), begin_of(begin))
         by = None if opening is None else _under(opening)
         return self._claim(id, self._engine.decide(question, decision, said, by, (), deadline))
 
     def read(
         self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None
     ) -> Reading:
-        """What the log says about an id at this moment. Decides nothing.
+        """Return what the log says about an id at this moment. Decides nothing.
 
-        Raises `EvidenceLost` where the evidence is gone, `OutcomeUnknown` where it cannot be read for now.
+        Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if it cannot be read for now.
         """
         deadline = self._deadline(timeout)
-        question = Question(id, path_of(id), begin_of(begin))
+        question = Query(id, path_of(id), begin_of(begin))
         follower = self._engine.follower_of(question.begin, deadline)
         with follower.following(deadline, may_create=question.begin is None) as state:
             if question.begin is not None:
                 return Reading(self._claim_of(question, state), False, None, None)
-            require_founded(state)
+            require_complete(state)
             done = state.ids.is_done(question.path)
             newest = state.ids.openings.get(question.path)
             return Reading(
@@ -257,29 +259,30 @@ class Decisions:
             )
 
     def claims(self, id: Id, *, timeout: float | Deadline | None = None) -> list[Claim]:
-        """The claims that count on every id that continues this one and is not done, in the order they were made."""
+        """Return the counting claims on all ids that continue this one and are not done, in the log's order."""
         path = path_of(id)
         with self._engine.follower.following(self._deadline(timeout)) as state:
             require_readable(state)
-            require_founded(state)
+            require_complete(state)
             found = [(key, winner) for key, winner in state.ids.claims.items() if key[: len(path)] == path != key]
         return [self._claim(id_of(key), winner) for key, winner in sorted(found, key=lambda item: item[1].position)]
 
     def done(self, id: Id, up_to: int, *, timeout: float | Deadline | None = None) -> None:
         """Mark every id that continues `id` with a number up to `up_to` as settled.
 
-        Their claims are dropped in time, the mark itself never is. Say it only once all that they decided is finished.
+        The claims on these ids are dropped in time, the mark itself never is. Call this only once all that the claims
+        decided is finished.
         """
         deadline = self._deadline(timeout)
         path = path_of(id)
         with self._engine.follower.following(deadline) as state:
-            require_founded(state)
+            require_complete(state)
             if up_to <= state.ids.done.get(path, up_to - 1):
                 return
         self._engine.append(Done, {"id": path, "up_to": up_to}, deadline)
         self._engine.tidy_if_due(deadline)
 
-    def _claim(self, id: Id, winner: Winner) -> Claim:
+    def _claim(self, id: Id, winner: CountingClaim) -> Claim:
         return Claim(
             id=id,
             decision=winner.decision,
@@ -290,24 +293,24 @@ class Decisions:
             opening=winner.by.name if winner.by else None,
         )
 
-    def _claim_of(self, question: Question, state: State) -> Claim | None:
+    def _claim_of(self, question: Query, state: LogState) -> Claim | None:
         winner = self._engine.answer(question, state)
         return None if winner is None else self._claim(question.id, winner)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- keeping the log ----------------------------------------------------------------------------------------------
 
     def tidy(self, *, timeout: float | Deadline | None = None) -> Position:
         """Write a snapshot of what counts for ever, then drop the records that it covers and no token can need.
 
-        Returns the position from which on records are kept. It happens by itself after many records; a broker that
-        drops records by age needs it now and then from somebody.
+        Return the position from which on records are kept. Bridges tidy by themselves after many records. A log whose
+        broker drops records by age has to be tidied now and then by some process.
         """
         return self._engine.tidy(self._deadline(timeout))
 
-    def lost(self, *, timeout: float | Deadline | None = None) -> Lost | None:
-        """Why this log proves nothing about ids without a token, and what it still says; None if it proves them.
+    def lost(self, *, timeout: float | Deadline | None = None) -> IncompleteLog | None:
+        """Return why this log proves nothing about ids without a token, and what it still says; None for a sound log.
 
-        Raises `NotFound` for a log that is empty: nobody has used it.
+        Raise `NotFound` for an empty log: nobody has used it.
         """
         with self._engine.follower.following(self._deadline(timeout), may_create=False) as state:
             require_readable(state)
@@ -316,34 +319,36 @@ class Decisions:
                     f"the decision log {self._name or ''!r} is empty, there is nothing to renew: look whether its name"
                     " (that of the application) and its place are right"
                 )
-            if state.founded:
+            if state.trust.complete:
                 return None
             ids = state.remains()
             known = {*ids.openings, *ids.done, *ids.claims}
-            return Lost(
-                reason=state.doubt,
+            return IncompleteLog(
+                reason=state.trust.incomplete_because,
                 ids=sorted((id_of(path) for path in known), key=str),
                 positions={(group, partition): at for (group, partition), at in sorted(ids.groups.items())},
                 decided=len(state.tokens.claims),
             )
 
     def renew(self, *, timeout: float | Deadline | None = None) -> Position:
-        """Begin a log anew whose evidence is gone for good, knowingly; returns where in the log it begins now.
+        """Renew a log whose evidence is gone for good; return the position where the log begins now.
 
-        Whatever was decided before is forgotten: a token of before is UNKNOWN for ever, and an id without a token is
-        taken for one that was never claimed, opened or done. A process that used the log before gets `EvidenceLost`
-        from each call. Raises `InvalidState` if nothing is lost.
+        All earlier decisions are forgotten: an earlier token is UNKNOWN for ever, and an id without a token is taken
+        for one that was never claimed, opened or done. A process that used the log before gets `EvidenceLost` from each
+        call. Raise `InvalidState` if no evidence is lost.
         """
         return self._engine.renew(self._deadline(timeout))
 
     def ledger(self, id: str, begin: Mapping[str, Any] | None = None, *, made_up: bool = False) -> Ledger:
-        """For backends: the ledger of one transactional id; with a token's `begin` for questions about that token's
-        transaction. `made_up`: this process has made the id up for itself, and nobody else opens it.
+        """Return the ledger of one transactional id, for backends.
+
+        With a token's `begin` it answers queries about that token's transaction. `made_up`: this process has made the
+        id up for itself, and no other process opens it.
         """
         return LogLedger(self, self._engine, id, begin_of(begin), made_up)
 
     def close(self) -> None:
-        """Let go of the log. Safe to repeat. In the child of a fork it does nothing: the log is the parent's."""
+        """Close the log. Safe to repeat. In the child of a fork this does nothing, because the log is the parent's."""
         if not self._closed.is_set() and self._process == os.getpid():
             self._closed.set()
             self._log.close()
@@ -358,14 +363,14 @@ class Decisions:
         return Deadline(self._timeout if timeout is None else timeout)
 
 
-def _next_opening(path: Path, name: str, newest: Opener | None) -> Under:
-    return Under(path, name, newest.under.number + 1 if newest else 1)
+def _next_opening(path: IdPath, name: str, newest: KnownOpening | None) -> OpeningRef:
+    return OpeningRef(path, name, newest.under.number + 1 if newest else 1)
 
 
-def _public(opening: Opener) -> Opening:
+def _public(opening: KnownOpening) -> Opening:
     under = opening.under
     return Opening(id_of(under.id), under.name, under.number, opening.position, opening.host, opening.data)
 
 
-def _under(opening: Opening) -> Under:
-    return Under(path_of(opening.id), opening.name, opening.number)
+def _under(opening: Opening) -> OpeningRef:
+    return OpeningRef(path_of(opening.id), opening.name, opening.number)

@@ -1,7 +1,7 @@
-"""Appends to a decision log and reads it on, so that a process that follows it reads only what is new.
+"""Appends to a decision log and follows it: each reading continues where the last one ended.
 
-What is read always begins with the last record that was read before: a log that was truncated, trimmed or made anew
-is noticed, and never taken for the one that was known.
+Each reading begins with the last record of the reading before. So a log that was truncated, trimmed or made anew is
+noticed, and never taken for the known log.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from txnbridge._deadline import Deadline
-from txnbridge._decisions.records import Birth, Record, encode
-from txnbridge._decisions.state import State
+from txnbridge._decisions.fold import LogState
+from txnbridge._decisions.records import Birth, LogRecord, encode
+from txnbridge._decisions.trust import Trust
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge.errors import (
@@ -28,19 +29,20 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import DecisionLog
 
-# An append is repeated soon after a hiccup, and not so often as to hurt a sick broker.
+# A failed append is repeated soon, and then more and more seldom, to spare a sick broker.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
-# Forgetting walks through everything in memory: seldom enough to cost nothing, often enough to keep memory flat.
+# Forgetting walks through everything in memory: this is seldom enough to cost nothing, and keeps memory flat.
 _FORGET_AFTER = 10_000
-# A log that numbers its records is read from so many before its end, which takes a second: mostly there is a snapshot.
+# A log that numbers its records is read from this many records before its end, which takes a second. Mostly a snapshot
+# is among them.
 NEAR_END = 20_000
 
 
 class Follower:
-    """One process's view of one log. May be used by many threads.
+    """One process's view of one log. Any thread may use it.
 
-    It begins with the newest snapshot that it finds near the log's end, or else with the log's first record; with
-    `first`, there: a presence in front of that snapshot, or the log's first record if it is not there any more.
+    It begins with the newest snapshot near the log's end, or else with the log's first record. With `first` it begins
+    there: at a presence in front of that snapshot, or at the log's first record if the presence is gone.
     """
 
     def __init__(
@@ -53,26 +55,26 @@ class Follower:
         self._lock = threading.RLock()
         self._awaited: dict[str, dict[Position, bool | None]] = {}
         self._log_id: str | None = None
-        self._snapshot_before: Position | None = None  # up to where snapshots covered the log when it last forgot
+        self._covered_at_last_forgetting: Position | None = None
         self._lost = ""  # why this is not the log that was read before
         self._state = self._new_state()
 
-    def _new_state(self, trust_birth: bool = True, own: str | None = None) -> State:
-        return State(self._tell, self._log.origin, trust_birth, own)
+    def _new_state(self, trust_birth: bool = True, own: str | None = None) -> LogState:
+        return LogState(self._report, Trust(self._log.origin, trust_birth, own))
 
-    def _tell(self, nonce: str, position: Position, counts: bool | None) -> None:
+    def _report(self, nonce: str, position: Position, counts: bool | None) -> None:
         if (seen := self._awaited.get(nonce)) is not None:
             seen[position] = counts
 
     def reaches(self, position: Position) -> bool:
-        """Whether it was made to begin there or before."""
+        """Return whether this follower was made to begin at a position or before it."""
         return self._first is not None and self._first <= position
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def looking(self, deadline: Deadline) -> Iterator[State]:
-        """What follows from the records read so far; nobody reads on meanwhile."""
+    def looking(self, deadline: Deadline) -> Iterator[LogState]:
+        """Give the state after the records read so far; no other thread reads on meanwhile."""
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread read the decision log for longer than {deadline.seconds:g} s")
         try:
@@ -85,10 +87,11 @@ class Follower:
     @contextmanager
     def following(
         self, deadline: Deadline, up_to: Position | None = None, *, may_create: bool = True
-    ) -> Iterator[State]:
-        """Read on to a position, or to the log's present end; then as `looking`. An empty log gets its birth record.
+    ) -> Iterator[LogState]:
+        """Read on to a position, or to the log's present end, and give the state. An empty log gets its birth record.
 
-        Raises `OutcomeUnknown` if the log answers with less than is known to be there, `EvidenceLost` if it is another.
+        Raise `OutcomeUnknown` if the log answers with less than is known to be there, `EvidenceLost` if it is another
+        log.
         """
         with self.looking(deadline):
             if up_to is None:
@@ -114,36 +117,36 @@ class Follower:
         if anew and self._first is None:
             self._begin_near_end(deadline)
         self._read_on(up_to, deadline)
-        if anew or not self._state.founded:
+        if anew or not self._state.trust.complete:
             self._read_to_end(deadline)
         if not self._state.blocked and (self._state.cursor is None or self._state.cursor[0] < up_to):
             raise OutcomeUnknown(f"the decision log did not show its records up to {list(up_to)}; ask again")
-        if self._state.founded and self._log_id not in (None, self._state.log):
+        if self._state.trust.complete and self._log_id not in (None, self._state.trust.log):
             self._lose("the decision log was made anew since this process first read it")
-        self._log_id = self._state.log or self._log_id
+        self._log_id = self._state.trust.log or self._log_id
         if self._state.records_since_forgetting >= _FORGET_AFTER and self._state.cursor is not None:
             self._forget(self._state.cursor[0])
 
     def _forget(self, cursor: Position) -> None:
-        """Drop from memory the records that no living transaction needs.
+        """Drop from memory what no living transaction needs.
 
-        Of a numbered log, which can be read again from anywhere, also those in front of the snapshot before the newest.
+        A numbered log can be read again from anywhere: there, all in front of the last snapshot but one is dropped.
         """
-        state, snapshot = self._state, self._snapshot_before
+        state, snapshot = self._state, self._covered_at_last_forgetting
         before = oldest = state.oldest_living(self._now()) or cursor
-        if self._log.numbered and self._first is None and state.founded and snapshot is not None:
+        if self._log.numbered and self._first is None and state.trust.complete and snapshot is not None:
             before = max(before, snapshot)
             state.start = before if state.start is None else max(state.start, before)
         state.forget(before, oldest)
-        self._snapshot_before = state.covered
+        self._covered_at_last_forgetting = state.covered
 
     def _read_to_end(self, deadline: Deadline) -> None:
-        """After a log's first record was read: a trim that was over by then has its snapshot in front of this end."""
+        """Read to the end again: a trim that was over before the first reading has written its snapshot by then."""
         if (end := self._log.end(deadline)) is not None:
             self._read_on(end, deadline)
 
     def _begin_near_end(self, deadline: Deadline) -> None:
-        """Read a long log's last records alone, if the snapshot among them says all that is needed of the others."""
+        """Read only the last records of a long log, if a snapshot among them stands for all records in front."""
         if not self._log.numbered:
             return
         begin, end = self._log.begin(deadline), self._log.end(deadline)
@@ -156,11 +159,11 @@ class Follower:
             except PositionLost:
                 return
             found["records"] = len(records)
-        seeking = State(lambda nonce, position, counts: None, self._log.origin)
+        seeking = LogState(lambda nonce, position, counts: None, Trust(self._log.origin))
         if not all(seeking.take(*each) for each in records) or not seeking.begins_with_snapshot:
             return
         state = self._new_state()
-        if state.begin_behind(seeking.foundation, records):
+        if state.begin_behind(seeking.trust.founding_snapshot, records):
             self._state = state
 
     def _read_on(self, up_to: Position, deadline: Deadline) -> None:
@@ -172,13 +175,13 @@ class Follower:
             found["records"] = self._take(cursor, up_to, deadline)
         if found["records"] is None:
             self._start_anew(deadline)
-        elif self._state.misled and self._state.trusts_birth:
+        elif self._state.trust.birth_refuted and self._state.trust.trusts_birth:
             self._read_anew(deadline, trust_birth=False)
-        elif self._state.took_strangers:
-            self._read_anew(deadline, self._state.trusts_birth, self._state.log)
+        elif self._state.trust.took_foreign_records:
+            self._read_anew(deadline, self._state.trust.trusts_birth, self._state.trust.log)
 
     def _take(self, cursor: tuple[Position, bytes] | None, up_to: Position, deadline: Deadline) -> int | None:
-        """Take the records from the last known one on; how many, or None if that one or one behind it is gone."""
+        """Fold the records behind the last known one; return their number, or None if a record is gone."""
         count = 0
         try:
             for position, raw in self._log.read(cursor[0] if cursor else self._first, up_to, deadline):
@@ -193,7 +196,7 @@ class Follower:
         return count
 
     def _start_anew(self, deadline: Deadline) -> None:
-        """A record that was read, or was to be read next, is not there: trimmed, which is in order, or lost."""
+        """Begin again after a record was found gone: it was trimmed, which is in order, or lost."""
         begin, cursor = self._log.begin(deadline), self._state.cursor
         if begin is None or (cursor is not None and begin <= cursor[0]):
             self._lose("the decision log no longer has a record that this process has read: it was truncated or made"
@@ -217,12 +220,12 @@ class Follower:
     # --- appending --------------------------------------------------------------------------------------------------
 
     def append(
-        self, record: Record, deadline: Deadline, transaction: str | None = None
+        self, record: LogRecord, deadline: Deadline, transaction: str | None = None
     ) -> tuple[Position, bool | None]:
-        """Append a record and read the log up to it; its position, and whether it (or an earlier copy) counts.
+        """Append a record and read the log up to it; return its position, and whether it (or an earlier copy) counts.
 
-        None: nobody can tell, because the log was trimmed before it was read back.
-        Raises `OutcomeUnknown` if it may or may not be stored, or could not be read back.
+        The second is None if nobody can tell, because the log was trimmed before the record was read back. Raise
+        `OutcomeUnknown` if the record may or may not be stored, or could not be read back.
         """
         seen: dict[Position, bool | None] = {}
         self._awaited[record.nonce] = seen
@@ -243,8 +246,8 @@ class Follower:
                     return
                 if state.blocked:
                     raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
-                if state.doubt:
-                    raise EvidenceLost(state.doubt)
+                if state.trust.incomplete_because:
+                    raise EvidenceLost(state.trust.incomplete_because)
                 self._lose(
                     f"the decision log gave a record the position {list(position)}, and shows another one there: it"
                     " has lost records"
@@ -252,10 +255,10 @@ class Follower:
         except (BrokerUnavailable, AccessDenied) as error:  # rights may be withdrawn in between
             raise OutcomeUnknown("a record was stored in the decision log, but could not be read back") from error
 
-    def _store(self, record: Record, deadline: Deadline, transaction: str | None) -> Position:
-        """Append until there is a clean answer: only that gives a position up to which the log must be read."""
+    def _store(self, record: LogRecord, deadline: Deadline, transaction: str | None) -> Position:
+        """Append until there is a clean answer: only this gives a position up to which the log must be read."""
         raw = encode(record)
-        doubt = False
+        incomplete_because = False
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -267,13 +270,13 @@ class Follower:
                 return position
             except TxnBridgeError as error:
                 failure = error
-            doubt = doubt or isinstance(failure, OutcomeUnknown)
+            incomplete_because = incomplete_because or isinstance(failure, OutcomeUnknown)
             passes = isinstance(failure, OutcomeUnknown) or type(failure) is BrokerUnavailable
             if not passes or deadline.left() <= pause:
                 break
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        if not doubt:
+        if not incomplete_because:
             raise failure
         raise OutcomeUnknown(
             f"a {record.kind!r} record may or may not be in the decision log: no answer came within"

@@ -1,4 +1,4 @@
-"""A backend's part of a decision log: the ledger of one transactional id, in the log's records."""
+"""The ledger of one transactional id, for a backend: kept as records of a decision log."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from txnbridge._deadline import Deadline
+from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
 from txnbridge._decisions.engine import Engine
-from txnbridge._decisions.questions import (
-    Question,
+from txnbridge._decisions.id_fold import IdFold
+from txnbridge._decisions.queries import (
+    Query,
     begin_of,
     fenced,
     path_of,
     require_begin,
-    require_founded,
+    require_complete,
     require_readable,
 )
-from txnbridge._decisions.records import Begin, Entry, Under, check_data
-from txnbridge._decisions.state import Commit, IdFold, Winner
+from txnbridge._decisions.records import EntryRecord, EvidenceBegin, OpeningRef, check_data
 from txnbridge._messages import Position
 from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
@@ -30,7 +31,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class LogLedger(Ledger):
-    def __init__(self, decisions: Decisions, engine: Engine, id: str, begin: Begin | None, made_up: bool) -> None:
+    def __init__(
+        self, decisions: Decisions, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool
+    ) -> None:
         self._decisions = decisions
         self._engine = engine
         self._id = id
@@ -54,12 +57,12 @@ class LogLedger(Ledger):
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)
 
-    # --- records of its own -----------------------------------------------------------------------------------------
+    # --- records of the owner ---------------------------------------------------------------------------------------
 
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
         under = self._own_opening()
         fields = {"under": under, "about": kind, "transaction": transaction, "data": check_data(data)}
-        counts = self._engine.append(Entry, fields, deadline, transaction)[1]
+        counts = self._engine.append(EntryRecord, fields, deadline, transaction)[1]
         if counts is None:
             raise OutcomeUnknown(f"{self._id} was opened by another process while a {kind!r} record of it was stored")
         if not counts:
@@ -67,7 +70,7 @@ class LogLedger(Ledger):
                 raise fenced(state.ids.openings.get(path_of(self._id)))
         self._engine.tidy_if_due(deadline)
 
-    def _own_opening(self) -> Under:
+    def _own_opening(self) -> OpeningRef:
         try:
             return self._engine.owned[path_of(self._id)]
         except KeyError:
@@ -81,7 +84,7 @@ class LogLedger(Ledger):
         with follower.following(deadline, may_create=begin is None) as state:
             require_readable(state)
             if begin is None:
-                require_founded(state)
+                require_complete(state)
             else:
                 require_begin(state, begin)
             noted = state.tokens.entries.get((path, transaction), ())
@@ -91,7 +94,7 @@ class LogLedger(Ledger):
         path = path_of(self._id)
         with self._engine.everything(deadline).following(deadline) as state:
             require_readable(state)
-            require_founded(state)
+            require_complete(state)
             found = [
                 (entry.position, LedgerEntry(entry.about, transaction, entry.data, entry.under.name))
                 for (owner, transaction), noted in state.tokens.entries.items()
@@ -114,8 +117,8 @@ class LogLedger(Ledger):
     ) -> LedgerClaim:
         if acks and decision is not Decision.COMMIT:
             raise InvalidOption("only a transaction that is committed acknowledges anything")
-        question = Question(transaction, path_of(transaction), begin_of(log))
-        # Anybody may abort: an owner that may not commit any more may still give up.
+        question = Query(transaction, path_of(transaction), begin_of(log))
+        # Any process may abort, so an abort names no owner: an owner that was taken over may still give up.
         by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
         follower = self._engine.follower_of(question.begin, deadline)
         if by is not None and self._engine.known(question, follower, deadline) is None:
@@ -132,29 +135,31 @@ class LogLedger(Ledger):
         path = path_of(self._id)
         last = self._unfinished(lambda ids: ids.commits.get(path, {}), deadline).values()
         counting = [commit for commit in last if self._counts(commit, deadline)]
-        return [_decided(commit) for commit in sorted(counting, key=lambda commit: commit.winner.position)]
+        return [_decided(commit) for commit in sorted(counting, key=lambda commit: commit.claim.position)]
 
     def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        last = self._unfinished(lambda ids: ids.movers, deadline)
+        last = self._unfinished(lambda ids: ids.last_ackers, deadline)
         return {place[1]: _decided(commit) for place, commit in last.items() if place[0] == group}
 
-    def _unfinished(self, of: Callable[[IdFold], Mapping[_Key, Commit]], deadline: Deadline) -> dict[_Key, Commit]:
-        """Commits that their authors may have died over, and that a living transaction can still need."""
+    def _unfinished(
+        self, of: Callable[[IdFold], Mapping[_Key, UnfinishedCommit]], deadline: Deadline
+    ) -> dict[_Key, UnfinishedCommit]:
+        """Return commits that their authors may not have carried out, and that a living transaction can still need."""
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
-            require_founded(state)
+            require_complete(state)
             oldest = state.oldest_living(self._engine.now())
-            found = {key: commit for key, commit in of(state.ids).items() if commit.winner.body is not None}
-        return {key: commit for key, commit in found.items() if oldest is not None and commit.winner.position >= oldest}
+            found = {key: commit for key, commit in of(state.ids).items() if commit.claim.body is not None}
+        return {key: commit for key, commit in found.items() if oldest is not None and commit.claim.position >= oldest}
 
-    def _counts(self, commit: Commit, deadline: Deadline) -> bool:
-        """Whether this is the first claim on its transaction.
+    def _counts(self, commit: UnfinishedCommit, deadline: Deadline) -> bool:
+        """Return whether a commit is the first claim on its transaction.
 
-        A process that began to read behind the transaction's presence looks that up by a second reading.
+        A process that began to read behind the transaction's presence needs a second follower to know.
         """
         if commit.certain:
             return True
-        question = Question(str(commit.id[0]), commit.id, commit.begin)
+        question = Query(str(commit.id[0]), commit.id, commit.begin)
         try:
             with self._engine.follower_of(commit.begin, deadline).following(deadline) as state:
                 winner = self._engine.answer(question, state)
@@ -165,14 +170,14 @@ class LogLedger(Ledger):
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
         with self._engine.follower.following(deadline) as state:
             require_readable(state)
-            require_founded(state)
+            require_complete(state)
             assert state.cursor is not None
             return {place[1]: at for place, at in state.ids.groups.items() if place[0] == group}, state.cursor[0]
 
 
-def _decided(commit: Commit) -> tuple[str, LedgerClaim]:
-    return str(commit.id[0]), _public(commit.winner)
+def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:
+    return str(commit.id[0]), _public(commit.claim)
 
 
-def _public(winner: Winner) -> LedgerClaim:
+def _public(winner: CountingClaim) -> LedgerClaim:
     return LedgerClaim(winner.decision, winner.body or {}, winner.by.name if winner.by else None)

@@ -1,4 +1,4 @@
-"""The records of a decision log, and how they are written as bytes.
+"""The records of a decision log, and their format as bytes.
 
 A record is one line of JSON that begins with `{"txnbridge":<version>`; a part carries raw bytes behind the line.
 docs/decisions.md explains each kind.
@@ -21,71 +21,71 @@ VERSION = 2
 _READABLE = (1, VERSION)
 _MAGIC = b'{"txnbridge":'
 
-# Brokers take messages of 1 MB by default; the rest is for their own headers.
+# Brokers take messages of 1 MB by default; the difference is for their own headers.
 MAX_RECORD_BYTES = 900_000
-# A part's line of JSON and a margin: a part of this many bytes is always within the limit.
+# The difference is for a body part's line of JSON, with a margin.
 PART_BYTES = MAX_RECORD_BYTES - 1_000
 
 # Python's parser gives up at a depth that depends on how deep its caller is; this is far from it.
 _DEEPEST = 64
 
-Path = tuple[str | int, ...]
+IdPath = tuple[str | int, ...]
 
 
-class Unreadable(ValueError):
-    """These bytes are no record that this version can read; the message says why."""
+class UnreadableRecord(ValueError):
+    """The bytes are not a record that this version can read; the message says why."""
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Where the evidence about a transaction begins: the position of a presence record, and that record's id."""
+class EvidenceBegin:
+    """Where the evidence about a transaction begins: the position of a presence record, and its nonce."""
 
     at: Position
     id: str
 
 
 @dataclass(frozen=True)
-class Under:
-    """The opening under which an owner appends something. Number 0 is that of an id that a process made up."""
+class OpeningRef:
+    """Names the opening under which an owner appends a record. Made-up ids have the number 0."""
 
-    id: Path
+    id: IdPath
     name: str
     number: int
 
     @classmethod
-    def of_made_up(cls, id: Path) -> Under:
-        """Return the opening of an id that a process made up for itself: every opening of it is this one."""
+    def of_made_up(cls, id: IdPath) -> OpeningRef:
+        """Return the one opening of an id that a process made up for itself."""
         return cls(id, str(id[0]), 0)
 
     @property
     def made_up(self) -> bool:
-        """Whether the owner made the id up for itself, so that no other process opens it."""
+        """Whether the owner made the id up for itself; no other process opens it."""
         return self.number == 0
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A body too large for one record: where its parts stand, and the hash of all of them together."""
+class StoredBody:
+    """A body that is too large for one record: the positions of its parts, and the hash of them all together."""
 
     parts: tuple[Position, ...]
     digest: str
 
 
 @dataclass(frozen=True)
-class Acked:
-    """What a claim acknowledges. `read_up_to` is a position in the log.
+class ClaimAcks:
+    """The ranges that a claim acknowledges. Its author had read the log up to `read_up_to`.
 
-    No claim of anybody else on these groups and partitions stood in front of it behind the claims on which its author
-    built, and none on its own transaction.
+    By then no other transaction had acknowledged in these groups and partitions since the author read where they stand,
+    and there was no claim on the author's own transaction.
     """
 
     read_up_to: Position
-    ranges: tuple[Range, ...]
+    ranges: tuple[AckRange, ...]
 
 
 @dataclass(frozen=True)
-class Range:
-    """One acknowledged range: from the position where its author stood to the next one to read."""
+class AckRange:
+    """One acknowledged range of a partition: from the group's position to the next one to read."""
 
     group: str
     partition: tuple[str, int]
@@ -93,16 +93,16 @@ class Range:
     end: Position
 
     @property
-    def place(self) -> Place:
+    def place(self) -> GroupPartition:
         return self.group, self.partition
 
 
-Place = tuple[str, tuple[str, int]]  # a group and a partition
+GroupPartition = tuple[str, tuple[str, int]]  # group, (topic, partition number)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
-    """What every record has: the id of the log that its writer believes in (None: it does not know), and a nonce."""
+class LogRecord:
+    """The fields of every record: the id of the log that its writer believes in (None: unknown to it), and a nonce."""
 
     kind: ClassVar[str]
     log: str | None
@@ -110,61 +110,61 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Birth(Record):
-    """The log's first record; `log` is the id that it gives to the log, `at` the time (ms since 1970)."""
+class Birth(LogRecord):
+    """The first record of a log. `log` becomes the log's id; `at` is the time (ms since 1970)."""
 
     kind: ClassVar[str] = "birth"
     at: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presence(Record):
-    """A process was here; `nonce` is the presence's id. Nobody needs it after `until` (ms since 1970)."""
+class Presence(LogRecord):
+    """Where a process's evidence begins; `nonce` is its id. No process needs it after `until` (ms since 1970)."""
 
     kind: ClassVar[str] = "presence"
     until: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened(Record):
-    """An id was opened, for the `under.number`-th time; with number 0, by the process that made the id up.
+class Opened(LogRecord):
+    """An id was opened for the `under.number`-th time. Number 0: the process that opened it has made the id up.
 
-    `named`: the caller gave the name, and may give it again.
+    `named`: the opening's name came from the caller, who may come with the same name again.
     """
 
     kind: ClassVar[str] = "opened"
-    under: Under
+    under: OpeningRef
     named: bool
     host: str
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Record):
-    """A ledger's record about a transaction of an owner."""
+class EntryRecord(LogRecord):
+    """A backend's record about a transaction of an owner (see `txnbridge.spi.Ledger.record`)."""
 
     kind: ClassVar[str] = "entry"
-    under: Under
+    under: OpeningRef
     about: str  # "prepare", "outcome", …
     transaction: str
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claimed(Record):
-    """A claim on an id: with `begin` on one that a token carries, with `by` as the id's owner. Data or parts.
+class Claimed(LogRecord):
+    """A claim on an id. `begin` is given if a token carries the id, `by` if the id's owner claims on its own account.
 
-    Only a COMMIT of an id that a token carries acknowledges anything.
+    Its data is in `body`, or in body parts (`stored`). Only a COMMIT of an id that a token carries has `acked`.
     """
 
     kind: ClassVar[str] = "claim"
-    id: Path
+    id: IdPath
     decision: Decision
-    begin: Begin | None
-    by: Under | None
-    acked: Acked | None = None  # version 1 had none
+    begin: EvidenceBegin | None
+    by: OpeningRef | None
+    acked: ClaimAcks | None = None  # version 1 had none
     body: Mapping[str, Any] | None
-    stored: Stored | None
+    stored: StoredBody | None
 
     def __post_init__(self) -> None:
         if self.acked is not None and (self.begin is None or self.decision is not Decision.COMMIT):
@@ -172,27 +172,27 @@ class Claimed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done(Record):
+class Done(LogRecord):
     """Every id that continues `id` with a number up to `up_to` is finished."""
 
     kind: ClassVar[str] = "done"
-    id: Path
+    id: IdPath
     up_to: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Record):
-    """A piece of a body that was too large for one record."""
+class BodyPart(LogRecord):
+    """A part of a body that is too large for one record."""
 
     kind: ClassVar[str] = "part"
     payload: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot(Record):
-    """All that counts for ever of the records up to and including the one at `covers`, whose hash is `digest`.
+class Snapshot(LogRecord):
+    """Stands for all records up to and including the one at `covers`, whose hash is `digest`.
 
-    `born` is where the log's birth record was, so that a late copy of it is not taken for the beginning.
+    `born` is the position of the log's birth record, so that a late copy of that is not taken for the beginning.
     """
 
     kind: ClassVar[str] = "snapshot"
@@ -201,15 +201,15 @@ class Snapshot(Record):
     digest: str
     at: int
     body: Mapping[str, Any] | None
-    stored: Stored | None
+    stored: StoredBody | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Renewed(Record):
-    """An operator began the log anew behind the record at `covers`, knowingly: nothing in front of this counts.
+class Renewed(LogRecord):
+    """An operator renewed the log: nothing in front of this record counts.
 
-    It does so only right behind that record, whose hash is `digest`. `log` is the id that it gives to the log, `at` the
-    time (ms since 1970), `host` where the operator was.
+    A renewal counts only right behind the record at `covers`, whose hash is `digest`: so no record was appended since
+    the operator looked. `log` becomes the log's id; `at` is the time (ms since 1970), `host` the operator's host.
     """
 
     kind: ClassVar[str] = "renewed"
@@ -220,15 +220,15 @@ class Renewed(Record):
 
 
 def digest(raw: bytes) -> str:
-    """The hash by which a record or a body is recognised."""
+    """Return the hash by which a record or a body is recognised."""
     return hashlib.sha256(raw).hexdigest()[:32]
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def encode(record: Record) -> bytes:
-    """The record as bytes. Raises `InvalidOption` for what no reader could read, or is too large for one record."""
+def encode(record: LogRecord) -> bytes:
+    """Return the record as bytes. Raise `InvalidOption` if no process could read it, or if it is too large."""
     values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     payload = values.pop("payload", None)
     raw = dump_json({"txnbridge": VERSION, "kind": record.kind, **values})
@@ -240,14 +240,14 @@ def encode(record: Record) -> bytes:
             " shorten its data"
         )
     try:
-        decode(raw)  # a record that nobody can read would stop all readers there
-    except Unreadable as error:
+        decode(raw)  # an unreadable record would stop all processes that follow the log
+    except UnreadableRecord as error:
         raise InvalidOption(f"this cannot go into a decision log: {error}") from None
     return raw
 
 
 def check_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What a caller wants to go with a record, if every reader can read it. Raises `InvalidOption`."""
+    """Return a copy of a caller's data. Raise `InvalidOption` unless every version of Python can read it back."""
     if not isinstance(data, Mapping):
         raise InvalidOption(f"what goes with a decision is a mapping, not {type(data).__name__}")
     if _is_deeper(data, _DEEPEST):
@@ -264,7 +264,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact JSON in ASCII. Raises `InvalidOption` for what JSON cannot hold."""
+    """Return compact JSON in ASCII. Raise `InvalidOption` for values that JSON cannot hold."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -272,13 +272,13 @@ def dump_json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A field's value as JSON."""
+    """Return a field's value in a form that JSON can hold."""
     if isinstance(value, Decision):
         return value.value
-    if isinstance(value, Acked):
+    if isinstance(value, ClaimAcks):
         ranges = [[r.group, *r.partition, r.first, r.end] for r in value.ranges]
         return {"read_up_to": value.read_up_to, "ranges": ranges}
-    if isinstance(value, Begin | Under | Stored):
+    if isinstance(value, EvidenceBegin | OpeningRef | StoredBody):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return value
 
@@ -286,28 +286,28 @@ def _plain(value: Any) -> Any:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def decode(raw: bytes) -> Record:
-    """Read a record back. Raises `Unreadable` for whatever is none, and never anything else."""
+def decode(raw: bytes) -> LogRecord:
+    """Return the record in these bytes. Raise `UnreadableRecord`, and never anything else, if they are not one."""
     line, newline, payload = raw.partition(b"\n")
     version, values = _read_line(line)
     kind = _KINDS.get(str(values.pop("kind", "")))
     if kind is None:
-        raise Unreadable("its kind is unknown")
-    if (kind is Part) != bool(newline):
-        raise Unreadable("a part, and nothing else, has bytes behind its line")
-    if kind is Part:
+        raise UnreadableRecord("its kind is unknown")
+    if (kind is BodyPart) != bool(newline):
+        raise UnreadableRecord("a part, and nothing else, has bytes behind its line")
+    if kind is BodyPart:
         values["payload"] = payload
     names = {field.name for field in fields(kind)} - ({"acked"} if version == 1 else set())
     if values.keys() != names:
-        raise Unreadable(f"a {kind.kind!r} record has other fields")
+        raise UnreadableRecord(f"a {kind.kind!r} record has other fields")
     try:
         return kind(**{name: _FIELDS[name](value) for name, value in values.items()})
     except (ValueError, TypeError):
-        raise Unreadable(f"a field of this {kind.kind!r} record is of the wrong kind") from None
+        raise UnreadableRecord(f"a field of this {kind.kind!r} record is of the wrong kind") from None
 
 
 def load_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for whatever is none."""
+    """Parse a JSON object. Raise ValueError for anything else."""
     try:
         value = json.loads(raw, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
@@ -319,19 +319,21 @@ def load_json(raw: bytes) -> dict[str, Any]:
 
 def _read_line(line: bytes) -> tuple[int, dict[str, Any]]:
     if not line.startswith(_MAGIC):
-        raise Unreadable("it was not written by txnbridge")
+        raise UnreadableRecord("it was not written by txnbridge")
     try:
         values = load_json(line)
     except ValueError:
-        raise Unreadable("it is damaged") from None
+        raise UnreadableRecord("it is damaged") from None
     version = values.pop("txnbridge", None)
     if type(version) is not int or version not in _READABLE:
-        raise Unreadable(f"its format is {version!r:.20}, this version of txnbridge reads up to {VERSION}: upgrade it")
+        raise UnreadableRecord(
+            f"its format is {version!r:.20}, this version of txnbridge reads up to {VERSION}: upgrade it"
+        )
     return version, values
 
 
 def _finite(text: str) -> float:
-    # A reader may have to write a number again, and JSON has no infinity.
+    # A process that reads a number may have to write it again, and JSON has no infinity.
     if not math.isfinite(value := float(text)):
         raise ValueError("not a finite number")
     return value
@@ -374,48 +376,48 @@ def _decision(value: Any) -> Decision:
 
 
 def read_position(value: Any) -> Position:
-    """A position from JSON. Raises ValueError or TypeError."""
+    """Return a position from JSON. Raise ValueError or TypeError for anything else."""
     if not isinstance(value, list | tuple) or not value:
         raise TypeError("a position is a list of numbers")
     return tuple(_number(part) for part in value)
 
 
-def read_path(value: Any) -> Path:
-    """An id from JSON. Raises ValueError or TypeError."""
+def read_path(value: Any) -> IdPath:
+    """Return an id from JSON. Raise ValueError or TypeError for anything else."""
     if not isinstance(value, list | tuple) or not value:
         raise TypeError("an id is a list of text and numbers")
     return tuple(part if isinstance(part, str) else _number(part) for part in value)
 
 
-def read_begin(value: Any) -> Begin:
-    """A begin from JSON. Raises ValueError or TypeError."""
+def read_begin(value: Any) -> EvidenceBegin:
+    """Return an `EvidenceBegin` from JSON. Raise ValueError or TypeError for anything else."""
     at, id = _exactly(value, "at", "id")
-    return Begin(read_position(at), _text(id))
+    return EvidenceBegin(read_position(at), _text(id))
 
 
-def read_under(value: Any) -> Under:
-    """An opening's id, name and number from JSON. Raises ValueError or TypeError."""
+def read_under(value: Any) -> OpeningRef:
+    """Return an `OpeningRef` from JSON. Raise ValueError or TypeError for anything else."""
     id, name, number = _exactly(value, "id", "name", "number")
-    return Under(read_path(id), _text(name), _number(number))
+    return OpeningRef(read_path(id), _text(name), _number(number))
 
 
-def _stored(value: Any) -> Stored:
+def _stored(value: Any) -> StoredBody:
     parts, hashed = _exactly(value, "parts", "digest")
     if not isinstance(parts, list):
         raise TypeError
-    return Stored(tuple(read_position(part) for part in parts), _text(hashed))
+    return StoredBody(tuple(read_position(part) for part in parts), _text(hashed))
 
 
-def _acked(value: Any) -> Acked:
+def _acked(value: Any) -> ClaimAcks:
     read_up_to, ranges = _exactly(value, "read_up_to", "ranges")
     if not isinstance(ranges, list) or not ranges:
         raise TypeError
-    return Acked(read_position(read_up_to), tuple(_range(each) for each in ranges))
+    return ClaimAcks(read_position(read_up_to), tuple(_range(each) for each in ranges))
 
 
-def _range(value: Any) -> Range:
+def _range(value: Any) -> AckRange:
     group, topic, number, first, end = value
-    return Range(_text(group), (_text(topic), _number(number)), read_position(first), read_position(end))
+    return AckRange(_text(group), (_text(topic), _number(number)), read_position(first), read_position(end))
 
 
 def _exactly(value: Any, *names: str) -> list[Any]:
@@ -431,7 +433,9 @@ def _optional(read: Callable[[Any], _Value]) -> Callable[[Any], _Value | None]:
     return lambda value: None if value is None else read(value)
 
 
-_KINDS = {kind.kind: kind for kind in (Birth, Presence, Opened, Entry, Claimed, Done, Part, Snapshot, Renewed)}
+_KINDS = {
+    kind.kind: kind for kind in (Birth, Presence, Opened, EntryRecord, Claimed, Done, BodyPart, Snapshot, Renewed)
+}
 # A field's name means the same in every kind of record.
 _FIELDS: dict[str, Callable[[Any], Any]] = {
     "log": _optional(_text),

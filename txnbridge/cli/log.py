@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from txnbridge._decisions import Lost
+from txnbridge._decisions import IncompleteLog
 from txnbridge.cli import _common
 from txnbridge.cli._common import Cli, ExitCode
 from txnbridge.errors import InvalidState
@@ -47,7 +47,7 @@ def renew(cli: Cli, application: str, decision_log: str | None, yes: bool) -> Ex
     return ExitCode.OK
 
 
-def _as_json(lost: Lost) -> dict[str, object]:
+def _as_json(lost: IncompleteLog) -> dict[str, object]:
     return {
         "reason": lost.reason,
         "ids": [[id] if isinstance(id, str) else list(id) for id in lost.ids],
@@ -56,7 +56,7 @@ def _as_json(lost: Lost) -> dict[str, object]:
     }
 
 
-def _in_words(lost: Lost) -> list[str]:
+def _in_words(lost: IncompleteLog) -> list[str]:
     ids = ["/".join(map(str, [id] if isinstance(id, str) else id)) for id in lost.ids]
     groups = [f"{group} at {':'.join(map(str, at))} in {p[0]}[{p[1]}]" for (group, p), at in lost.positions.items()]
     return [

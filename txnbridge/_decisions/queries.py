@@ -1,4 +1,4 @@
-"""Questions about ids, and the records that the log must show before they are answered."""
+"""Queries about ids, and the evidence that the log must show before they are answered."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
-from txnbridge._decisions.records import Begin, Path, read_begin, read_path
-from txnbridge._decisions.state import Opener, State, Winner
+from txnbridge._decisions.conclusions import CountingClaim
+from txnbridge._decisions.fold import LogState
+from txnbridge._decisions.openings import KnownOpening
+from txnbridge._decisions.records import EvidenceBegin, IdPath, read_begin, read_path
 from txnbridge.errors import EvidenceLost, Fenced, InvalidOption, InvalidState, InvalidToken, OutcomeUnknown
 
 Id = str | tuple[str | int, ...]
@@ -18,28 +20,31 @@ _LONGEST_ID = 1_000
 
 
 @dataclass(frozen=True)
-class Question:
-    """An id to be decided, and where the evidence about it begins."""
+class Query:
+    """An id that is asked about, and where the evidence about it begins (None: at the log's birth)."""
 
     id: Id
-    path: Path
-    begin: Begin | None
+    path: IdPath
+    begin: EvidenceBegin | None
 
     @property
     def name(self) -> str:
         return name_of(self.id)
 
-    def has_evidence(self, state: State) -> bool:
-        return state.founded if self.begin is None else state.holds(self.begin)
+    def has_evidence(self, state: LogState) -> bool:
+        return state.trust.complete if self.begin is None else state.holds(self.begin)
 
-    def winner(self, state: State) -> Winner | None:
-        """The claim that counts. Raises `EvidenceLost`, `OutcomeUnknown`, or `InvalidState` for an id that is done."""
+    def winner(self, state: LogState) -> CountingClaim | None:
+        """Return the claim that counts, if there is one.
+
+        Raise `EvidenceLost`, `OutcomeUnknown`, or `InvalidState` for an id that is marked done.
+        """
         if self.begin is None:
-            require_founded(state)
+            require_complete(state)
             if state.ids.is_done(self.path):
                 raise InvalidState(f"{self.name} is marked done: what it decided is settled and no longer kept")
             if self.path in state.tokens.claims:
-                # Taken for an id without a token it would be decided a second time.
+                # Without `begin` the id would be decided a second time.
                 raise InvalidOption(
                     f"{self.name} is the id of a token: say where its evidence begins (begin=token.log)"
                 )
@@ -48,21 +53,21 @@ class Question:
         return state.tokens.claims.get(self.path, {}).get(self.begin)
 
 
-def require_readable(state: State) -> None:
+def require_readable(state: LogState) -> None:
     if state.blocked:
         raise OutcomeUnknown(f"the decision log cannot be read on: {state.blocked}")
 
 
-def require_founded(state: State) -> None:
-    if not state.founded:
+def require_complete(state: LogState) -> None:
+    if not state.trust.complete:
         require_readable(state)
         raise EvidenceLost(
-            f"this decision log proves nothing about ids without a token: {state.doubt}; `txnbridge log renew`"
-            " begins it anew, and forgets all of that"
+            f"this decision log proves nothing about ids without a token: {state.trust.incomplete_because};"
+            " `txnbridge log renew` begins it anew, and forgets all of that"
         )
 
 
-def require_begin(state: State, begin: Begin) -> None:
+def require_begin(state: LogState, begin: EvidenceBegin) -> None:
     if state.holds(begin):
         return
     require_readable(state)
@@ -77,15 +82,15 @@ def require_begin(state: State, begin: Begin) -> None:
     )
 
 
-def _renewal(state: State) -> str:
-    if state.renewed is None:
+def _renewal(state: LogState) -> str:
+    if (renewed := state.trust.renewed) is None:
         return ""
-    when = datetime.fromtimestamp(state.renewed.at / 1000, timezone.utc).isoformat(" ", "seconds")
-    return f"; `txnbridge log renew` began it anew at {when} on {state.renewed.host}, and nothing older can be told"
+    when = datetime.fromtimestamp(renewed.at / 1000, timezone.utc).isoformat(" ", "seconds")
+    return f"; `txnbridge log renew` began it anew at {when} on {renewed.host}, and nothing older can be told"
 
 
-def require_body(id: Id, winner: Winner) -> Mapping[str, Any]:
-    """The data of a claim, unless it is gone."""
+def require_body(id: Id, winner: CountingClaim) -> Mapping[str, Any]:
+    """Return the data of a claim. Raise `EvidenceLost` if a part of it is gone."""
     if winner.body is None:
         raise EvidenceLost(
             f"{name_of(id)} was decided to {winner.decision.value}, but the data of that decision is gone"
@@ -93,7 +98,7 @@ def require_body(id: Id, winner: Winner) -> Mapping[str, Any]:
     return winner.body
 
 
-def fenced(newest: Opener | None) -> Fenced:
+def fenced(newest: KnownOpening | None) -> Fenced:
     if newest is None:
         return Fenced("this opening is not in the decision log: open the id again")
     host = newest.host or "another process"
@@ -102,7 +107,7 @@ def fenced(newest: Opener | None) -> Fenced:
     )
 
 
-def path_of(id: Id) -> Path:
+def path_of(id: Id) -> IdPath:
     try:
         path = read_path([id] if isinstance(id, str) else id)
     except (TypeError, ValueError):
@@ -112,7 +117,7 @@ def path_of(id: Id) -> Path:
     return path
 
 
-def id_of(path: Path) -> Id:
+def id_of(path: IdPath) -> Id:
     return path[0] if len(path) == 1 and isinstance(path[0], str) else path
 
 
@@ -120,7 +125,7 @@ def name_of(id: Id) -> str:
     return id if isinstance(id, str) else "/".join(str(part) for part in id)
 
 
-def begin_of(begin: Mapping[str, Any] | None) -> Begin | None:
+def begin_of(begin: Mapping[str, Any] | None) -> EvidenceBegin | None:
     if begin is None:
         return None
     try:

@@ -1,0 +1,89 @@
+"""What a process that follows a decision log concludes: counting claims, counting entries, unfinished commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge._decisions.records import (
+    ClaimAcks,
+    EvidenceBegin,
+    IdPath,
+    OpeningRef,
+    read_begin,
+    read_path,
+    read_position,
+    read_under,
+)
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+
+
+@dataclass(frozen=True)
+class CountingClaim:
+    """The first claim on an id that counts. `body` is None if a part of it is gone."""
+
+    position: Position
+    nonce: str
+    decision: Decision
+    by: OpeningRef | None
+    body: Mapping[str, Any] | None
+    acked: ClaimAcks | None = None
+
+
+@dataclass(frozen=True)
+class UnfinishedCommit:
+    """A commit that its author may not have carried out yet.
+
+    `certain`: the log was read from the transaction's presence on, so no earlier claim on the transaction was missed.
+    """
+
+    id: IdPath
+    begin: EvidenceBegin
+    claim: CountingClaim
+    certain: bool
+
+    def to_json(self) -> list[Any]:
+        claim = self.claim
+        by = claim.by and opening_json(claim.by)
+        begin = {"at": list(self.begin.at), "id": self.begin.id}
+        return [list(self.id), begin, list(claim.position), claim.nonce, by, claim.body, self.certain]
+
+    @classmethod
+    def from_json(cls, value: Any) -> UnfinishedCommit:
+        id, begin, position, nonce, by, body, certain = value
+        claim = CountingClaim(read_position(position), nonce, Decision.COMMIT, by and read_under(by), body)
+        return cls(read_path(id), read_begin(begin), claim, bool(certain))
+
+
+@dataclass(frozen=True)
+class CountingEntry:
+    """One ledger entry that counts."""
+
+    position: Position
+    nonce: str
+    about: str
+    data: Mapping[str, Any]
+    under: OpeningRef
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """Where in the log, when (ms since 1970) and on which host an operator renewed the log."""
+
+    position: Position
+    at: int
+    host: str
+
+    def to_json(self) -> list[Any]:
+        return [list(self.position), self.at, self.host]
+
+    @classmethod
+    def from_json(cls, value: Any) -> Renewal:
+        position, at, host = value
+        return cls(read_position(position), int(at), str(host))
+
+
+def opening_json(under: OpeningRef) -> dict[str, Any]:
+    return {"id": list(under.id), "name": under.name, "number": under.number}

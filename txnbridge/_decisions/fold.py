@@ -1,0 +1,360 @@
+"""The conclusions from a decision log: a pure fold over its records, in their order.
+
+The fold reads no clock and talks to no broker: all processes that fold the same records come to the same conclusions.
+docs/decisions.md gives the rules and their reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
+from txnbridge._decisions.id_fold import IdFold
+from txnbridge._decisions.openings import Openings
+from txnbridge._decisions.records import (
+    Birth,
+    BodyPart,
+    Claimed,
+    Done,
+    EntryRecord,
+    EvidenceBegin,
+    IdPath,
+    LogRecord,
+    Opened,
+    Presence,
+    Renewed,
+    Snapshot,
+    StoredBody,
+    UnreadableRecord,
+    decode,
+    digest,
+    load_json,
+    read_position,
+)
+from txnbridge._decisions.token_fold import TokenFold, TokenTransaction
+from txnbridge._decisions.trust import Trust
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+
+_HOUR = 3_600_000
+
+_RecordOfId = Opened | EntryRecord | Claimed | Done
+
+
+class LogState:
+    """The conclusions from all records between the first one read and `cursor`.
+
+    `report` is called with each record's nonce, its position and whether it counts (None: nobody can tell), as soon as
+    that is known.
+    """
+
+    def __init__(self, report: Callable[[str, Position, bool | None], None], trust: Trust) -> None:
+        self._report = report
+        self.trust = trust
+        self.start: Position | None = None
+        self.cursor: tuple[Position, bytes] | None = None
+        self.blocked = ""  # why nothing behind the cursor can be judged
+        self.tokens = TokenFold()
+        self.ids = IdFold()  # holds only if `trust.complete`
+        self.unproven_snapshot: Mapping[str, Any] = {}  # the body of the last snapshot, if its covered record is gone
+        self.lacks_body_parts = False  # whether a part of a body was not among the records
+        self._living: dict[Position, int] = {}  # until when each presence may be needed
+        self.records_since_snapshot = 0
+        self.bytes_since_snapshot = 0
+        self.records_since_forgetting = 0
+        self.snapshot_at: int | None = None
+        self.covered: Position | None = None  # the last record that a snapshot covers
+        # The claims that acknowledge and that no snapshot covers: their positions, and up to where their authors had
+        # read.
+        self._ack_windows: list[tuple[Position, Position]] = []
+        self._parts: dict[Position, bytes] = {}
+        # Records that can be judged only once a snapshot covers all missing records.
+        self._unjudged: list[tuple[Position, _RecordOfId, CountingClaim | None]] = []
+
+    # --- taking records ---------------------------------------------------------------------------------------------
+
+    def take(self, position: Position, raw: bytes) -> bool:
+        """Fold one more record. Return False if it cannot be read: then nothing behind it can be judged."""
+        try:
+            record = decode(raw)
+            if isinstance(record, Renewed):
+                self._take_renewal(position, raw, record)
+            else:
+                self._take(position, raw, record)
+        except UnreadableRecord as error:
+            self.blocked = f"the record at {list(position)} cannot be judged: {error}"
+            return False
+        self.cursor = (position, raw)
+        self.records_since_snapshot += 1
+        self.records_since_forgetting += 1
+        self.bytes_since_snapshot += len(raw)
+        return True
+
+    def _take(self, position: Position, raw: bytes, record: LogRecord) -> None:
+        if self.cursor is None:
+            self._take_first(position, record)
+        self.trust.remember(position, raw)
+        if self.trust.is_foreign(record):
+            self._report(record.nonce, position, False)
+            return
+        match record:
+            case Opened():
+                self.tokens.open(position, record)
+                self._judge(position, record, None)
+            case EntryRecord():
+                self.tokens.add_entry(position, record)
+                self._judge(position, record, None)
+            case Claimed():
+                self._take_claim(position, record)
+            case Done():
+                self._judge(position, record, None)
+            case _:
+                self._report(record.nonce, position, self._take_support(position, record))
+
+    def _take_support(self, position: Position, record: LogRecord) -> bool:
+        """Take a record that decides nothing; return whether it is of use."""
+        if isinstance(record, BodyPart):
+            self._parts[position] = record.payload
+        elif isinstance(record, Presence):
+            self.tokens.presences[position] = record
+            self._living[position] = record.until
+        elif isinstance(record, Snapshot):
+            return self._take_snapshot(record)
+        return True
+
+    def _take_first(self, position: Position, record: LogRecord) -> None:
+        self.start = position
+        self.trust.begin(position, record)
+        if self.trust.complete and isinstance(record, Birth):
+            self.snapshot_at = record.at  # a birth record covers all in front of it: nothing
+
+    def _take_renewal(self, position: Position, raw: bytes, record: Renewed) -> None:
+        """Forget all records in front of a renewal, unless others appended since the operator looked."""
+        if self.cursor is None:
+            self._take_first(position, record)
+        counts = self.cursor is not None and (self.cursor[0], digest(self.cursor[1])) == (record.covers, record.digest)
+        if counts:
+            self._renew(position, record)
+        else:
+            self.trust.remember(position, raw)
+        self._report(record.nonce, position, counts)
+
+    def _renew(self, position: Position, record: Renewed) -> None:
+        self.trust.renew(position, record)
+        self.start = position
+        self.snapshot_at = record.at
+        self.covered = position  # a claim whose author had not read the renewal acknowledges nothing
+        self.tokens, self.ids, self.unproven_snapshot = TokenFold(), IdFold(), {}
+        self._living, self._parts, self._ack_windows, self._unjudged = {}, {}, [], []
+        self.records_since_snapshot = self.bytes_since_snapshot = 0
+
+    def _take_claim(self, position: Position, record: Claimed) -> None:
+        body = record.body if record.stored is None else self._assemble(record.stored)
+        claim = CountingClaim(position, record.nonce, record.decision, record.by, body, record.acked)
+        if record.begin is None:
+            self._judge(position, record, claim)
+            return
+        assert self.start is not None
+        if record.begin.at < self.start:
+            self.tokens.remove_void_claim(record.begin, record)
+        counts = self.tokens.claim(record.begin, record, claim, self.covered)
+        self._report(record.nonce, position, counts)
+        if record.acked is not None:
+            self._ack_windows.append((position, record.acked.read_up_to))
+        leaves_work = record.decision is Decision.COMMIT and (record.acked is not None or record.by is not None)
+        if leaves_work and counts and self.tokens.claims[record.id][record.begin] is claim:
+            self._judge(position, record, claim)
+
+    def _assemble(self, stored: StoredBody) -> Mapping[str, Any] | None:
+        self.lacks_body_parts |= any(part not in self._parts for part in stored.parts)
+        raw = b"".join(self._parts.pop(part, b"") for part in stored.parts)
+        try:
+            return load_json(raw) if digest(raw) == stored.digest else None
+        except ValueError:
+            return None
+
+    def _judge(self, position: Position, record: _RecordOfId, claim: CountingClaim | None) -> None:
+        """Judge a record about an id, or keep it for later while the reading is incomplete."""
+        if not self.trust.complete:
+            self._unjudged.append((position, record, claim))
+            return
+        counts = True
+        if isinstance(record, Opened):
+            counts = self.ids.open(position, record)
+        elif isinstance(record, Done):
+            self.ids.mark_done(record.id, record.up_to)
+        elif isinstance(record, Claimed) and record.begin is not None and claim is not None:
+            self.ids.commit(record, self._unfinished(record.id, record.begin, claim))
+            return  # `_take_claim` has reported it: whether it counts does not depend on the log's beginning
+        elif isinstance(record, Claimed):
+            counts = claim is not None and self.ids.claim(record, claim)
+        elif not (counts := self.ids.openings.is_newest(record.under)):
+            self.tokens.remove_entry(position, record)
+        self._report(record.nonce, position, counts)
+
+    def _unfinished(self, id: IdPath, begin: EvidenceBegin, claim: CountingClaim) -> UnfinishedCommit:
+        assert self.start is not None
+        # The author of a claim that acknowledges has read, up to `read_up_to`, that no claim on its transaction counts.
+        return UnfinishedCommit(id, begin, claim, certain=claim.acked is not None or begin.at >= self.start)
+
+    # --- snapshots --------------------------------------------------------------------------------------------------
+
+    def _take_snapshot(self, record: Snapshot) -> bool:
+        has_covered_record = self.trust.has_covered_record(record)
+        if has_covered_record:
+            self.covered = record.covers if self.covered is None else max(self.covered, record.covers)
+        body = record.body if record.stored is None else self._assemble(record.stored)
+        if body is None:
+            return False
+        self.records_since_snapshot = self.bytes_since_snapshot = 0
+        self.snapshot_at = record.at
+        self.trust.check_birth(record)
+        # The records that decide about the acknowledgements behind the covered record must have been read, too.
+        if not self.trust.complete and has_covered_record and self._has_read_ack_windows(record.covers):
+            self._complete_with(record, body)
+        if self.trust.complete:
+            self._ack_windows = [window for window in self._ack_windows if window[0] > record.covers]
+        else:
+            self.unproven_snapshot = body
+        return True
+
+    def _has_read_ack_windows(self, covers: Position) -> bool:
+        assert self.start is not None
+        return all(read_up_to >= self.start for position, read_up_to in self._ack_windows if position > covers)
+
+    def begin_behind(
+        self, foundation: tuple[Snapshot, Mapping[str, Any]] | None, records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        """Begin with a snapshot, and take the records behind its covered record. Return whether they can be judged so.
+
+        `records` begin in front of the covered record, and end where the log does. Those in front of it are not judged:
+        that takes the openings and snapshots in front of them. Without a snapshot a renewal is among the records.
+        """
+        if foundation is not None and not self._begin_with(*foundation, records):
+            return False
+        behind = (each for each in records if self.cursor is None or each[0] > self.cursor[0])
+        # A claim may have body parts in front of the first of these records: another reader knows its body.
+        return all(self.take(*each) for each in behind) and not self.lacks_body_parts
+
+    def _begin_with(
+        self, snapshot: Snapshot, body: Mapping[str, Any], records: Sequence[tuple[Position, bytes]]
+    ) -> bool:
+        behind = [position for position, _ in records if position > snapshot.covers]
+        self.start, self.cursor = behind[0], (snapshot.covers, dict(records)[snapshot.covers])
+        self._complete_with(snapshot, body)
+        self.tokens.openings = Openings(self.ids.openings)
+        claims: dict[TokenTransaction, Position] = {}
+        for position, record in ((position, decode(raw)) for position, raw in records):
+            if isinstance(record, Claimed) and record.begin is not None:
+                transaction, acked = (record.id, record.begin), record.acked
+                if position <= snapshot.covers:
+                    claims[transaction] = position
+                    self.tokens.acknowledge(transaction, acked, position)
+                elif acked is not None and acked.read_up_to < max(records[0][0], claims.get(transaction, ())):
+                    return False  # a claim in front, which is not judged here, may make this one void
+            elif isinstance(record, Snapshot) and position <= snapshot.covers:
+                self.covered = max(self.covered or record.covers, record.covers)
+            elif isinstance(record, BodyPart) and position <= snapshot.covers:
+                self._parts[position] = record.payload
+            if isinstance(record, Snapshot) and record == snapshot:
+                break  # a claim behind the snapshot is void if its author had not read up to the covered record
+        return True
+
+    def _complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
+        try:
+            self.ids = IdFold.from_json(body)
+            self._living |= {read_position(at): int(until) for at, until in body.get("living", ())}
+            self.trust.complete_with(snapshot, body)
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
+            raise UnreadableRecord("the snapshot is damaged") from None
+        unjudged, self._unjudged = self._unjudged, []
+        for position, record, claim in unjudged:
+            if position > snapshot.covers:
+                self._judge(position, record, claim)
+            else:
+                self._judge_covered(position, record, claim, keeps_commits="commits" in body)
+
+    def _judge_covered(
+        self, position: Position, record: _RecordOfId, claim: CountingClaim | None, *, keeps_commits: bool
+    ) -> None:
+        """Judge a record that the founding snapshot covers; snapshots of older versions do not keep commits."""
+        openings = self.ids.openings
+        if isinstance(record, Claimed) and record.begin is not None and claim is not None:
+            if not keeps_commits and (record.by is None or openings.is_newest(record.by)):
+                self.ids.keep_unfinished(record, self._unfinished(record.id, record.begin, claim))
+        elif isinstance(record, Opened | EntryRecord) and not openings.is_newest(record.under):
+            # The record was void from the start, or was overtaken since: the snapshot does not tell which.
+            self._report(record.nonce, position, None)
+        else:
+            self._report(record.nonce, position, True)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    @property
+    def begins_with_snapshot(self) -> bool:
+        """Whether every record that was read is judged, and the snapshot stands for all records in front of them."""
+        trust = self.trust
+        doubtful = trust.foreign_records or trust.birth_refuted or self.blocked
+        return trust.complete and trust.knows_living and not doubtful
+
+    def holds(self, begin: EvidenceBegin) -> bool:
+        """Return whether exactly this presence record was read, and so everything behind it."""
+        presence = self.tokens.presences.get(begin.at)
+        return presence is not None and presence.nonce == begin.id
+
+    def remains(self) -> IdFold:
+        """Return what an incomplete log still says about ids. That is for people to read; it proves nothing."""
+        try:
+            ids = IdFold.from_json(self.unproven_snapshot) if self.unproven_snapshot else IdFold()
+        except (ValueError, TypeError, KeyError, IndexError, AssertionError):
+            ids = IdFold()
+        for position, record, claim in self._unjudged:
+            if isinstance(record, Opened):
+                ids.open(position, record)
+            elif isinstance(record, Done):
+                ids.mark_done(record.id, record.up_to)
+            elif isinstance(record, Claimed) and claim is not None and record.begin is None:
+                ids.claims.setdefault(record.id, claim)
+            elif isinstance(record, Claimed) and record.acked is not None:
+                ids.groups.update({each.place: each.end for each in record.acked.ranges})
+        return ids
+
+    def oldest_living(self, now: int) -> Position | None:
+        """Return the position of the first presence that a process may still need."""
+        return min((at for at, until in self._living.items() if until > now), default=None)
+
+    def oldest_ack_window(self) -> Position | None:
+        """Return the first position that is needed to judge acknowledgements which no snapshot covers."""
+        return min((read_up_to for _, read_up_to in self._ack_windows), default=None)
+
+    # --- keeping it short -------------------------------------------------------------------------------------------
+
+    def to_json(self, now: int) -> dict[str, Any]:
+        """Return the body of a snapshot of all that was read, written at the time `now` (ms since 1970)."""
+        body = {**self.ids.to_json(self.trust.log or "", self.oldest_living(now)), "living": self._living_json(now)}
+        return body if self.trust.renewed is None else {**body, "renewed": self.trust.renewed.to_json()}
+
+    def _living_json(self, now: int) -> list[list[Any]]:
+        """Return the presences that decide how long records are kept: the oldest of those that end in the same hour."""
+        living: list[list[Any]] = []
+        for at, until in sorted(self._living.items()):
+            if until <= now or (living and until <= living[-1][1]):
+                continue
+            if living and until // _HOUR == living[-1][1] // _HOUR:
+                living[-1][1] = until
+            else:
+                living.append([list(at), until])
+        return living
+
+    def forget(self, before: Position, oldest_living: Position) -> None:
+        """Drop from memory what is in front of a position, and the presences that are not living any more."""
+        self.records_since_forgetting = 0
+        self.tokens.forget(before, self.covered)
+        self.ids.forget(oldest_living)
+        self._living = {at: until for at, until in self._living.items() if at >= oldest_living}
+        self._parts = {at: part for at, part in self._parts.items() if at >= before}
+        self.trust.forget(before)
+        self._unjudged = [late for late in self._unjudged if late[0] >= before]
+        if not self.trust.complete:
+            self._ack_windows = [window for window in self._ack_windows if window[0] >= before]

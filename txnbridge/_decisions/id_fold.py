@@ -1,0 +1,158 @@
+"""The fold over records of ids that no token carries, and what snapshots hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit, opening_json
+from txnbridge._decisions.openings import KnownOpening, Openings
+from txnbridge._decisions.records import (
+    Claimed,
+    GroupPartition,
+    IdPath,
+    Opened,
+    read_path,
+    read_position,
+    read_under,
+)
+from txnbridge._messages import Position
+from txnbridge._token import Decision
+
+
+@dataclass
+class IdFold:
+    """What the records say about ids without tokens: true only if every record since the log's birth was folded."""
+
+    openings: Openings = field(default_factory=Openings)
+    names: dict[IdPath, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening
+    done: dict[IdPath, int] = field(default_factory=dict)
+    claims: dict[IdPath, CountingClaim] = field(default_factory=dict)
+    groups: dict[GroupPartition, Position] = field(default_factory=dict)  # the next position that each reads
+    # Commits that their authors may not have carried out: the last one of each writer of an id's newest owner, and the
+    # last one that acknowledged on each partition of a group.
+    commits: dict[IdPath, dict[str | int | None, UnfinishedCommit]] = field(default_factory=dict)
+    last_ackers: dict[GroupPartition, UnfinishedCommit] = field(default_factory=dict)
+
+    def open(self, position: Position, record: Opened) -> bool:
+        """Take an opening; return whether it counts."""
+        if not self.openings.is_next(record.under):
+            # Either a later copy of this opening, or another opening took its number first.
+            return self.openings[record.under.id].under == record.under
+        self.openings[record.under.id] = KnownOpening(record.under, position, record.host, record.data)
+        if record.named:
+            self.names.setdefault(record.under.id, set()).add(record.under.name)
+        return True
+
+    def claim(self, record: Claimed, claim: CountingClaim) -> bool:
+        """Take a claim; return whether it counts, though it need not be the first that does."""
+        if self.is_done(record.id) or (record.by is not None and not self.openings.is_newest(record.by)):
+            return False
+        self.claims.setdefault(record.id, claim)
+        return True
+
+    def commit(self, record: Claimed, commit: UnfinishedCommit) -> None:
+        """Take the counting claim that commits a transaction with a token; move the groups that it acknowledges for."""
+        if record.by is None or self.openings.is_newest(record.by):
+            self.keep_unfinished(record, commit)
+            if record.acked is not None:
+                self.groups.update({each.place: each.end for each in record.acked.ranges})
+
+    def keep_unfinished(self, record: Claimed, commit: UnfinishedCommit) -> None:
+        """Keep a commit as the last one of its writer, and of the partitions on which it acknowledges.
+
+        Earlier commits are finished: a writer carries out one commit before it claims the next, and an owner first
+        carries out those of the owner before it.
+        """
+        if (by := record.by) is not None:
+            last = self.commits.get(by.id, {})
+            self.commits[by.id] = {writer: other for writer, other in last.items() if other.claim.by == by}
+            writer = (commit.claim.body or {}).get("writer")
+            self.commits[by.id][writer if isinstance(writer, str | int) else None] = commit
+        if record.acked is not None:
+            self.last_ackers.update({each.place: commit for each in record.acked.ranges})
+
+    def mark_done(self, id: IdPath, up_to: int) -> None:
+        """Take a done mark, and drop the claims on the ids that it covers: these ids are settled."""
+        self.done[id] = max(up_to, self.done.get(id, up_to))
+        for key in [key for key in self.claims if key[: len(id)] == id and self.is_done(key)]:
+            del self.claims[key]
+
+    def forget(self, since: Position) -> None:
+        """Drop from memory the openings and commits of made-up ids that snapshots leave out, too."""
+        self.openings = self.openings.kept(since)
+        for id, last in list(self.commits.items()):
+            claims = [commit.claim for commit in last.values()]
+            if all(claim.by and claim.by.made_up and claim.position < since for claim in claims):
+                del self.commits[id]
+
+    def is_done(self, id: IdPath) -> bool:
+        """Return whether a done mark of a shorter id covers this one."""
+        for length in range(1, len(id)):
+            number = id[length]
+            if isinstance(number, int) and number <= self.done.get(id[:length], number - 1):
+                return True
+        return False
+
+    def to_json(self, log: str, since: Position | None = None) -> dict[str, Any]:
+        """Return the body of a snapshot. `since` is the position of the oldest living presence.
+
+        Commits in front of `since` are left out, because nobody can carry them out any more; so are openings of made-up
+        ids.
+        """
+        return {
+            "log": log,
+            "opened": [
+                [opening_json(o.under), list(o.position), o.host, o.data, sorted(self.names.get(id, ()))]
+                for id, o in self.openings.kept(since).items()
+            ],
+            "done": [[list(id), up_to] for id, up_to in self.done.items()],
+            "claims": [
+                [list(id), list(c.position), c.nonce, c.decision.value, c.by and opening_json(c.by), c.body]
+                for id, c in self.claims.items()
+            ],
+            "groups": [[group, *partition, list(at)] for (group, partition), at in self.groups.items()],
+            **self._commits_json(since or ()),
+        }
+
+    def _commits_json(self, since: Position) -> dict[str, Any]:
+        owners = [(writer, c) for last in self.commits.values() for writer, c in last.items()]
+        recent = {c.claim.nonce: c for _, c in [*owners, *self.last_ackers.items()] if c.claim.position >= since}
+        index = {nonce: number for number, nonce in enumerate(recent)}  # one commit may move many partitions
+        return {
+            "commits": [commit.to_json() for commit in recent.values()],
+            "owners": [[writer, index[c.claim.nonce]] for writer, c in owners if c.claim.nonce in index],
+            "movers": [
+                [group, *partition, index[c.claim.nonce]]
+                for (group, partition), c in self.last_ackers.items()
+                if c.claim.nonce in index
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> IdFold:
+        """Read a snapshot's body. Raise ValueError, TypeError or KeyError for anything else."""
+        fold = cls()
+        for under_json, position, host, data, names in body["opened"]:
+            under = read_under(under_json)
+            fold.openings[under.id] = KnownOpening(under, read_position(position), host, data)
+            if names:
+                fold.names[under.id] = set(names)
+        fold.done = {read_path(id): int(up_to) for id, up_to in body["done"]}
+        for id, position, nonce, decision, by, data in body["claims"]:
+            claim = CountingClaim(read_position(position), nonce, Decision(decision), by and read_under(by), data)
+            fold.claims[read_path(id)] = claim
+        for group, topic, number, position in body.get("groups", ()):  # version 1 had none
+            fold.groups[str(group), (str(topic), int(number))] = read_position(position)
+        fold._read_commits(body)
+        return fold
+
+    def _read_commits(self, body: Mapping[str, Any]) -> None:
+        commits = [UnfinishedCommit.from_json(each) for each in body.get("commits", ())]  # older snapshots had none
+        for writer, index in body.get("owners", ()):
+            commit = commits[index]
+            assert commit.claim.by is not None
+            self.commits.setdefault(commit.claim.by.id, {})[writer] = commit
+        for group, topic, number, index in body.get("movers", ()):
+            self.last_ackers[str(group), (str(topic), int(number))] = commits[index]

@@ -1,0 +1,119 @@
+"""Whether a reading of a decision log knows everything since the log's birth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from txnbridge._decisions.conclusions import Renewal
+from txnbridge._decisions.records import Birth, LogRecord, Renewed, Snapshot, digest
+from txnbridge._messages import Position
+
+
+class Trust:
+    """Knows whether a reading is complete: it began with the birth record, or a snapshot covers what is gone.
+
+    `origin` is the position of every log's first record, if the log's store has one: a birth record elsewhere was not
+    the first record. `own_log` is this log's id, if an earlier reading has found it.
+    """
+
+    def __init__(self, origin: Position | None, trusts_birth: bool = True, own_log: str | None = None) -> None:
+        self._origin = origin
+        self._own_log = own_log
+        self.trusts_birth = trusts_birth
+        self.birth_refuted = False  # whether the birth record that was trusted was not the log's first record
+        self.complete = False
+        self.incomplete_because = ""
+        self.log: str | None = None  # the log's id
+        self.born: Position | None = None  # where the birth record is, or was
+        self.renewed: Renewal | None = None  # the last renewal of the log
+        self.founding_snapshot: tuple[Snapshot, Mapping[str, Any]] | None = None  # the one that made this complete
+        self.knows_living = False  # whether the founding snapshot lists the presences in front of it
+        self.foreign_records = False  # whether a record in front of the founding snapshot belongs to another log
+        self._logs: set[str] = set()  # the log's id in the records in front of the founding snapshot
+        self._digests: dict[Position, str] = {}  # the hashes of these records
+
+    def begin(self, position: Position, record: LogRecord) -> None:
+        """Take the first record that is read."""
+        if not isinstance(record, Birth):
+            self.incomplete_because = (
+                "its first record is not its birth record, and no snapshot covers what was dropped before it"
+            )
+        elif not self.trusts_birth or self._origin not in (None, position):
+            self.incomplete_because = (
+                "its birth record was not its first one, and no snapshot covers what was dropped before it"
+            )
+        else:
+            self.complete = True
+            self.log, self.born = record.log, position
+
+    def is_foreign(self, record: LogRecord) -> bool:
+        """Return whether a record belongs to another log; one that cannot be told apart refutes the birth record."""
+        own = self.log if self.complete else self._own_log
+        if own is not None and record.log not in (None, own) and not isinstance(record, Birth):
+            if not self.complete or self._recognises_foreign_records:
+                # This log's beginning is beyond doubt, so the record's writer still uses a log of the same name that
+                # was there before this one.
+                return True
+            self._refute_birth()
+        elif not self.complete and record.log is not None:
+            self._logs.add(record.log)
+        return False
+
+    def remember(self, position: Position, raw: bytes) -> None:
+        """Keep a record's hash while the reading is incomplete: the next snapshot may cover just this record."""
+        if not self.complete:
+            self._digests[position] = digest(raw)
+
+    def forget(self, before: Position) -> None:
+        self._digests = {at: hashed for at, hashed in self._digests.items() if at >= before}
+
+    def has_covered_record(self, snapshot: Snapshot) -> bool:
+        """Return whether the last record that a snapshot covers was read, byte by byte.
+
+        Then no record is missing between that one and the records that were read.
+        """
+        return self.complete or self._digests.get(snapshot.covers) == snapshot.digest
+
+    def check_birth(self, snapshot: Snapshot) -> None:
+        if self.complete and snapshot.born != self.born:
+            self._refute_birth()
+
+    def complete_with(self, snapshot: Snapshot, body: Mapping[str, Any]) -> None:
+        """Found the reading on a snapshot. Raise ValueError, TypeError or KeyError for a damaged one."""
+        self.renewed = body.get("renewed") and Renewal.from_json(body["renewed"])
+        self.log, self.born = str(body["log"]), snapshot.born
+        self.complete, self.incomplete_because = True, ""
+        self.founding_snapshot = snapshot, body
+        self.foreign_records = bool(self._logs - {self.log})
+        self.knows_living = "living" in body
+        self._digests = {}
+
+    def renew(self, position: Position, record: Renewed) -> None:
+        """Begin anew with a renewal."""
+        self.renewed = Renewal(position, record.at, record.host)
+        self.log, self.born = record.log, position
+        self.complete = self.knows_living = True
+        self.birth_refuted, self.foreign_records, self.incomplete_because = False, False, ""
+        self._digests = {}
+
+    def _refute_birth(self) -> None:
+        # Several processes may create a log at once, and appends may be repeated: then there are several birth records,
+        # of which the first counts. A record with another log's id, or a snapshot that names another birth record,
+        # shows that the trusted one is not the first (or that others still use a log that was there before this one).
+        self.birth_refuted = True
+        self.complete = False
+        self.incomplete_because = "its birth record was not its first one"
+
+    @property
+    def _recognises_foreign_records(self) -> bool:
+        """Whether a record of another log says nothing against this one."""
+        return self._origin is not None or self.renewed is not None
+
+    @property
+    def took_foreign_records(self) -> bool:
+        """Whether this reading has folded records of another log, because only a snapshot behind them names the log.
+
+        A reader that knew the log's id has passed over them, and comes to other conclusions.
+        """
+        return self.foreign_records and self._recognises_foreign_records and self._own_log != self.log
