@@ -151,7 +151,7 @@ def knowledge(folded):
     known["opened"] = [each for each in known["opened"] if each[0]["number"] > 0]  # those of made-up ids are forgotten
     for kind in ("commits", "owners", "movers"):  # these are dropped when no transaction can need them any more
         del known[kind]
-    return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.born}
+    return {**known, "claims": [claim[:-1] for claim in known["claims"]], "born": folded.trust.born}
 
 
 def test_what_was_void_by_a_snapshot_that_a_reader_has_not_seen_does_not_stand_before_what_its_author_claimed_next():

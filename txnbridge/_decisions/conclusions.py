@@ -1,4 +1,4 @@
-"""What a process that follows a decision log concludes: counting claims, counting entries, unfinished commits."""
+"""The results of folding a decision log: counting claims, counting entries, unfinished commits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CountingEntry:
 
 @dataclass(frozen=True)
 class Renewal:
-    """Where in the log, when (ms since 1970) and on which host an operator renewed the log."""
+    """An operator renewed the log: at which position, when (ms since 1970) and on which host."""
 
     position: Position
     at: int

@@ -1,4 +1,4 @@
-"""What an application sees of a decision log (the Spark writer stands on it)."""
+"""The interface of a decision log for applications. The Spark writer uses it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the log says about an id.
+    """The log's answer about an id.
 
     `done`: a mark covers this id; its claims are settled and no longer kept. `done_up_to` is the mark on the id
     itself: every id that continues it with a number up to this is done. `opening` is its newest opening.

@@ -189,7 +189,7 @@ class Engine:
 
     @property
     def has_written(self) -> bool:
-        """Whether this process writes to this log, and does not merely read it."""
+        """True if this process writes to this log, and does not merely read it."""
         return bool(self.owned) or self._presence is not None
 
     def is_own(self, nonce: str) -> bool:

@@ -293,7 +293,7 @@ class LogState:
 
     @property
     def begins_with_snapshot(self) -> bool:
-        """Whether every record that was read is judged, and the snapshot stands for all records in front of them."""
+        """True if every record that was read is judged, and the snapshot stands for all records in front of them."""
         trust = self.trust
         doubtful = trust.foreign_records or trust.birth_refuted or self.blocked
         return trust.complete and trust.knows_living and not doubtful

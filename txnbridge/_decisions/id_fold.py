@@ -23,7 +23,7 @@ from txnbridge._token import Decision
 
 @dataclass
 class IdFold:
-    """What the records say about ids without tokens: true only if every record since the log's birth was folded."""
+    """The state of ids without tokens. It is true only if every record since the log's birth was folded."""
 
     openings: Openings = field(default_factory=Openings)
     names: dict[IdPath, set[str]] = field(default_factory=dict)  # every name that a caller ever gave to an opening

@@ -38,7 +38,7 @@ class UnreadableRecord(ValueError):
 
 @dataclass(frozen=True)
 class EvidenceBegin:
-    """Where the evidence about a transaction begins: the position of a presence record, and its nonce."""
+    """Names the presence record where the evidence about a transaction begins: its position and its nonce."""
 
     at: Position
     id: str
@@ -59,7 +59,7 @@ class OpeningRef:
 
     @property
     def made_up(self) -> bool:
-        """Whether the owner made the id up for itself; no other process opens it."""
+        """True if the owner made the id up for itself; no other process opens it."""
         return self.number == 0
 
 
@@ -119,7 +119,7 @@ class Birth(LogRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Presence(LogRecord):
-    """Where a process's evidence begins; `nonce` is its id. No process needs it after `until` (ms since 1970)."""
+    """Marks where a process's evidence begins; `nonce` is its id. Not needed after `until` (ms since 1970)."""
 
     kind: ClassVar[str] = "presence"
     until: int

@@ -51,7 +51,7 @@ class AckHistory:
 
 @dataclass
 class TokenFold:
-    """What the records since the first one read say about transactions with tokens.
+    """The state of transactions with tokens, after the records since the first one read.
 
     No record before that one is needed: an owner uses a presence only after it has read, from the log's first record,
     that its own opening is the newest one up to that presence. So only an opening with a higher number can be newer.

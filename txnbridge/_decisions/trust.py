@@ -1,4 +1,4 @@
-"""Whether a reading of a decision log knows everything since the log's birth."""
+"""Decides whether a reading of a decision log knows everything since the log's birth."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ class Trust:
 
     @property
     def _recognises_foreign_records(self) -> bool:
-        """Whether a record of another log says nothing against this one."""
+        """True if a record of another log says nothing against this one."""
         return self._origin is not None or self.renewed is not None
 
     @property
     def took_foreign_records(self) -> bool:
-        """Whether this reading has folded records of another log, because only a snapshot behind them names the log.
+        """True if this reading has folded records of another log, because only a snapshot behind them names the log.
 
         A reader that knew the log's id has passed over them, and comes to other conclusions.
         """
