@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from txnbridge._admin import Admin
-from txnbridge._connection import Connection, close_logging_errors, exit_begins, random_name
+from txnbridge._connection import Connection, ConnectionUser, close_logging_errors, exit_begins, random_name
 from txnbridge._consumer import Consumer
 from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_times
@@ -160,9 +160,9 @@ class Bridge:
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
         self._logs = logs = DecisionLogs(connection, elsewhere)
-        connection.outcomes = Outcomes(connection, logs)
-        connection.writers = Writers(connection, writers, logs.own_ledger)
-        connection.consumers = Consumers(connection)
+        self._outcomes = Outcomes(connection, logs)
+        self._writers = Writers(connection, writers, logs.own_ledger)
+        self._consumers = Consumers(connection, self._outcomes, self._writers)
         ours, clients = resolve_options(backend.options, options, backend.name)
         context = Context(
             bridge=connection.name,
@@ -180,7 +180,7 @@ class Bridge:
                 connection.broker = backend.open(url, ours, context, deadline)
                 try:
                     if identity.owned:
-                        connection.writers.open(deadline)
+                        self._writers.open(deadline)
                 except BaseException:
                     close_logging_errors(connection.broker.close, deadline)
                     raise
@@ -257,13 +257,13 @@ class Bridge:
         if fingerprint:
             _require_xxhash()
         with connection.events.step("transaction.begin", begin.transaction, prepare=prepare):
-            taken = connection.writers.take(begin)
+            taken = self._writers.take(begin)
             try:
                 taken.start()
             except BaseException:
                 taken.give_back(sound=False)
                 raise
-        transaction = Transaction(connection, taken, 0 if fingerprint else None)
+        transaction = Transaction(connection, taken, self._outcomes, 0 if fingerprint else None)
         with self._guard:
             self._transactions.add(transaction)
         return transaction
@@ -291,18 +291,18 @@ class Bridge:
         Returns what is true, also when somebody else has aborted it. Raises `InvalidToken`, `InvalidState` for a token
         that was never prepared, `OutcomeUnknown` if no answer came in time, `EvidenceLost` if none ever will.
         """
-        return self._connection.outcomes.end(token, commit=True)
+        return self._outcomes.end(token, commit=True)
 
     def abort(self, token: str | Token) -> Outcome:
         """Abort a prepared transaction, from any process; the rules of `commit`."""
-        return self._connection.outcomes.end(token, commit=False)
+        return self._outcomes.end(token, commit=False)
 
     def status(self, token: str | Token) -> Status:
         """What became of a token's transaction. Raises `InvalidToken`, `BrokerUnavailable`.
 
         It decides nothing. It may record what has become true by the clock: that a deadline passed, before it says so.
         """
-        return self._connection.outcomes.status(token)
+        return self._outcomes.status(token)
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Bridge:
         `sharing` is "partition" (one member a partition, in order), "message" or "key", as far as the broker can.
         """
         self._connection.check_open()
-        return Consumer.open(self._connection, topics, group, start, sharing)
+        return Consumer.open(self._consumers, topics, group, start, sharing)
 
     def processor(
         self,
@@ -361,8 +361,8 @@ class Bridge:
         from txnbridge._processor import Processor
 
         return Processor(
-            self,
-            self._connection,
+            self._consumers,
+            self.transaction,
             inputs,
             group=group,
             each=each,
@@ -488,8 +488,8 @@ class Bridge:
             for resolver in list(connection.resolvers):
                 close_logging_errors(resolver.stop_by, checks)
             self._end_calls(deadline)
-            connection.consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
-            connection.writers.close()
+            self._consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
+            self._writers.close()
             # The broker first: it notes in the logs what its publishers have stored.
             close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
@@ -503,7 +503,7 @@ class Bridge:
             frame = frame.f_back
         while frame is not None:
             caller = frame.f_locals.get("self")
-            if caller is self or _connection_of(caller) is self._connection:
+            if caller is self or (isinstance(caller, ConnectionUser) and caller._connection is self._connection):
                 return True
             frame = frame.f_back
         return False
@@ -512,12 +512,12 @@ class Bridge:
         """Abort the transactions on which no call runs, and wait for the calls that do."""
         connection = self._connection
         while True:
-            connection.writers.clear_abandoned(deadline)
+            self._writers.clear_abandoned(deadline)
             with self._guard:
                 unfinished = list(self._transactions)
             for transaction in unfinished:
                 self._abort_unfinished(transaction, deadline)
-            if not connection.writers.busy and not connection.calls:
+            if not self._writers.busy and not connection.running_calls:
                 return
             if deadline.expired:
                 break
@@ -559,14 +559,6 @@ class Bridge:
         self._connection.forget_parent()
         for transaction in list(self._transactions):
             transaction._refuse_calls()
-
-
-def _connection_of(caller: object) -> object:
-    """That of a transaction, a consumer, a check. Other objects may have attributes that raise whatever they like."""
-    try:
-        return object.__getattribute__(caller, "_connection")
-    except Exception:
-        return None
 
 
 class _OtherBroker:

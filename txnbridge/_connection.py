@@ -1,4 +1,4 @@
-"""What all that starts from one bridge shares: its broker and its settings, and whether either may still be used."""
+"""The state that a bridge shares with its transactions, consumers and the rest: the broker, settings, running calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge._deadline import Deadline
 from txnbridge._events import Emitter
@@ -15,13 +15,6 @@ from txnbridge._plugins import plugins
 from txnbridge.capabilities import Capabilities
 from txnbridge.errors import BrokerUnavailable, InvalidState
 from txnbridge.spi import Broker, Identity
-
-if TYPE_CHECKING:
-    from txnbridge._bridge import Bridge
-    from txnbridge._consumers import Consumers
-    from txnbridge._outcomes import Outcomes
-    from txnbridge._resolver import Resolver
-    from txnbridge._writers import Writers
 
 _log = logging.getLogger("txnbridge")
 
@@ -32,15 +25,21 @@ FORK_HELP = (
 )
 
 
+class Stoppable(Protocol):
+    """A resolver, as far as a bridge has to stop it."""
+
+    _group: str
+
+    def stop_by(self, deadline: Deadline) -> None: ...
+
+
 class Connection:
-    """One open connection to one broker. Any thread may use it; what it opens keeps it, and by it the bridge."""
+    """One open connection to one broker. Any thread may use it.
 
-    # What it opens comes back to these.
-    writers: Writers
-    outcomes: Outcomes
-    consumers: Consumers
+    Whatever a bridge opens holds the bridge's connection, and so keeps the bridge alive.
+    """
 
-    def __init__(self, bridge: Bridge, backend: str, identity: Identity, timeout: float) -> None:
+    def __init__(self, bridge: object, backend: str, identity: Identity, timeout: float) -> None:
         self.bridge = bridge
         self.backend = backend
         self.name = f"{backend}-{random_name(4)}"
@@ -48,16 +47,16 @@ class Connection:
         self.timeout = timeout
         self.events = Emitter(self.name, plugins.listeners())
         self.header_makers = plugins.header_makers()
-        self.resolvers: set[Resolver] = set()  # those that run
-        self.closed = False  # to new calls
+        self.resolvers: set[Stoppable] = set()  # those that run
+        self.closed = False  # refuses new calls
         self.forked = False
         self._broker: Broker | None = None
         self._changed = threading.Condition()
-        self._calls = 0  # those that run
+        self._running_calls = 0
 
     @property
     def broker(self) -> Broker:
-        """Raises `BrokerUnavailable`: some brokers ask about transactions as soon as they are connected."""
+        """Raise `BrokerUnavailable` until it is set: some brokers ask about transactions while they are opened."""
         if self._broker is None:
             raise BrokerUnavailable("this bridge is not open yet")
         return self._broker
@@ -71,39 +70,39 @@ class Connection:
         return self.broker.capabilities
 
     def deadline(self) -> Deadline:
-        """That of a call that begins now."""
+        """Return the deadline of a call that begins now."""
         return Deadline(self.timeout)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call that closing waits for, and that is refused once closing has begun."""
+        """Count a call, so that closing waits for it. Raise `InvalidState` once closing has begun."""
         self.check_open()
         with self._changed:
             refused = self.closed
-            self._calls += not refused
+            self._running_calls += not refused
         if refused:
             raise self.refusal()
         try:
             yield
         finally:
             with self._changed:
-                self._calls -= 1
+                self._running_calls -= 1
                 self._changed.notify_all()
 
     @property
-    def calls(self) -> int:
-        """How many run; those that only a writer knows of are not counted."""
-        return self._calls
+    def running_calls(self) -> int:
+        """The number of running calls, without those on transactions: their writers are busy."""
+        return self._running_calls
 
     def wait_for_call(self, seconds: float) -> None:
-        """Until one has ended, or for so long."""
+        """Wait until a call has ended, or for so many seconds."""
         with self._changed:
             self._changed.wait(seconds)
 
     def refuse_calls(self) -> None:
-        """From now on, for good; those that run go on."""
+        """Refuse new calls from now on; running calls go on."""
         with self._changed:
             self.closed = True
 
@@ -119,37 +118,45 @@ class Connection:
         if self.forked:
             raise InvalidState(FORK_HELP)
         if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
-            # A daemon thread's, whose program ends without asking it: it would only die of a refusal, and say so. It
-            # ends with the program, or is refused if somebody should wait for it.
+            # A daemon thread calls while its program ends. A refusal would only make it die with a traceback, so it
+            # waits here to end with the program; it is refused if the program waits for it longer than that.
             threading.Event().wait(self.timeout)
 
     def forget_parent(self) -> None:
-        """In the child of a fork: nothing of the parent's may be used, closed or collected."""
+        """Refuse calls in the child of a fork: nothing of the parent's may be used, closed or garbage-collected."""
         self.forked = True
         _parents.append(self._broker)
 
 
-_exiting = threading.Event()  # the interpreter is
-_parents: list[Broker | None] = []  # brokers of the parent process, kept so that nothing of theirs is ever closed here
+class ConnectionUser:
+    """Base of the classes whose calls `Bridge.close` must not wait for when it interrupts them on their own thread."""
+
+    __slots__ = ("_connection",)
+
+    _connection: Connection
+
+
+_exiting = threading.Event()  # set while the interpreter ends
+_parents: list[Broker | None] = []  # brokers of the parent process, kept so that this process never closes them
 
 
 def exiting() -> bool:
-    """Whether the interpreter ends."""
+    """Return whether the interpreter is ending."""
     return _exiting.is_set()
 
 
 def exit_begins() -> None:
-    """The interpreter ends: what daemon threads call from now on waits for that."""
+    """Make calls of daemon threads wait from now on, because the interpreter is ending."""
     _exiting.set()
 
 
 def random_name(size: int) -> str:
-    """A name that nobody else makes. (Not by `secrets`: it loads a tenth of what `import txnbridge` may cost.)"""
+    """Return a unique name. (`secrets` would take a tenth of the time that `import txnbridge` may take.)"""
     return os.urandom(size).hex()
 
 
 def close_logging_errors(close: Callable[..., object], *arguments: object) -> None:
-    """At the end everything gets its chance to close; what fails is logged."""
+    """Close something and log an error, so that the next thing is closed in any case."""
     try:
         close(*arguments)
     except Exception as error:

@@ -8,7 +8,8 @@ from _thread import RLock as _RLock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from txnbridge._connection import Connection
+from txnbridge._connection import ConnectionUser
+from txnbridge._consumers import Consumers
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._deliveries import MAX_UNACKED, Assignment, Deliveries
 from txnbridge._messages import Batch, Message, Position, as_messages
@@ -26,11 +27,12 @@ _Kind = TypeVar("_Kind", bound="Consumer")
 _FETCH = 500
 
 
-class Consumer:
+class Consumer(ConnectionUser):
     """Reads committed messages only, each partition in order. One thread uses it at a time."""
 
-    def __init__(self, connection: Connection, topics: Sequence[Topic], subscription: Subscription) -> None:
-        self._connection = connection
+    def __init__(self, consumers: Consumers, topics: Sequence[Topic], subscription: Subscription) -> None:
+        self._consumers = consumers
+        self._connection = connection = consumers.connection
         self._subscription = subscription
         # Topics whose values pass as they are need no decoding.
         self._codecs = {topic.name: topic for topic in topics if not topic.plain}
@@ -45,17 +47,18 @@ class Consumer:
             connection.broker.reader, subscription, _Listener(self), connection.deadline(), connection.timeout
         )
         self._closed = False
-        connection.consumers.add(self, self._reader)
+        consumers.add(self, self._reader)
 
     @classmethod
     def open(
         cls: type[_Kind],
-        connection: Connection,
+        consumers: Consumers,
         topics: str | Topic | Iterable[str | Topic],
         group: str | None,
         start: str | int,
         sharing: str = "partition",
     ) -> _Kind:
+        connection = consumers.connection
         if sharing not in ("partition", "message", "key"):
             raise InvalidOption(f"sharing is 'partition', 'message' or 'key', not {sharing!r}")
         if start not in ("earliest", "latest") and not _is_time(start):
@@ -69,7 +72,7 @@ class Consumer:
         found = topic_list(topics)
         subscription = Subscription(tuple(topic.name for topic in found), group, start, sharing)
         with connection.call():
-            return cls(connection, found, subscription)
+            return cls(consumers, found, subscription)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -255,14 +258,14 @@ class Consumer:
     def _close(self, deadline: Deadline) -> None:
         self._leave(list(self._deliveries.assignments), "reader.revoke")
         try:
-            self._connection.consumers.close_reader(self._reader, deadline)
+            self._consumers.close_reader(self._reader, deadline)
         except TxnBridgeError:
             self._closed = True
             raise
         self._closed = True
 
-    def _close_behind_its_bridge(self) -> None:
-        """In a thread: wait for a call that outlasts the closing of the bridge, and close then."""
+    def close_behind_bridge(self) -> None:
+        """Wait, in a thread, for a call that outlasts the closing of the bridge, and close then."""
         try:
             self._guard.acquire()
             try:
@@ -276,7 +279,7 @@ class Consumer:
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not self._connection.forked:
             # Not closed here: garbage is collected at any time, also while locks are held.
-            self._connection.consumers.drop(self._reader)
+            self._consumers.drop(self._reader)
 
     def __enter__(self) -> Consumer:
         return self
@@ -311,7 +314,7 @@ class Consumer:
         """Learn the outcomes that are not known yet, and go back to what comes again."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
-            self._connection.writers.clear_abandoned(Deadline(timeout))
+            self._consumers.writers.clear_abandoned(Deadline(timeout))
             deliveries.give_up()
         if deliveries.doubts:
             self._ask_for_outcomes(timeout)
@@ -327,7 +330,7 @@ class Consumer:
     def _ask_for_outcomes(self, timeout: float) -> None:
         deadline = Deadline(timeout)
         for transaction, token in list(self._deliveries.doubts.items()):
-            outcome = self._connection.outcomes.resolve(token, deadline)
+            outcome = self._consumers.outcomes.resolve(token, deadline)
             if outcome is None:
                 raise OutcomeUnknown(
                     f"the outcome of transaction {transaction}, which acknowledged the last messages, is not known yet;"

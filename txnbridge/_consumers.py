@@ -1,4 +1,4 @@
-"""The consumers of a bridge, which its end closes, and the readers of those that were dropped without a close."""
+"""The consumers of a bridge: closed with the bridge. A consumer that was dropped is closed by a thread."""
 
 from __future__ import annotations
 
@@ -9,45 +9,56 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge._connection import Connection, close_logging_errors, exiting
 from txnbridge._deadline import Deadline
+from txnbridge._outcomes import Outcomes
+from txnbridge._writers import Writers
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Reader
-
-if TYPE_CHECKING:
-    from txnbridge._consumer import Consumer
 
 # How often closing looks whether another thread's poll has ended; most take milliseconds.
 _LOOK_SECONDS = 0.01
 
 
-class Consumers:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._guard = threading.RLock()  # a signal handler may come here, too
-        self._alive: weakref.WeakKeyDictionary[Consumer, Reader] = weakref.WeakKeyDictionary()
-        self._readers: set[Reader] = set()  # theirs, and those of consumers that were dropped
-        self._dropped: SimpleQueue[Reader | None] = SimpleQueue()  # for the thread that closes the latter
-        self._closer: threading.Thread | None = None  # that thread
+class ClosableConsumer(Protocol):
+    def close(self, timeout: float | None = None) -> None: ...
 
-    def add(self, consumer: Consumer, reader: Reader) -> None:
+    def close_behind_bridge(self) -> None: ...
+
+
+class Consumers:
+    """The open consumers of a bridge, and what they need of the bridge to learn the outcomes of transactions."""
+
+    def __init__(self, connection: Connection, outcomes: Outcomes, writers: Writers) -> None:
+        self.connection = connection
+        self.outcomes = outcomes
+        self.writers = writers
+        self._guard = threading.RLock()  # a signal handler may come here, too
+        self._alive: weakref.WeakKeyDictionary[ClosableConsumer, Reader] = weakref.WeakKeyDictionary()
+        self._readers: set[Reader] = set()  # those of living consumers, and of dropped ones
+        self._dropped: SimpleQueue[Reader | None] = (
+            SimpleQueue()
+        )  # of dropped consumers; None ends the thread that closes them
+        self._closer: threading.Thread | None = None  # closes the readers of dropped consumers
+
+    def add(self, consumer: ClosableConsumer, reader: Reader) -> None:
         with self._guard:
             self._alive[consumer] = reader
             self._readers.add(reader)
             if self._closer is None:
-                self._close_what_is_dropped()
+                self._start_closer()
 
-    def _close_what_is_dropped(self) -> None:
-        name = f"txnbridge {self._connection.name} dropped"
+    def _start_closer(self) -> None:
+        name = f"txnbridge {self.connection.name} dropped"
         arguments = weakref.ref(self), self._dropped
         self._closer = threading.Thread(target=_close_dropped, args=arguments, name=name, daemon=True)
         self._closer.start()
         weakref.finalize(self, self._dropped.put, None).atexit = False
 
     def drop(self, reader: Reader) -> None:
-        """Its consumer is gone. (Called by the garbage collector: no lock is taken here.)"""
+        """Have a reader closed whose consumer is gone. (The garbage collector calls this, so it takes no lock.)"""
         self._dropped.put(reader)
 
     def close_reader(self, reader: Reader, deadline: Deadline) -> None:
@@ -57,16 +68,16 @@ class Consumers:
 
     def close_dropped(self, reader: Reader) -> None:
         try:
-            with self._connection.call():
-                self.close_reader(reader, self._connection.deadline())
-        except InvalidState:  # the bridge is being closed, and closes it
-            if not self._connection.closed:
+            with self.connection.call():
+                self.close_reader(reader, self.connection.deadline())
+        except InvalidState:  # the bridge is being closed, and closes the reader
+            if not self.connection.closed:
                 raise
 
     def close(self, polls: Deadline, deadline: Deadline) -> None:
-        """All of them, by the deadline. A call of another thread is waited for until `polls`, and then left to it.
+        """Close all consumers by the deadline. Calls of other threads on them are waited for until `polls`.
 
-        They close side by side: a member that is still joining its group may take seconds.
+        The consumers close side by side: a member that is still joining its group may take seconds.
         """
         with self._guard:
             consumers = list(self._alive.items())
@@ -74,7 +85,7 @@ class Consumers:
         closing = [partial(close_logging_errors, _close, consumer, polls, deadline) for consumer, _ in consumers]
         closing += [partial(close_logging_errors, self.close_reader, reader, deadline) for reader in dropped]
         beside = [threading.Thread(target=close, daemon=True) for close in closing[1:]]
-        if exiting():  # then no thread begins any more
+        if exiting():  # the interpreter starts no thread any more
             beside = []
         for thread in beside:
             thread.start()
@@ -85,21 +96,21 @@ class Consumers:
         self._dropped.put(None)
 
 
-def _close(consumer: Consumer, polls: Deadline, deadline: Deadline) -> None:
+def _close(consumer: ClosableConsumer, polls: Deadline, deadline: Deadline) -> None:
     while True:
         try:
             return consumer.close(deadline.left())
         except InvalidState:  # another thread polls
             if polls.expired:
-                with suppress(RuntimeError):  # none begins while the interpreter ends
-                    threading.Thread(target=consumer._close_behind_its_bridge, daemon=True).start()
+                with suppress(RuntimeError):  # raised while the interpreter ends: it starts no thread
+                    threading.Thread(target=consumer.close_behind_bridge, daemon=True).start()
                 raise
         time.sleep(_LOOK_SECONDS)
 
 
 def _close_dropped(consumers_of: Callable[[], Consumers | None], dropped: SimpleQueue[Reader | None]) -> None:
-    """In a thread: close the readers of consumers that were dropped without a close, so that others get their part."""
+    """Close the readers of dropped consumers, in a thread, so that other members get their partitions."""
     while (reader := dropped.get()) is not None:
         if (consumers := consumers_of()) is not None:
             close_logging_errors(consumers.close_dropped, reader)
-        del consumers, reader  # neither is kept while this waits
+        del consumers, reader  # so that this thread keeps neither alive while it waits

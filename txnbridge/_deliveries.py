@@ -25,23 +25,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from txnbridge._connection import Connection
 from txnbridge._messages import Message, Position
+from txnbridge._state import State
 from txnbridge._token import Outcome, Token
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
-
-if TYPE_CHECKING:
-    from txnbridge._connection import Connection
-    from txnbridge._consumer import Consumer
-    from txnbridge._transaction import State, Transaction
 
 # What was fetched and not acknowledged is remembered, about 150 bytes a message. A program that reaches this bound
 # reads in a group and never acknowledges, which it does not want.
 MAX_UNACKED = 1_000_000
 
 _source_of = attrgetter("source")
+
+
+class Holder(Protocol):
+    """A transaction, as far as it holds messages."""
+
+    _holds: dict[Deliveries, object]  # with their consumers, to keep those alive
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    def _fail_from_outside(self, error: Conflict, patience: float) -> None: ...
 
 
 class Assignment:
@@ -132,7 +143,7 @@ class Deliveries:
     """
 
     def __init__(
-        self, consumer: Consumer, connection: Connection, group: str | None, ordered: bool, individual: bool
+        self, consumer: object, connection: Connection, group: str | None, ordered: bool, individual: bool
     ) -> None:
         self.consumer = weakref.ref(consumer)  # weak, so that a consumer that is dropped ends at once
         self.connection = connection
@@ -148,7 +159,7 @@ class Deliveries:
         self._most = 0  # no more than so many are remembered
         self._any_back = False  # false: none is
         self.doubts: dict[str, Token] = {}  # transactions that hold some and whose outcome is not known
-        self._holder: tuple[str, weakref.ref[Transaction]] | None = None  # the open transaction that holds some
+        self._holder: tuple[str, weakref.ref[Holder]] | None = None  # the open transaction that holds some
 
     # --- fetched and handed out -----------------------------------------------------------------------------------
 
@@ -265,26 +276,26 @@ class Deliveries:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
 
-    def check_holder(self, transaction: Transaction) -> None:
+    def check_holder(self, transaction: Holder) -> None:
         self.give_up()
         if self.holder not in (None, transaction.id):
             raise InvalidState(
                 f"transaction {self.holder} holds acknowledgements of this consumer; one open transaction at a time can"
             )
 
-    def hold(self, transaction: Transaction, wanted: Mapping[Assignment, list[Position]]) -> None:
+    def hold(self, transaction: Holder, wanted: Mapping[Assignment, list[Position]]) -> None:
         self._holder = transaction.id, weakref.ref(transaction)
         for assignment, positions in wanted.items():
             assignment.hold(transaction.id, positions)
 
-    def end(self, transaction: Transaction, state: State, token: Token | None) -> None:
+    def end(self, transaction: Holder, state: State, token: Token | None) -> None:
         """What it holds is acknowledged, or comes again, or stays held until its outcome is known."""
         with self.lock:
-            if state.value == "unknown" and token is not None:
+            if state is State.UNKNOWN and token is not None:
                 self.doubts[transaction.id] = token
                 self._forget_holder(transaction.id)
             else:
-                self._let_go(transaction.id, acknowledged=state.value != "aborted")
+                self._let_go(transaction.id, acknowledged=state is not State.ABORTED)
 
     def found(self, transaction: str, outcome: Outcome) -> None:
         """The outcome that was not known."""
@@ -389,7 +400,7 @@ class Deliveries:
             assignment = self.assignments[partition] = Assignment(self, partition)
         return assignment
 
-    def left(self, partitions: Sequence[Partition]) -> tuple[Transaction | None, list[Partition]]:
+    def left(self, partitions: Sequence[Partition]) -> tuple[Holder | None, list[Partition]]:
         """Partitions are not here any more; the open transaction that holds some of theirs, and whose those are."""
         with self.lock:
             leaving = [self.assignments.pop(p) for p in partitions if p in self.assignments]
@@ -412,7 +423,7 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 
 
 def hold(
-    transaction: Transaction, connection: Connection, messages: Sequence[Message], up_to: bool
+    transaction: Holder, connection: Connection, messages: Sequence[Message], up_to: bool
 ) -> list[tuple[object, dict[Partition, list[Position]]]]:
     """Check that these messages may be acknowledged by a transaction of this connection, and hold them for it.
 
@@ -449,8 +460,8 @@ def _assignment_of(message: Message, connection: Connection) -> Assignment:
 
 
 def _check(
-    transaction: Transaction, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
-) -> Consumer:
+    transaction: Holder, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
+) -> object:
     """Raise if one of them can't be acknowledged; with `up_to`, find all that are. Returns whose they are."""
     consumer = deliveries.consumer()
     for assignment in wanted:
@@ -472,7 +483,7 @@ def _check(
     return consumer
 
 
-def _check_nothing_before(transaction: Transaction, assignment: Assignment) -> None:
+def _check_nothing_before(transaction: Holder, assignment: Assignment) -> None:
     """On a broker that only knows positions, whatever comes later would acknowledge what is not settled yet."""
     topic, number = assignment.partition
     if assignment.back:
@@ -488,7 +499,7 @@ def _check_nothing_before(transaction: Transaction, assignment: Assignment) -> N
             )
 
 
-def _check_positions(transaction: Transaction, assignment: Assignment, positions: list[Position]) -> None:
+def _check_positions(transaction: Holder, assignment: Assignment, positions: list[Position]) -> None:
     topic, number = assignment.partition
     out = assignment.out
     for position in positions:

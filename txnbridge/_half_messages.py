@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
-from txnbridge._connection import Connection, random_name
+from txnbridge._connection import Connection, ConnectionUser, random_name
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._half_store import check_decision, check_group, end_half, half_store
 from txnbridge._messages import check_place, split_item
@@ -46,7 +46,7 @@ _END_SECONDS = 2.0
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED, Decision.UNDECIDED: Outcome.UNKNOWN}
 
 
-class HalfTransaction:
+class HalfTransaction(ConnectionUser):
     """Messages that wait for local work. At the end of its block they are stored, then the work is done.
 
     An exception in the block drops them before they are stored; `raise Abort` does so quietly. One thread uses it at a
@@ -223,7 +223,7 @@ class HalfTransaction:
         return InvalidState(f"{call} needs an open transaction; the block of {self._id} has ended")
 
 
-class HalfMessages:
+class HalfMessages(ConnectionUser):
     """The half messages of one group: made by `transaction`, and asked about while this is open.
 
     Use it as a block, or close it; its bridge closes it otherwise.

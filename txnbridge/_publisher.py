@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from txnbridge import spi
-from txnbridge._connection import Connection
+from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._messages import check_place
 from txnbridge._topics import Topic, as_topic, encode_message
 from txnbridge.errors import InvalidOption, InvalidState
 
 
-class Publisher:
+class Publisher(ConnectionUser):
     """Idempotent sends in order, each visible once it is stored; failures are raised by `flush`.
 
     With a name and a `sequence` it takes up after a crash where it stopped. What is stored is a high-water mark

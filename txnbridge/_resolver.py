@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from txnbridge._connection import Connection
+from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._deadline import Deadline, check_seconds
 from txnbridge._half_store import check_decision, check_group, end_half, half_store
+from txnbridge._handler_errors import handler_location
 from txnbridge._messages import Headers, Message
-from txnbridge._processor import handler_location
 from txnbridge._shutdown import Shutdown, StopNow
 from txnbridge._token import Decision, Outcome
 from txnbridge.errors import Abort, EvidenceLost, InvalidOption, InvalidState, TxnBridgeError
@@ -40,7 +40,7 @@ class ResolverStats(NamedTuple):
     failed: int = 0  # the check raised, or gave no decision; they are asked again
 
 
-class Resolver:
+class Resolver(ConnectionUser):
     """Asks `check(transaction_id, messages)` about the half messages of a group, and ends them as it answers.
 
     Several may run, in any processes: the first answer counts. A check runs on a thread of its own, `parallel` of them
@@ -232,7 +232,7 @@ class Resolver:
             _log.warning(
                 "check failed for half-message transaction %s (%s); it is asked again",
                 half.transaction,
-                handler_location(error),
+                handler_location(error, __file__),
             )
             with self._changed:
                 self._stats = self._stats._replace(failed=self._stats.failed + 1)

@@ -7,13 +7,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from txnbridge._connection import Connection
+from txnbridge._connection import Connection, ConnectionUser
 from txnbridge._deadline import Deadline
-from txnbridge._deliveries import hold
+from txnbridge._deliveries import Deliveries, hold
 from txnbridge._messages import (
     Headers,
     Message,
@@ -23,8 +22,11 @@ from txnbridge._messages import (
     encode_key,
     split_item,
 )
+from txnbridge._outcomes import Outcomes
+from txnbridge._state import State
 from txnbridge._token import Outcome, Token
 from txnbridge._topics import Topic, as_topic, check_topic_name, encode_message
+from txnbridge._writers import TakenWriter
 from txnbridge.errors import (
     Abort,
     Conflict,
@@ -37,33 +39,7 @@ from txnbridge.errors import (
     UsageError,
 )
 
-if TYPE_CHECKING:
-    from txnbridge._consumer import Consumer
-    from txnbridge._deliveries import Deliveries
-    from txnbridge._writers import TakenWriter
-
 _log = logging.getLogger("txnbridge")
-
-
-class State(Enum):
-    """Where a transaction is. It is used once: from OPEN to one of the last three."""
-
-    sentence: str
-
-    OPEN = "open", "It takes messages and acknowledgements."
-    FAILED = "failed", "Something of it could not be stored or acknowledged; only abort is left."
-    PREPARED = "prepared", "It is durable and invisible; any process ends it by its token."
-    COMMITTING = "committing", "The broker has been asked to commit and has not answered yet."
-    ABORTING = "aborting", "The broker has been asked to abort and has not answered yet."
-    COMMITTED = "committed", "The broker has said that it is committed."
-    ABORTED = "aborted", "It certainly did not happen."
-    UNKNOWN = "unknown", "The broker was asked to end it and no answer came; its token tells later."
-
-    def __new__(cls, name: str, sentence: str) -> State:
-        member = object.__new__(cls)
-        member._value_ = name
-        member.sentence = sentence
-        return member
 
 
 # Module constants because `send` runs millions of times and an enum's attribute is slow to look up.
@@ -78,7 +54,7 @@ _UNFINISHED = {State.OPEN, State.FAILED}
 _TURN_SECONDS = 0.001
 
 
-class Transaction:
+class Transaction(ConnectionUser):
     """Sends and acknowledgements that become visible together or not at all.
 
     As a block it commits at its end (or prepares, with `prepare=True`) and aborts on an exception; `raise Abort` leaves
@@ -89,12 +65,12 @@ class Transaction:
         "__weakref__",
         "_begin",
         "_cause",
-        "_connection",
         "_events",
         "_feeder",
         "_fingerprint",
         "_holds",
         "_lent",
+        "_outcomes",
         "_prepare",
         "_shut",
         "_slow",
@@ -106,9 +82,10 @@ class Transaction:
         "_writer",
     )
 
-    def __init__(self, connection: Connection, taken: TakenWriter, fingerprint: int | None) -> None:
+    def __init__(self, connection: Connection, taken: TakenWriter, outcomes: Outcomes, fingerprint: int | None) -> None:
         assert taken.writer is not None
         self._connection = connection
+        self._outcomes = outcomes
         self._taken = taken
         self._writer = writer = taken.writer
         self._begin = begin = taken.begin
@@ -117,7 +94,7 @@ class Transaction:
         self._state = State.OPEN
         self._token: Token | None = None
         self._cause: BaseException | None = None  # why it is FAILED
-        self._holds: dict[Deliveries, Consumer] = {}  # whose messages it holds; these consumers live as long
+        self._holds: dict[Deliveries, object] = {}  # with their consumers, to keep those alive
         self._shut = False  # aborted because the bridge was closed
         self._lent = False  # to a handler, which may not commit it
         self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
@@ -416,7 +393,7 @@ class Transaction:
         self._state = State.COMMITTING
         try:
             with self._events.step("commit", self.id):
-                self._connection.writers.commit(self._writer, self._begin.deadline)
+                self._taken.commit(self._begin.deadline)
         except (TransactionAborted, Fenced):
             self._end(State.ABORTED)
             raise
@@ -438,7 +415,7 @@ class Transaction:
             error.token = str(self._token)
             raise error
         deadline = self._begin.deadline
-        outcome = None if deadline.expired else self._connection.outcomes.resolve(self._token, deadline)
+        outcome = None if deadline.expired else self._outcomes.resolve(self._token, deadline)
         if outcome is Outcome.COMMITTED:
             self._end(State.COMMITTED)
         elif outcome is Outcome.ABORTED:
@@ -464,7 +441,7 @@ class Transaction:
         try:
             with self._events.step("prepare", self.id) as found:
                 self._writer.prepare(self._begin.deadline)
-                self._token = self._connection.outcomes.token_of(
+                self._token = self._outcomes.token_of(
                     self._writer, self.id, prepared=True, fingerprint=self._fingerprint
                 )
                 found["expires_at"] = self._token.expires_at
@@ -478,7 +455,7 @@ class Transaction:
         self._end(State.PREPARED)
 
     def _end_unknown(self) -> None:
-        self._token = self._connection.outcomes.token_of(self._writer, self.id, prepared=False)
+        self._token = self._outcomes.token_of(self._writer, self.id, prepared=False)
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:

@@ -171,8 +171,13 @@ class TakenWriter:
         self.writer.begin(self.begin)
         self.open = True
 
+    def commit(self, deadline: Deadline) -> None:
+        """Commit the transaction."""
+        assert self.writer is not None
+        self._writers.commit(self.writer, deadline)
+
     def give_back(self, sound: bool) -> None:
-        """After its transaction has ended; `sound` if it is known how. Safe to repeat."""
+        """Give the writer and the place back; `sound` if the transaction's outcome is known. Safe to repeat."""
         self.open = False
         self._writers._give_back(self, sound)
 

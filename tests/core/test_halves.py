@@ -386,7 +386,7 @@ def test_a_check_that_hangs_leaves_a_closing_bridge_time_for_the_rest(
         return UNDECIDED
 
     closing_one = txnbridge.connect(bridge.url, timeout=8)
-    broker, consumers = closing_one._connection.broker, closing_one._connection.consumers
+    broker, consumers = closing_one._connection.broker, closing_one._consumers
     monkeypatch.setattr(broker, "close", telling(left, broker.close))
     monkeypatch.setattr(consumers, "close", telling(left, consumers.close))
     try:

@@ -817,7 +817,7 @@ def test_attempts_are_counted_for_each_message(room):
 
     processor = room.run(each=fail_twice, max_attempts=3, dead_letter="dead")
     assert room.broker.sent == [b"0", b"1"]
-    assert not processor._attempts
+    assert not processor._policy._attempts
 
 
 def test_what_a_broker_did_is_no_attempt(room):
@@ -962,7 +962,7 @@ def test_until_idle_waits_for_its_partitions(room):
 
 
 def test_until_idle_ends_without_a_partition_after_longer_than_a_dead_member_holds_one(room, monkeypatch):
-    monkeypatch.setattr("txnbridge._processor._NOTHING_SECONDS", 0.2)
+    monkeypatch.setattr("txnbridge._processor._NO_PARTITION_SECONDS", 0.2)
     room.feed(b"0")
     room.broker.unassigned_polls = 1_000_000
     room.run(each=copy)

@@ -410,7 +410,7 @@ def test_who_waits_for_a_writer_is_not_passed_for_long_by_those_who_come_later()
     thread = threading.Thread(target=wait_for_a_writer)
     thread.start()
     deadline = Deadline(60)
-    while not bridge._connection.writers._turns._waiting:
+    while not bridge._writers._turns._waiting:
         deadline.check("waiting for the other thread to wait")
     time.sleep(0.06)  # longer than a thread may keep its writer while others wait
     held.commit()
@@ -425,7 +425,7 @@ def test_threads_get_a_writer_in_the_order_in_which_they_came_however_long_they_
 ) -> None:
     monkeypatch.setattr("txnbridge._writers._TURN_SECONDS", 0.01)
     bridge, _ = connect_toy(writers=1)
-    writers = bridge._connection.writers
+    writers = bridge._writers
     order: list[int] = []
     looks: Counter[int] = Counter()
     clear = writers.clear_abandoned

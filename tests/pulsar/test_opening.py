@@ -45,9 +45,9 @@ def id() -> str:
 
 def send_late(txn: Transaction, topic: str, number: TxnId) -> None:
     """What an owner that was paused between two steps does when it wakes up."""
-    producer = cluster_of(txn._connection.bridge).client.create_producer(
-        concrete(topic), timeout=SOON, transactions=True
-    )
+    bridge = txn._connection.bridge
+    assert isinstance(bridge, Bridge)
+    producer = cluster_of(bridge).client.create_producer(concrete(topic), timeout=SOON, transactions=True)
     try:
         producer.send(Single(b"late"), number, timeout=SOON).result(SOON)
     finally:

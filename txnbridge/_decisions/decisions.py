@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +20,13 @@ from txnbridge._decisions.queries import (
     Id,
     Query,
     begin_of,
-    fenced,
     id_of,
     path_of,
     require_body,
     require_complete,
     require_readable,
 )
-from txnbridge._decisions.records import Done, IdPath, Opened, OpeningRef, check_data
+from txnbridge._decisions.records import Done, OpeningRef, check_data
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
@@ -161,46 +159,9 @@ class Decisions:
         With a `name` (a run's id) all processes that open the id share one opening; a process that comes with a name
         behind which another opening stands gets `Fenced`. Without one each call is a new opening.
         """
-        deadline = self._deadline(timeout)
-        path = path_of(id)
         if name is not None and not (isinstance(name, str) and name):
             raise InvalidOption(f"the name of an opening is text that is not empty, not {name!r:.100}")
-        said = check_data(data or {})
-        while True:
-            with self._engine.follower.following(deadline) as state:
-                require_complete(state)
-                newest = state.ids.openings.get(path)
-                if name is not None and name in state.ids.names.get(path, ()):
-                    return self._own(id, newest, name)
-            under = _next_opening(path, name or secrets.token_hex(8), newest)
-            if self._append_opening(under, name is not None, said, deadline):
-                with self._engine.follower.looking(deadline) as state:
-                    return self._own(id, state.ids.openings.get(path), under.name)
-            # Another process took this number first, or has opened the id since: this opening comes behind that one.
-
-    def open_behind(
-        self, id: Id, before: str | None, data: Mapping[str, Any], *, timeout: float | Deadline | None = None
-    ) -> bool:
-        """Open an id if its newest opening is still `before` (None: it has none). Return whether it was."""
-        deadline = self._deadline(timeout)
-        path, said = path_of(id), check_data(data)
-        with self._engine.follower.following(deadline) as state:
-            require_complete(state)
-            newest = state.ids.openings.get(path)
-        if before != (newest.under.name if newest else None):
-            return False
-        return self._append_opening(_next_opening(path, secrets.token_hex(8), newest), False, said, deadline)
-
-    def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        """Append an opening; return whether it counts, and not another one that took its number first."""
-        fields = {"under": under, "named": named, "host": self._engine.host, "data": data}
-        return bool(self._engine.append(Opened, fields, deadline)[1])
-
-    def _own(self, id: Id, newest: KnownOpening | None, name: str) -> Opening:
-        if newest is None or newest.under.name != name:
-            raise fenced(newest)
-        self._engine.owned[newest.under.id] = newest.under
-        return _public(newest)
+        return _public(self._engine.open(path_of(id), check_data(data or {}), self._deadline(timeout), name))
 
     def begin(self, *, opening: Opening | None = None, timeout: float | Deadline | None = None) -> dict[str, Any]:
         """Return where the evidence about a transaction that begins now begins: its token carries this as `log`.
@@ -231,9 +192,9 @@ class Decisions:
         if decision not in (Decision.COMMIT, Decision.ABORT):
             raise InvalidOption(f"a claim is COMMIT or ABORT, not {decision!r}")
         said = check_data(data or {})
-        question = Query(id, path_of(id), begin_of(begin))
+        query = Query(id, path_of(id), begin_of(begin))
         by = None if opening is None else _under(opening)
-        return self._claim(id, self._engine.decide(question, decision, said, by, (), deadline))
+        return self._claim(id, self._engine.decide(query, decision, said, by, (), deadline))
 
     def read(
         self, id: Id, *, begin: Mapping[str, Any] | None = None, timeout: float | Deadline | None = None
@@ -243,18 +204,18 @@ class Decisions:
         Raise `EvidenceLost` if the evidence is gone, `OutcomeUnknown` if it cannot be read for now.
         """
         deadline = self._deadline(timeout)
-        question = Query(id, path_of(id), begin_of(begin))
-        follower = self._engine.follower_of(question.begin, deadline)
-        with follower.following(deadline, may_create=question.begin is None) as state:
-            if question.begin is not None:
-                return Reading(self._claim_of(question, state), False, None, None)
+        query = Query(id, path_of(id), begin_of(begin))
+        follower = self._engine.follower_of(query.begin, deadline)
+        with follower.following(deadline, may_create=query.begin is None) as state:
+            if query.begin is not None:
+                return Reading(self._claim_of(query, state), False, None, None)
             require_complete(state)
-            done = state.ids.is_done(question.path)
-            newest = state.ids.openings.get(question.path)
+            done = state.ids.is_done(query.path)
+            newest = state.ids.openings.get(query.path)
             return Reading(
-                None if done else self._claim_of(question, state),
+                None if done else self._claim_of(query, state),
                 done,
-                state.ids.done.get(question.path),
+                state.ids.done.get(query.path),
                 None if newest is None else _public(newest),
             )
 
@@ -264,8 +225,8 @@ class Decisions:
         with self._engine.follower.following(self._deadline(timeout)) as state:
             require_readable(state)
             require_complete(state)
-            found = [(key, winner) for key, winner in state.ids.claims.items() if key[: len(path)] == path != key]
-        return [self._claim(id_of(key), winner) for key, winner in sorted(found, key=lambda item: item[1].position)]
+            found = [(key, claim) for key, claim in state.ids.claims.items() if key[: len(path)] == path != key]
+        return [self._claim(id_of(key), claim) for key, claim in sorted(found, key=lambda item: item[1].position)]
 
     def done(self, id: Id, up_to: int, *, timeout: float | Deadline | None = None) -> None:
         """Mark every id that continues `id` with a number up to `up_to` as settled.
@@ -282,20 +243,20 @@ class Decisions:
         self._engine.append(Done, {"id": path, "up_to": up_to}, deadline)
         self._engine.tidy_if_due(deadline)
 
-    def _claim(self, id: Id, winner: CountingClaim) -> Claim:
+    def _claim(self, id: Id, claim: CountingClaim) -> Claim:
         return Claim(
             id=id,
-            decision=winner.decision,
-            data=require_body(id, winner),
-            position=winner.position,
-            nonce=winner.nonce,
-            mine=self._engine.is_own(winner.nonce),
-            opening=winner.by.name if winner.by else None,
+            decision=claim.decision,
+            data=require_body(id, claim),
+            position=claim.position,
+            nonce=claim.nonce,
+            mine=self._engine.is_own(claim.nonce),
+            opening=claim.by.name if claim.by else None,
         )
 
-    def _claim_of(self, question: Query, state: LogState) -> Claim | None:
-        winner = self._engine.answer(question, state)
-        return None if winner is None else self._claim(question.id, winner)
+    def _claim_of(self, query: Query, state: LogState) -> Claim | None:
+        claim = self._engine.answer(query, state)
+        return None if claim is None else self._claim(query.id, claim)
 
     # --- keeping the log ----------------------------------------------------------------------------------------------
 
@@ -345,7 +306,7 @@ class Decisions:
         With a token's `begin` it answers queries about that token's transaction. `made_up`: this process has made the
         id up for itself, and no other process opens it.
         """
-        return LogLedger(self, self._engine, id, begin_of(begin), made_up)
+        return LogLedger(self._engine, id, begin_of(begin), made_up)
 
     def close(self) -> None:
         """Close the log. Safe to repeat. In the child of a fork this does nothing, because the log is the parent's."""
@@ -361,10 +322,6 @@ class Decisions:
         if isinstance(timeout, Deadline):
             return timeout
         return Deadline(self._timeout if timeout is None else timeout)
-
-
-def _next_opening(path: IdPath, name: str, newest: KnownOpening | None) -> OpeningRef:
-    return OpeningRef(path, name, newest.under.number + 1 if newest else 1)
 
 
 def _public(opening: KnownOpening) -> Opening:

@@ -15,6 +15,7 @@ from txnbridge._deadline import Deadline
 from txnbridge._decisions.conclusions import CountingClaim
 from txnbridge._decisions.fold import LogState
 from txnbridge._decisions.follower import Follower
+from txnbridge._decisions.openings import KnownOpening
 from txnbridge._decisions.queries import Query, fenced, require_body, require_complete, require_readable
 from txnbridge._decisions.records import (
     MAX_RECORD_BYTES,
@@ -58,6 +59,10 @@ _IDLE_SECONDS = 600.0
 _INLINE_BYTES = MAX_RECORD_BYTES - 20_000
 
 _logger = logging.getLogger("txnbridge")
+
+
+def _next_opening(path: IdPath, name: str, newest: KnownOpening | None) -> OpeningRef:
+    return OpeningRef(path, name, newest.under.number + 1 if newest else 1)
 
 
 class Engine:
@@ -104,6 +109,43 @@ class Engine:
             self._require_newest(under, deadline)
         self.tidy_if_due(deadline)
         return {**self._begins, "at": list(presence.at), "id": presence.id}
+
+    def open(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline, name: str | None = None) -> KnownOpening:
+        """Open an id as its newest owner, or under a name that is its newest opening already. Raise `Fenced`."""
+        while True:
+            with self.follower.following(deadline) as state:
+                require_complete(state)
+                newest = state.ids.openings.get(path)
+                if name is not None and name in state.ids.names.get(path, ()):
+                    return self._own(newest, name)
+            under = _next_opening(path, name or secrets.token_hex(8), newest)
+            if self._append_opening(under, name is not None, data, deadline):
+                with self.follower.looking(deadline) as state:
+                    return self._own(state.ids.openings.get(path), under.name)
+            # Another process took this number first, or has opened the id since: this opening comes behind that one.
+
+    def open_behind(self, path: IdPath, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        """Open an id if its newest opening is still `before` (None: it has none). Return whether it was."""
+        newest = self.newest_opening(path, deadline)
+        if before != (newest.under.name if newest else None):
+            return False
+        return self._append_opening(_next_opening(path, secrets.token_hex(8), newest), False, data, deadline)
+
+    def newest_opening(self, path: IdPath, deadline: Deadline) -> KnownOpening | None:
+        with self.follower.following(deadline) as state:
+            require_complete(state)
+            return state.ids.openings.get(path)
+
+    def _append_opening(self, under: OpeningRef, named: bool, data: Mapping[str, Any], deadline: Deadline) -> bool:
+        """Append an opening; return whether it counts, and not another one that took its number first."""
+        fields = {"under": under, "named": named, "host": self.host, "data": data}
+        return bool(self.append(Opened, fields, deadline)[1])
+
+    def _own(self, newest: KnownOpening | None, name: str) -> KnownOpening:
+        if newest is None or newest.under.name != name:
+            raise fenced(newest)
+        self.owned[newest.under.id] = newest.under
+        return newest
 
     def open_made_up(self, path: IdPath, data: Mapping[str, Any], deadline: Deadline) -> str:
         """Open an id that this process has made up for itself; return the opening's name. It shuts nobody out."""
@@ -200,7 +242,7 @@ class Engine:
 
     def decide(
         self,
-        question: Query,
+        query: Query,
         decision: Decision,
         said: Mapping[str, Any],
         by: OpeningRef | None,
@@ -208,44 +250,44 @@ class Engine:
         deadline: Deadline,
     ) -> CountingClaim:
         """Return the claim that counts, after claiming if there was none. See `Decisions.claim`."""
-        follower = self.follower_of(question.begin, deadline)
-        if known := self.known(question, follower, deadline):
+        follower = self.follower_of(query.begin, deadline)
+        if known := self.known(query, follower, deadline):
             return known
         # While this presence lives, no body part of the claim is trimmed before the claim itself is in the log.
         self._be_present(deadline.seconds, deadline)
-        fields = {"id": question.path, "decision": decision, "begin": question.begin, "by": by}
+        fields = {"id": query.path, "decision": decision, "begin": query.begin, "by": by}
         fields |= self._body(said, deadline)
         decided = None
         while decided is None:
-            acked = self._acked(question, acks, follower, deadline) if acks else None
+            acked = self._acked(query, acks, follower, deadline) if acks else None
             if isinstance(acked, CountingClaim):
                 return acked
-            self.append(Claimed, {**fields, "acked": acked}, deadline, question.name, follower)
+            self.append(Claimed, {**fields, "acked": acked}, deadline, query.name, follower)
             try:
                 with follower.looking(deadline) as state:
-                    decided = self.answer(question, state)
+                    decided = self.answer(query, state)
                     if decided is None and (acked is None or (by is not None and state.tokens.openings.is_void(by))):
-                        openings = state.tokens.openings if question.begin else state.ids.openings
+                        openings = state.tokens.openings if query.begin else state.ids.openings
                         raise fenced(openings.get(by.id) if by else None)
             except DeadlineExceeded as error:
                 raise OutcomeUnknown(
-                    f"a claim on {question.name} is stored, and this process has not seen whether it counts: {error}"
+                    f"a claim on {query.name} is stored, and this process has not seen whether it counts: {error}"
                 ) from error
         self.tidy_if_due(deadline)
         return decided
 
     def _acked(
-        self, question: Query, acks: Sequence[Ack], follower: Follower, deadline: Deadline
+        self, query: Query, acks: Sequence[Ack], follower: Follower, deadline: Deadline
     ) -> ClaimAcks | CountingClaim:
         """Return what a claim acknowledges, or the claim that counts if there is one by now.
 
         Raise `Conflict` if the log shows already that the claim would not count.
         """
-        assert question.begin is not None
-        transaction = (question.path, question.begin)
+        assert query.begin is not None
+        transaction = (query.path, query.begin)
         with follower.following(deadline, max(ack.read_up_to for ack in acks)) as state:
             assert state.cursor is not None and state.start is not None
-            if decided := self.answer(question, state):
+            if decided := self.answer(query, state):
                 return decided
             for ack in acks:
                 history = state.tokens.ack_histories.get((ack.group, ack.partition))
@@ -259,22 +301,27 @@ class Engine:
             ranges = tuple(AckRange(ack.group, ack.partition, ack.first, ack.end) for ack in acks)
             return ClaimAcks(state.cursor[0], ranges)
 
-    def known(self, question: Query, follower: Follower, deadline: Deadline) -> CountingClaim | None:
+    def counting_claim(self, query: Query, deadline: Deadline) -> CountingClaim | None:
+        """Return the claim that counts now, if there is one. Decides nothing."""
+        with self.follower_of(query.begin, deadline).following(deadline, may_create=query.begin is None) as state:
+            return self.answer(query, state)
+
+    def known(self, query: Query, follower: Follower, deadline: Deadline) -> CountingClaim | None:
         """Return the claim that counts, if there is one. Raise an error if the evidence is gone or cannot be read."""
         with follower.looking(deadline) as state:
-            if question.has_evidence(state):
-                return self.answer(question, state)
-        with follower.following(deadline, may_create=question.begin is None) as state:
-            return self.answer(question, state)
+            if query.has_evidence(state):
+                return self.answer(query, state)
+        with follower.following(deadline, may_create=query.begin is None) as state:
+            return self.answer(query, state)
 
-    def answer(self, question: Query, state: LogState) -> CountingClaim | None:
+    def answer(self, query: Query, state: LogState) -> CountingClaim | None:
         """Return the claim that counts among the records read so far."""
-        winner = question.winner(state)
-        if winner is None:
+        claim = query.claim(state)
+        if claim is None:
             require_readable(state)  # a claim in front of an unreadable record still counts
         else:
-            require_body(question.id, winner)
-        return winner
+            require_body(query.id, claim)
+        return claim
 
     # --- keeping the log short --------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from txnbridge._deadline import Deadline
 from txnbridge._decisions.conclusions import CountingClaim, UnfinishedCommit
@@ -24,17 +24,11 @@ from txnbridge._token import Decision
 from txnbridge.errors import EvidenceLost, InvalidOption, InvalidState, OutcomeUnknown
 from txnbridge.spi import Ack, Ledger, LedgerClaim, LedgerEntry, Partition
 
-if TYPE_CHECKING:
-    from txnbridge._decisions.decisions import Decisions
-
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 class LogLedger(Ledger):
-    def __init__(
-        self, decisions: Decisions, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool
-    ) -> None:
-        self._decisions = decisions
+    def __init__(self, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool) -> None:
         self._engine = engine
         self._id = id
         self._begin = begin
@@ -43,16 +37,16 @@ class LogLedger(Ledger):
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
         if self._made_up:
             return self._engine.open_made_up(path_of(self._id), check_data(data), deadline)
-        return self._decisions.open(self._id, data, timeout=deadline).name
+        return self._engine.open(path_of(self._id), check_data(data), deadline).under.name
 
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
-        return self._decisions.open_behind(self._id, before, data, timeout=deadline)
+        return self._engine.open_behind(path_of(self._id), before, check_data(data), deadline)
 
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        opening = self._decisions.read(self._id, timeout=deadline).opening
-        if opening is None:
+        newest = self._engine.newest_opening(path_of(self._id), deadline)
+        if newest is None:
             return self._engine.made_up(path_of(self._id))
-        return opening.name, opening.data
+        return newest.under.name, newest.data
 
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
         return self._engine.begin(self._engine.owned.get(path_of(self._id)), deadline)
@@ -117,19 +111,19 @@ class LogLedger(Ledger):
     ) -> LedgerClaim:
         if acks and decision is not Decision.COMMIT:
             raise InvalidOption("only a transaction that is committed acknowledges anything")
-        question = Query(transaction, path_of(transaction), begin_of(log))
+        query = Query(transaction, path_of(transaction), begin_of(log))
         # Any process may abort, so an abort names no owner: an owner that was taken over may still give up.
         by = self._engine.owned.get(path_of(self._id)) if decision is Decision.COMMIT else None
-        follower = self._engine.follower_of(question.begin, deadline)
-        if by is not None and self._engine.known(question, follower, deadline) is None:
+        follower = self._engine.follower_of(query.begin, deadline)
+        if by is not None and self._engine.known(query, follower, deadline) is None:
             with follower.looking(deadline) as state:
-                if state.tokens.is_prepared(by.id, question.path):
+                if state.tokens.is_prepared(by.id, query.path):
                     by = None
-        return _public(self._engine.decide(question, decision, check_data(data), by, acks, deadline))
+        return _public(self._engine.decide(query, decision, check_data(data), by, acks, deadline))
 
     def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
-        claim = self._decisions.read(transaction, begin=log, timeout=deadline).claim
-        return None if claim is None else LedgerClaim(claim.decision, claim.data, claim.opening)
+        claim = self._engine.counting_claim(Query(transaction, path_of(transaction), begin_of(log)), deadline)
+        return None if claim is None else _public(claim)
 
     def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
         path = path_of(self._id)
@@ -159,13 +153,12 @@ class LogLedger(Ledger):
         """
         if commit.certain:
             return True
-        question = Query(str(commit.id[0]), commit.id, commit.begin)
+        query = Query(str(commit.id[0]), commit.id, commit.begin)
         try:
-            with self._engine.follower_of(commit.begin, deadline).following(deadline) as state:
-                winner = self._engine.answer(question, state)
+            claim = self._engine.counting_claim(query, deadline)
         except EvidenceLost:  # the transaction is too old for anybody to carry out
             return False
-        return winner is not None and winner.decision is Decision.COMMIT
+        return claim is not None and claim.decision is Decision.COMMIT
 
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
         with self._engine.follower.following(deadline) as state:
@@ -179,5 +172,5 @@ def _decided(commit: UnfinishedCommit) -> tuple[str, LedgerClaim]:
     return str(commit.id[0]), _public(commit.claim)
 
 
-def _public(winner: CountingClaim) -> LedgerClaim:
-    return LedgerClaim(winner.decision, winner.body or {}, winner.by.name if winner.by else None)
+def _public(claim: CountingClaim) -> LedgerClaim:
+    return LedgerClaim(claim.decision, claim.body or {}, claim.by.name if claim.by else None)

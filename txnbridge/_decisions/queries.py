@@ -34,7 +34,7 @@ class Query:
     def has_evidence(self, state: LogState) -> bool:
         return state.trust.complete if self.begin is None else state.holds(self.begin)
 
-    def winner(self, state: LogState) -> CountingClaim | None:
+    def claim(self, state: LogState) -> CountingClaim | None:
         """Return the claim that counts, if there is one.
 
         Raise `EvidenceLost`, `OutcomeUnknown`, or `InvalidState` for an id that is marked done.
@@ -89,13 +89,13 @@ def _renewal(state: LogState) -> str:
     return f"; `txnbridge log renew` began it anew at {when} on {renewed.host}, and nothing older can be told"
 
 
-def require_body(id: Id, winner: CountingClaim) -> Mapping[str, Any]:
+def require_body(id: Id, claim: CountingClaim) -> Mapping[str, Any]:
     """Return the data of a claim. Raise `EvidenceLost` if a part of it is gone."""
-    if winner.body is None:
+    if claim.body is None:
         raise EvidenceLost(
-            f"{name_of(id)} was decided to {winner.decision.value}, but the data of that decision is gone"
+            f"{name_of(id)} was decided to {claim.decision.value}, but the data of that decision is gone"
         )
-    return winner.body
+    return claim.body
 
 
 def fenced(newest: KnownOpening | None) -> Fenced:

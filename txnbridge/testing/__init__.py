@@ -112,7 +112,7 @@ def next_commit(bridge: txnbridge.Bridge, outcome: Outcome, *, happened: bool = 
 
 class _NextCommit:
     def __init__(self, bridge: txnbridge.Bridge, outcome: Outcome, happened: bool) -> None:
-        self._writers = bridge._connection.writers
+        self._writers = bridge._writers
         self._outcome = outcome
         self._happened = happened
         self._used = threading.Lock()
