@@ -1,4 +1,4 @@
-"""What an administrator does: topics, open transactions, and the doctor."""
+"""Administration: topics, groups, open transactions, parked half messages, and the doctor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Admin:
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic. False if it is there already with as many partitions; `InvalidOption` if with others."""
+        """Create a topic. Return False if it exists with as many partitions; raise `InvalidOption` if with others."""
         check_topic_name(name)
         if partitions < 1:
             raise InvalidOption(f"a topic has at least 1 partition, not {partitions}")
@@ -45,7 +45,7 @@ class Admin:
         )
 
     def _ensure(self, topics: Iterable[Topic], partitions: int) -> list[str]:
-        """For `Bridge.ensure_topics`."""
+        """Create missing topics as they are declared; return their names. See `Bridge.ensure_topics`."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         found = {topic.name: topic.partitions for topic in self._broker.admin.topics(self._deadline())}
         created = []
@@ -62,19 +62,19 @@ class Admin:
         return created
 
     def topics(self, internal: bool = False) -> list[TopicInfo]:
-        """All topics by name; those of txnbridge itself only with `internal=True`."""
+        """Return the topics, sorted by name; those of txnbridge itself only with `internal=True`."""
         topics = self._broker.admin.topics(self._deadline())
         return sorted((t for t in topics if internal or not t.internal), key=lambda topic: topic.name)
 
     def topic(self, name: str) -> TopicInfo:
-        """One topic. Raises `NotFound`."""
+        """Return one topic. Raise `NotFound`."""
         for topic in self.topics(internal=True):
             if topic.name == name:
                 return topic
         raise NotFound(f"there is no topic {name!r}; create it with: txnbridge topics create {name}")
 
     def delete_topic(self, name: str) -> None:
-        """Delete a topic and its messages. Raises `NotFound`, and `InvalidState` if an open transaction holds some."""
+        """Delete a topic with its messages. Raise `NotFound`, and `InvalidState` if an open transaction holds some."""
         self._broker.capabilities.require(Capability.TOPIC_ADMIN)
         self._broker.admin.delete_topic(name, self._deadline())
 
@@ -84,40 +84,40 @@ class Admin:
         self._broker.admin.grow_topic(name, partitions, self._deadline())
 
     def bounds(self, topics: str | Iterable[str]) -> dict[Partition, tuple[Position, Position]]:
-        """What can be read of each partition: the first position that is kept, and where readers come to now.
+        """Return the readable range of each partition: the first position that is kept, and the end for readers now.
 
         Between two positions up to the second the same messages are read at any time, until retention removes them.
-        Raises `NotFound`.
+        Raise `NotFound`.
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.bounds(names, self._deadline())
 
     def topic_ids(self, topics: str | Iterable[str]) -> dict[str, str]:
-        """Return for each topic an id that one made later under the same name does not have.
+        """Return for each topic an id that a later topic of the same name does not have.
 
-        A position holds in the topic that it was read in: whoever keeps positions keeps these ids with them. A topic
-        that is missing, or of which the broker tells none, is absent.
+        A position holds only in the topic in which it was read: a program that stores positions stores these ids with
+        them. A missing topic is left out, and so is one whose id the broker does not tell.
         """
         names = (topics,) if isinstance(topics, str) else tuple(topics)
         return self._broker.admin.topic_ids(names, self._deadline())
 
     def groups(self) -> dict[str, int]:
-        """Every group by name, and how many members it has now."""
+        """Return the number of members of every group, by name."""
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return dict(sorted(self._broker.admin.groups(self._deadline()).items()))
 
     def group(self, name: str) -> GroupInfo:
-        """One group: its members and what each has, its positions and its lag. Raises `NotFound`."""
+        """Return one group: its members with their partitions, its positions and its lag. Raise `NotFound`."""
         self._broker.capabilities.require(Capability.GROUP_ADMIN)
         return self._broker.admin.group(name, self._deadline())
 
     def reset_group(
         self, name: str, to: str | int = "earliest", topics: str | Iterable[str] | None = None
     ) -> dict[Partition, Position]:
-        """Let a group without members go on elsewhere: at "earliest", "latest" or a time in milliseconds since 1970.
+        """Set the positions of a group without members to "earliest", "latest" or a time in milliseconds since 1970.
 
-        It holds for these topics, or for all that the group has read; returns where it stands now. Raises `NotFound`,
-        and `InvalidState` while the group has members or an undecided transaction holds acknowledgements of it.
+        This sets them in these topics, or in all that the group has read; return the positions. Raise `NotFound`, and
+        `InvalidState` while the group has members or an undecided transaction holds acknowledgements of it.
         """
         if to not in ("earliest", "latest") and (not isinstance(to, int) or isinstance(to, bool)):
             raise InvalidOption(f"a group is set to 'earliest', 'latest' or milliseconds since 1970, not {to!r}")
@@ -126,21 +126,21 @@ class Admin:
         return self._broker.admin.reset_group(name, to, names, self._deadline())
 
     def transactions(self, owners: str = "") -> list[OpenTransaction]:
-        """Open and prepared transactions, the oldest first; of transactional ids that begin so."""
+        """Return open and prepared transactions, oldest first, of transactional ids that begin with `owners`."""
         self._broker.capabilities.require(Capability.LIST_OPEN)
         return sorted(self._broker.admin.transactions(self._deadline(), owners), key=lambda t: t.since or 0)
 
     def transaction(self, transaction: str) -> OpenTransaction:
-        """One open or prepared transaction. Raises `NotFound` (it may have ended)."""
+        """Return one open or prepared transaction. Raise `NotFound` (it may have ended)."""
         for found in self.transactions():
             if found.transaction == transaction:
                 return found
         raise NotFound(f"there is no open transaction {transaction!r}; it may have ended, ask with its token")
 
     def commit(self, transaction: str, *, reason: str = "") -> Outcome:
-        """Commit a prepared transaction by its id; the true outcome. The application's own decision is overridden.
+        """Commit a prepared transaction by its id, overriding the application's decision; return the outcome.
 
-        The reason goes into the event. Raises `NotFound`, `InvalidState` for one that is not prepared.
+        The reason goes into the event. Raise `NotFound`, and `InvalidState` for a transaction that is not prepared.
         """
         return self._end(transaction, Decision.COMMIT, reason)
 
@@ -149,18 +149,18 @@ class Admin:
         return self._end(transaction, Decision.ABORT, reason)
 
     def parked(self, group: str) -> list[Half]:
-        """The half messages of a group about which the application was asked too often; nobody asks any more."""
+        """Return the parked half messages of a group: the application was asked too often, and is asked no more."""
         return self._halves().parked(group, self._deadline())
 
     def resume(self, group: str, transaction: str) -> None:
-        """Ask about a parked half message again, from the start. Raises `NotFound`."""
+        """Start the check-backs of a parked half message again. Raise `NotFound`."""
         self._halves().resume(self._parked(group, transaction), self._deadline())
 
     def end_parked(self, group: str, transaction: str, decision: Decision, *, reason: str = "") -> Outcome:
-        """Publish or drop a parked half message; the true outcome. What the application knows is overridden."""
+        """Publish or drop a parked half message, overriding the application's decision; return the outcome."""
         check_decision("the administrator", decision)
-        told = {"decision": decision.value, "by": "administrator", "reason": reason}
-        with self._events.step("half.end", transaction, **told) as found:
+        data = {"decision": decision.value, "by": "administrator", "reason": reason}
+        with self._events.step("half.end", transaction, **data) as found:
             half = self._parked(group, transaction)
             outcome = self._halves().end(half, decision, self._deadline())
             found["outcome"] = outcome.value
@@ -176,17 +176,17 @@ class Admin:
         raise NotFound(f"no half message of transaction {transaction!r} is parked in group {group!r}")
 
     def repair(self, transaction: str) -> str:
-        """Mend what the broker left half done about a transaction; says what was done."""
+        """Finish what the broker left half done about a transaction; return what was done, as text."""
         return self._broker.admin.repair(transaction, self._deadline())
 
     def check(self) -> list[Advice]:
-        """The doctor: settings and states that weaken a promise or hold readers back."""
+        """Run the doctor: return the settings and states that weaken a promise or hold readers back."""
         return self._broker.admin.check(self._deadline())
 
     def _end(self, transaction: str, decision: Decision, reason: str) -> Outcome:
         self._broker.capabilities.require(Capability.END_OPEN)
-        told = {"decision": decision.value, "by": "administrator", "reason": reason}
-        with self._events.step("resolve", transaction, **told) as found:
+        data = {"decision": decision.value, "by": "administrator", "reason": reason}
+        with self._events.step("resolve", transaction, **data) as found:
             outcome = self._broker.admin.end(transaction, decision, self._deadline())
             found["outcome"] = outcome.value
         return outcome

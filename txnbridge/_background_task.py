@@ -1,4 +1,4 @@
-"""What takes longer than whoever needs it can wait: a backend's reader has it done beside its polls."""
+"""A background task: a backend's reader runs slow requests beside its polls."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """A function on a thread of its own, and what is done with its result on the thread that asks for it."""
+    """Runs a function on a thread of its own, and `then` with its result on the thread that asks for it."""
 
     def __init__(
         self, function: Callable[[], T], then: Callable[[T], object], wake: Callable[[], object] = lambda: None
     ) -> None:
-        """`wake` is called on the function's thread when it has ended."""
+        """`wake` is called on the function's thread when the function has ended."""
         self._function = function
         self._then = then
         self._wake = wake
@@ -38,11 +38,11 @@ class BackgroundTask(Generic[T]):
         return self._ended.is_set()
 
     def finish(self) -> None:
-        """Once it is done: do what is to be done with the result, or raise what the function raised."""
+        """Pass the result on, or raise the function's exception. To be called once it is done."""
         if self._error is not None:
             raise self._error
         self._then(self._result[0])
 
     def join(self, seconds: float) -> bool:
-        """Wait for its end; whether it has come."""
+        """Wait for the function's end; return whether it has come."""
         return self._ended.wait(seconds)

@@ -1,4 +1,4 @@
-"""The bridge: one open connection to one broker, and everything that starts from it."""
+"""The bridge: one open connection to one broker, and the calls that open transactions, consumers and the rest."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-# How often a closing bridge looks whether a call has ended that does not tell; most take milliseconds.
+# How often a closing bridge looks whether a transaction's call has ended; most take milliseconds.
 _LOOK_SECONDS = 0.01
-# How long a closing bridge waits for polls of other threads: a poll that waits for messages has nothing to lose, and
-# twice what one takes by default lets most of them end.
+# The time for which a closing bridge waits for polls of other threads: twice the default timeout of a poll, so most of
+# them end by themselves; a poll that waits for messages has nothing to lose.
 _POLL_SECONDS = 2.0
-# Of its time a closing bridge waits so long for checks of half messages: they are the application's, and one that hangs
-# would leave nothing for aborting what is unfinished and for leaving the groups.
+# The share of its time for which a closing bridge waits for checks of half messages: they are the application's, and a
+# check that hangs would leave no time for aborting unfinished transactions and for leaving the groups.
 _CHECKS_SHARE = 0.5
 
 
@@ -68,14 +68,14 @@ def connect(
 ) -> Bridge:
     """Open a bridge. Only the URL names the broker; without one `TXNBRIDGE_URL` is read.
 
-    `transactional_id` is the name of one running instance: opening it shuts out its older owner and ends what that
-    left open. `timeout` is the deadline of each call in seconds, `hold` how long a prepared transaction may live after
-    it. `writers` transactions can be open at once. A backend's own options go into the URL's query or into a mapping
-    under its name, `connect(url, embedded={"durability": "normal"})`. `decision_log` keeps the decision logs elsewhere:
-    on another broker, by its URL, or in a database, by SQLAlchemy's URL or an `Engine`; all who answer for one
-    application name the same place.
+    `transactional_id` is the name of one running instance: opening it shuts out its older owner and ends the
+    transactions that this owner left open. `timeout` is the deadline of each call in seconds, `hold` how long a
+    prepared transaction may live after it. `writers` transactions can be open at once. A backend's own options go into
+    the URL's query or into a mapping under its name, `connect(url, embedded={"durability": "normal"})`. `decision_log`
+    is another place for the decision logs: a broker's URL, or a database as SQLAlchemy's URL or an `Engine`; all
+    bridges of an application give the same.
 
-    Raises `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
+    Raise `BackendMissing`, `InvalidOption`, `BrokerUnavailable`, `AccessDenied`.
     """
     _close_dropped()
     url = url or os.environ.get("TXNBRIDGE_URL")
@@ -83,20 +83,22 @@ def connect(
         raise InvalidOption("connect() needs a URL, such as embedded:orders.db, or TXNBRIDGE_URL set to one")
     check_opening(transactional_id, application, timeout, hold, writers, create_topics)
     address, options = parse_url(url)
-    found = find_backend(address.scheme)
+    chosen = find_backend(address.scheme)
     for name, settings in backend.items():
-        if name != found.name:
-            raise unknown_option(name, [found.name, *(connect.__kwdefaults__ or ())], f"connect() to {address.scheme}:")
+        if name != chosen.name:
+            raise unknown_option(
+                name, [chosen.name, *(connect.__kwdefaults__ or ())], f"connect() to {address.scheme}:"
+            )
         if not isinstance(settings, Mapping):
             raise InvalidOption(f"{name}= is a mapping of options, not {type(settings).__name__}")
         if twice := options.keys() & settings.keys():
             raise InvalidOption(f"option {min(twice)!r} is given twice, in the URL and in {name}=")
         options |= settings
     application = application or transactional_id or "default"
-    elsewhere = None if decision_log is None else _keeper_of_logs(decision_log, application, timeout)
+    elsewhere = None if decision_log is None else _log_provider(decision_log, application, timeout)
     try:
         return Bridge(
-            found,
+            chosen,
             address,
             options,
             identity=Identity(
@@ -117,7 +119,7 @@ def connect(
         raise
 
 
-def _keeper_of_logs(where: str | Engine, application: str, timeout: float) -> LogProvider:
+def _log_provider(where: str | Engine, application: str, timeout: float) -> LogProvider:
     if isinstance(where, str):
         where = str(indirect("decision_log", where))
         if any(where.partition(":")[0] in backend.schemes for backend in plugins.backends()):
@@ -155,7 +157,7 @@ class Bridge:
         self._create_topics = create_topics
         self._count = itertools.count(1)
         self._closing = threading.Lock()
-        self._let_go = True  # until there is something to let go of
+        self._let_go = True  # until something is open
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._transactions: weakref.WeakSet[Transaction] = weakref.WeakSet()
         connection = self._connection = Connection(self, backend.name, identity, float(timeout))
@@ -184,13 +186,13 @@ class Bridge:
                 except BaseException:
                     close_logging_errors(connection.broker.close, deadline)
                     raise
-            except BaseException:  # whoever tries again and again would leave logs behind each time
+            except BaseException:  # a program that tries again and again would leave logs open each time
                 logs.close()
                 raise
         self._let_go = False
         _live.add(self)
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    # --- properties -----------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -204,28 +206,28 @@ class Bridge:
 
     @property
     def cluster(self) -> str:
-        """The cluster's id; tokens of another one are refused."""
+        """The cluster's id; tokens of another cluster are refused."""
         return self._connection.broker.cluster
 
     @property
     def transactional_id(self) -> str | None:
-        """The name it was opened with; None if it made up its own, which nobody else can hold."""
+        """The name with which it was opened; None if the bridge made up a name, which no other process can hold."""
         identity = self._connection.identity
         return identity.name if identity.owned else None
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this broker keeps, natively, by emulation or not at all."""
+        """The capabilities of this broker: native, emulated or absent."""
         return self._connection.capabilities
 
     @property
     def limits(self) -> Limits:
-        """The broker's bounds."""
+        """The broker's limits."""
         return self._connection.broker.limits
 
     @property
     def admin(self) -> Admin:
-        """Topics, open transactions, and the doctor."""
+        """Administration: topics, groups, open transactions, and the doctor."""
         connection = self._connection
         connection.check_open()
         return Admin(connection.broker, connection.timeout, connection.events)
@@ -246,10 +248,10 @@ class Bridge:
         """Begin a transaction; use it as a block. It waits for a free writer within its deadline.
 
         With `prepare=True` the end of the block makes it durable and invisible, and `txn.token` names it: any process
-        commits or aborts it within `hold` seconds. `fingerprint=True` puts an order-free checksum of its messages into
-        the token (needs the package xxhash).
+        commits or aborts it within `hold` seconds. `fingerprint=True` puts a checksum of its messages, which does not
+        depend on their order, into the token (needs the package xxhash).
 
-        Raises `DeadlineExceeded` if no writer became free, `Fenced`, `NotSupported`, `BrokerUnavailable`.
+        Raise `DeadlineExceeded` if no writer became free, `Fenced`, `NotSupported`, `BrokerUnavailable`.
         """
         connection = self._connection
         connection.check_open()
@@ -288,8 +290,9 @@ class Bridge:
     def commit(self, token: str | Token) -> Outcome:
         """Commit a prepared transaction, from any process. Safe to repeat.
 
-        Returns what is true, also when somebody else has aborted it. Raises `InvalidToken`, `InvalidState` for a token
-        that was never prepared, `OutcomeUnknown` if no answer came in time, `EvidenceLost` if none ever will.
+        Return the true outcome, also if another process has aborted it. Raise `InvalidToken`, `InvalidState` for the
+        token of a transaction that was not prepared, `OutcomeUnknown` if no answer came in time, `EvidenceLost` if none
+        ever will.
         """
         return self._outcomes.end(token, commit=True)
 
@@ -298,22 +301,22 @@ class Bridge:
         return self._outcomes.end(token, commit=False)
 
     def status(self, token: str | Token) -> Status:
-        """What became of a token's transaction. Raises `InvalidToken`, `BrokerUnavailable`.
+        """Return what became of a token's transaction. Raise `InvalidToken`, `BrokerUnavailable`.
 
-        It decides nothing. It may record what has become true by the clock: that a deadline passed, before it says so.
+        This decides nothing. It may record that a deadline has passed, before it returns ABORTED for that reason.
         """
         return self._outcomes.status(token)
 
     # --- topics -----------------------------------------------------------------------------------------------------
 
     def ensure_topics(self, *topics: str | Topic) -> list[str]:
-        """Make those of these topics that are missing, as they are declared; the names of those that it made.
+        """Create the missing topics as they are declared; return their names.
 
-        `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares one; without `partitions` it gets
-        `create_topics` of them, or one. A topic that is there stays as it is, its retention too.
+        `Topic("orders", codecs.json, partitions=6, retention=86_400)` declares a topic; without `partitions` it gets
+        `create_topics` of them, or one. An existing topic stays as it is, its retention too.
 
-        Raises `InvalidOption` if one is there with another number of partitions than declared, `NotSupported` on a
-        broker that cannot make topics, `AccessDenied`.
+        Raise `InvalidOption` if a topic exists with another number of partitions than declared, `NotSupported` on a
+        broker that cannot create topics, `AccessDenied`.
         """
         with self._connection.call():
             return self.admin._ensure(map(as_topic, topics), self._create_topics or 1)
@@ -328,9 +331,9 @@ class Bridge:
         start: str | int = "earliest",
         sharing: str = "partition",
     ) -> Consumer:
-        """Read committed messages. Members of a group share the partitions; without one all are read, unacknowledged.
+        """Read committed messages. Members of a group share the partitions; without a group all partitions are read.
 
-        `start` is where a group begins that has never read: "earliest", "latest" or a time in milliseconds since 1970.
+        `start` is for a group that has never read: "earliest", "latest" or a time in milliseconds since 1970.
         `sharing` is "partition" (one member a partition, in order), "message" or "key", as far as the broker can.
         """
         self._connection.check_open()
@@ -356,7 +359,7 @@ class Bridge:
         retry_for: float | None = None,
         start: str | int = "earliest",
     ) -> Processor:
-        """A loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
+        """Return a loop that consumes, transforms and produces exactly once; see `Processor` for its settings."""
         self._connection.check_open()
         from txnbridge._processor import Processor
 
@@ -382,30 +385,30 @@ class Bridge:
         )
 
     def read(self, topic: str | Topic, limit: int) -> list[Message]:
-        """The first `limit` committed messages of a topic that are readable now, without a group."""
+        """Return the first `limit` committed messages of a topic that are readable now, without a group."""
         if type(limit) is not int or limit < 0:
             raise InvalidOption(f"limit is how many messages to read, from 0, not {limit!r}")
         found: list[Message] = []
         with self.consumer(topic) as consumer:
             while len(found) < limit:
-                # A poll that does not wait may come back empty early, so the broker itself says when all is read.
+                # A short poll may return early without messages, so the lag tells when all is read.
                 if not (batch := consumer.poll(limit - len(found), timeout=0.05)) and not any(consumer.lag().values()):
                     break
                 found += batch
         return found
 
     def half_messages(self, group: str, *, execute: Execute, check: Check) -> HalfMessages:
-        """Messages that wait for local work, such as a database's commit, and are published or dropped as it went.
+        """Return a sender of messages that wait for local work, such as a database's commit, and follow its outcome.
 
             with bridge.half_messages("shop", execute=book, check=was_booked) as sales:
                 with sales.transaction(order) as txn:          # stored at the end of the block; then book(txn, order)
                     txn.send("orders", ...)
 
-        `execute(txn, arg)` does the work and returns a `Decision`; `raise Abort` is ABORT. If it raises something else,
-        or its process dies, any process of the group is asked: `check(transaction_id, messages)` tells from what they
-        share. It answers ABORT only if the work cannot be done any more, UNDECIDED if it cannot tell yet.
+        `execute(txn, arg)` does the work and returns a `Decision`; `raise Abort` is ABORT. If it raises another error,
+        or its process dies, any process of the group is asked: its `check(transaction_id, messages)` looks where the
+        work is stored. It answers ABORT only if the work cannot be done any more, UNDECIDED if it cannot know yet.
 
-        Raises `NotSupported` where the broker has no half messages.
+        Raise `NotSupported` if the broker has no half messages.
         """
         self._connection.check_open()
         from txnbridge._half_messages import HalfMessages
@@ -421,7 +424,7 @@ class Bridge:
         check_timeout: float = 30.0,
         stop_timeout: float = 30.0,
     ) -> Resolver:
-        """Ask about the half messages of a group whose sender did not say how its work went; see `Resolver`."""
+        """Return a resolver for half messages whose sender did not tell the outcome of its work; see `Resolver`."""
         self._connection.check_open()
         from txnbridge._resolver import Resolver
 
@@ -435,7 +438,10 @@ class Bridge:
         )
 
     def publisher(self, name: str | None = None) -> Publisher:
-        """Sends without a transaction: idempotent and in order. With a name it can resume after a crash by sequence."""
+        """Return a publisher: it sends in order and idempotently, without a transaction.
+
+        With a name it can resume after a crash, by sequences.
+        """
         self._connection.check_open()
         self.capabilities.require(Capability.IDEMPOTENT_SEND)
         if name is not None:
@@ -445,29 +451,29 @@ class Bridge:
             return Publisher(connection, connection.broker.publisher(name, connection.deadline()))
 
     def decisions(self, name: str | None = None) -> Decisions:
-        """The decision log of this bridge's application, or of another name: the first decision for an id wins."""
+        """Open the decision log of this bridge's application, or of another name: the first decision for an id wins."""
         connection = self._connection
         with connection.call():
             return self._logs.open(name or connection.identity.application, connection.deadline())
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse new calls, wait for running ones, abort what is unfinished, leave all groups, let go.
+        """Refuse new calls, wait for running ones, abort unfinished transactions, leave all groups, and disconnect.
 
-        Prepared transactions live on. It takes no longer than the bridge's timeout: a call that still runs then is left
-        to its caller, a poll after two seconds, and a check of half messages after half of the time. Safe to repeat;
-        while another thread closes it waits for that.
+        Prepared transactions live on. Closing takes no longer than the bridge's timeout. It waits that long for running
+        calls, two seconds for a poll, and half of the time for a check of half messages. Safe to repeat; a second
+        thread waits for the first one that closes.
 
-        From inside a call of the same thread (by a signal handler or a listener) it refuses new calls and returns: that
-        call goes on to its end, and the next `close()`, at the end of the bridge's block or of the program, does the
-        rest.
+        If it interrupts a call of this bridge on the same thread (in a signal handler or a listener), it refuses new
+        calls and returns: that call goes on to its end, and the next `close()`, at the end of the bridge's block or of
+        the program, does the rest.
         """
         connection = self._connection
         if connection.forked:
             return
         connection.refuse_calls()
-        if self._is_calling():  # raising here would make a commit that is interrupted look as if it had failed
+        if self._is_calling():  # an exception would make the interrupted commit look as if it had failed
             _log.info("%r takes no new calls; it is let go by the next close(), after the call that runs", self)
             return
         deadline = connection.deadline()
@@ -490,14 +496,14 @@ class Bridge:
             self._end_calls(deadline)
             self._consumers.close(Deadline(min(deadline.left(), _POLL_SECONDS)), deadline)
             self._writers.close()
-            # The broker first: it notes in the logs what its publishers have stored.
+            # The broker first: it records in the decision logs what its publishers have stored.
             close_logging_errors(connection.broker.close, deadline)
             self._logs.close()
-            self._logs.close_keeper()
+            self._logs.close_provider()
         _live.discard(self)
 
     def _is_calling(self) -> bool:
-        """Whether a call of this bridge, `close` among them, runs further down on this thread's stack."""
+        """Return whether `close` has interrupted another call of this bridge on this thread."""
         frame = sys._getframe(1).f_back  # the caller of `close`
         if frame is not None and frame.f_code is Bridge.__exit__.__code__:
             frame = frame.f_back
@@ -509,7 +515,7 @@ class Bridge:
         return False
 
     def _end_calls(self, deadline: Deadline) -> None:
-        """Abort the transactions on which no call runs, and wait for the calls that do."""
+        """Abort the transactions on which no call runs, and wait for running calls."""
         connection = self._connection
         while True:
             self._writers.clear_abandoned(deadline)
@@ -546,7 +552,7 @@ class Bridge:
 
     def __del__(self) -> None:
         if not getattr(self, "_let_go", True) and not self._connection.forked:
-            # Not closed here: garbage is collected at any time, also while locks are held.
+            # The next `connect` closes it: garbage is collected at any time, also while locks are held.
             _dropped.append(self)
             warnings.warn(
                 f"{self!r} was dropped without close(); it is closed by the next connect(), or when the program ends",
@@ -555,14 +561,14 @@ class Bridge:
             )
 
     def _forget_parent(self) -> None:
-        """In the child of a fork."""
+        """Refuse all calls, in the child of a fork."""
         self._connection.forget_parent()
         for transaction in list(self._transactions):
             transaction._refuse_calls()
 
 
 class _OtherBroker:
-    """A bridge to where the decision logs are kept."""
+    """Keeps the decision logs on another broker."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -586,7 +592,7 @@ def _require_xxhash() -> None:
 
 
 _live: weakref.WeakSet[Bridge] = weakref.WeakSet()
-_dropped: deque[Bridge] = deque()  # by programs that have not closed them
+_dropped: deque[Bridge] = deque()  # garbage-collected without `close`
 
 
 def _close_dropped() -> None:

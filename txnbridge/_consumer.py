@@ -1,4 +1,4 @@
-"""Reading in a group or alone."""
+"""Consumers: they read committed messages, in a group or alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("txnbridge")
 
 _Kind = TypeVar("_Kind", bound="Consumer")
 
-# What iteration fetches at once; it hands out one by one.
+# Iteration fetches this many messages at once, and hands them out one by one.
 _FETCH = 500
 
 
@@ -34,17 +34,17 @@ class Consumer(ConnectionUser):
         self._consumers = consumers
         self._connection = connection = consumers.connection
         self._subscription = subscription
-        # Topics whose values pass as they are need no decoding.
+        # Plain topics need no decoding.
         self._codecs = {topic.name: topic for topic in topics if not topic.plain}
         self._guard = _OneCall()
         self._guard.of = repr(self)
-        self._closed = True  # until there is something to close
-        self._unproven = False  # something was fetched since the last proof was taken
+        self._closed = True  # until the reader is open
+        self._unproven = False  # whether messages were fetched since the last proof was taken
         ordered = subscription.sharing == "partition"
         individual = bool(connection.capabilities[Capability.INDIVIDUAL_ACK])
         self._deliveries = Deliveries(self, connection, subscription.group, ordered, individual)
         self._reader = ReopeningReader(
-            connection.broker.reader, subscription, _Listener(self), connection.deadline(), connection.timeout
+            connection.broker.reader, subscription, _ConsumerListener(self), connection.deadline(), connection.timeout
         )
         self._closed = False
         consumers.add(self, self._reader)
@@ -77,11 +77,11 @@ class Consumer(ConnectionUser):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int = 500, timeout: float = 1.0) -> Batch:
-        """Up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
+        """Return up to `max_messages` as soon as there is one; an empty batch if none came within `timeout` seconds.
 
         A value that its codec cannot decode raises `Poison`, alone and in its place; the next poll goes on behind it.
-        Raises `PositionLost` if retention has passed this group, `OutcomeUnknown` while the outcome of the transaction
-        that acknowledged the last messages is not known. What raises hands out nothing, so nothing is skipped.
+        Raise `PositionLost` if retention has passed this group, `OutcomeUnknown` while the outcome of the transaction
+        that acknowledged the last messages is not known. A poll that raises hands out nothing, so nothing is skipped.
         """
         with self._guard:
             self._begin("poll")
@@ -91,7 +91,7 @@ class Consumer(ConnectionUser):
         return batch
 
     def batches(self, max_messages: int = 500, max_wait: float = 1.0) -> Iterator[Batch]:
-        """Batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
+        """Yield batches for ever, none of them empty; each waits up to `max_wait` seconds to become full."""
         while True:
             batch = self._fill(max_messages, max_wait)
             if batch:
@@ -108,7 +108,7 @@ class Consumer(ConnectionUser):
                     return self._hand_out(max_messages)
 
     def __iter__(self) -> Iterator[Message]:
-        """Message by message, for ever."""
+        """Yield messages for ever."""
         while True:
             with self._guard:
                 self._begin("poll")
@@ -119,7 +119,7 @@ class Consumer(ConnectionUser):
                 yield message
 
     def _fetch(self, most: int, timeout: float, full: bool = False) -> None:
-        """See to it that something can be handed out; with `full`, try to make it as many as are wanted."""
+        """Fetch until there is a message to hand out; with `full`, try to fetch as many as are wanted."""
         if type(most) is not int or most < 1:
             raise InvalidOption(f"max_messages is a whole number from 1, not {most!r}")
         most = min(most, MAX_UNACKED)
@@ -139,7 +139,7 @@ class Consumer(ConnectionUser):
             self._prove()
 
     def _prove(self) -> None:
-        """Take the reader's proof of each new assignment, before anything of it is handed out."""
+        """Take the reader's proof of each new assignment, before messages of it are handed out."""
         context: object = None
         for assignment in self._deliveries.assignments.values():
             if assignment.context is None:
@@ -155,7 +155,7 @@ class Consumer(ConnectionUser):
             try:
                 decoded.append(self._decode_one(message))
             except Poison:
-                if decoded:  # what came before it is delivered first; it is raised when its turn comes
+                if decoded:  # the messages in front of it are delivered first; the next poll raises it
                     break
                 self._deliveries.hand_out(1)
                 self._deliveries.on_the_way = None
@@ -167,25 +167,25 @@ class Consumer(ConnectionUser):
         topic = self._codecs.get(message.topic)
         return message if topic is None else topic.decode(message)
 
-    # --- where it stands ------------------------------------------------------------------------------------------
+    # --- positions ------------------------------------------------------------------------------------------------
 
     @property
     def assignment(self) -> list[Partition]:
-        """The partitions that are with this consumer now."""
+        """The partitions that are assigned to this consumer now."""
         return sorted(self._reader.positions())
 
     def positions(self) -> dict[Partition, Position]:
-        """The next position to read of each assigned partition."""
+        """Return the next position to read of each assigned partition."""
         with self._guard:
             self._begin("positions")
             return self._deliveries.next_positions(self._reader.positions())
 
     def seek(self, positions: Mapping[Partition, Position] | int) -> None:
-        """Go on from these positions, or everywhere from a point in time (milliseconds since 1970).
+        """Go on at these positions, or in all partitions at a point in time (milliseconds since 1970).
 
-        Raises `PositionLost` below retention, `InvalidState` while an open transaction holds acknowledgements. If it
-        fails, the next poll goes on where this consumer was, with what was delivered and not acknowledged (where
-        messages are shared, with that alone).
+        Raise `PositionLost` below retention, `InvalidState` while an open transaction holds acknowledgements. If it
+        fails, the next poll goes on where this consumer was, with the messages that were delivered and not acknowledged
+        (in a group that shares messages, with those alone).
         """
         if not _is_time(positions) and not (isinstance(positions, Mapping) and all(map(_is_partition, positions))):
             raise InvalidOption("seek takes a mapping of (topic, partition) to positions, or milliseconds since 1970")
@@ -229,13 +229,13 @@ class Consumer(ConnectionUser):
             self._deliveries.resume(chosen)
 
     def lag(self) -> dict[Partition, int]:
-        """How many readable messages (or positions) lie before each assigned partition's end."""
+        """Return the number of readable messages (or positions) in front of each assigned partition's end."""
         with self._guard:
             self._begin("lag")
             return self._reader.lag(self._connection.deadline())
 
     def nack(self, messages: Message | Iterable[Message]) -> None:
-        """Give delivered messages back: they are delivered again, to this or another member (also if this fails)."""
+        """Give delivered messages back, to be delivered again to this or another member, also if this call fails."""
         with self._guard:
             self._begin("nack")
             self._connection.capabilities.require(Capability.REDELIVERY)
@@ -245,7 +245,7 @@ class Consumer(ConnectionUser):
             self._deliveries.gone_back(back)
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave the group: others take over at once, and what was not acknowledged comes again there.
+        """Leave the group: other members take over at once, and get what was not acknowledged.
 
         It ends within `timeout` seconds, by default the bridge's.
         """
@@ -278,7 +278,7 @@ class Consumer(ConnectionUser):
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and not self._connection.forked:
-            # Not closed here: garbage is collected at any time, also while locks are held.
+            # A thread closes the reader: garbage is collected at any time, also while locks are held.
             self._consumers.drop(self._reader)
 
     def __enter__(self) -> Consumer:
@@ -290,9 +290,9 @@ class Consumer(ConnectionUser):
     def __repr__(self) -> str:
         return f"<Consumer of {', '.join(self._subscription.topics)} in group {self._subscription.group!r}>"
 
-    # --- partitions come and go -----------------------------------------------------------------------------------
+    # --- assignments ----------------------------------------------------------------------------------------------
 
-    def _come(self, partition: Partition) -> Assignment | None:
+    def _assigned(self, partition: Partition) -> Assignment | None:
         self._connection.events.emit("reader.assign", "after", None, topic=partition[0], partition=partition[1])
         return self._deliveries.assigned(partition)
 
@@ -301,7 +301,7 @@ class Consumer(ConnectionUser):
             self._connection.events.emit(event, "before", None, topic=partition[0], partition=partition[1])
         holder, held = self._deliveries.left(partitions)
         if holder is not None and held:
-            # A commit that is running is waited for; one that has not begun can only abort now.
+            # A running commit is waited for; a transaction that has not begun to commit can only abort now.
             names = ", ".join(f"{topic}[{number}]" for topic, number in sorted(held))
             error = Conflict(f"{names} left this consumer while transaction {holder.id} held acknowledgements of it")
             holder._fail_from_outside(error, patience=holder.deadline)
@@ -311,7 +311,7 @@ class Consumer(ConnectionUser):
     # --- before reading on ----------------------------------------------------------------------------------------
 
     def _settle(self, timeout: float) -> None:
-        """Learn the outcomes that are not known yet, and go back to what comes again."""
+        """Find outcomes that are not known yet, and move the reader back to messages that have to come again."""
         deliveries = self._deliveries
         if deliveries.is_abandoned:
             self._consumers.writers.clear_abandoned(Deadline(timeout))
@@ -340,7 +340,7 @@ class Consumer(ConnectionUser):
             self._deliveries.found(transaction, outcome)
 
     def _begin(self, call: str) -> None:
-        """Once a call has `_guard`: see that the consumer may be used, and go on behind a call that was interrupted."""
+        """Begin a call that has `_guard`: check that the consumer may be used, and recover from an interrupted call."""
         self._connection.check_process()
         if self._closed:
             raise InvalidState(f"{call} on {self!r}, which is closed")
@@ -348,15 +348,15 @@ class Consumer(ConnectionUser):
             return
         self._connection.check_open()
         self._deliveries.recover()
-        if call != "seek":  # which says where a reader goes on that cannot go on where it was
+        if call != "seek":  # a seek gives a position to a reader that cannot go on where it was
             self._reader.mend()
 
 
 class RawConsumer(Consumer):
-    """A processor's consumer: it hands out undecoded, so that what cannot be decoded can be set aside."""
+    """A processor's consumer: it hands out messages undecoded, so that the processor can set poison aside."""
 
     def take(self, max_messages: int, timeout: float) -> list[Message]:
-        """As `poll`."""
+        """Return messages as `poll` does, undecoded."""
         with self._guard:
             self._begin("poll")
             self._fetch(max_messages, timeout)
@@ -366,32 +366,32 @@ class RawConsumer(Consumer):
 
     @property
     def decodes(self) -> bool:
-        """Whether any topic has a codec."""
+        """True if any topic has a codec."""
         return bool(self._codecs)
 
     def decode(self, message: Message) -> Message:
-        """Raises `Poison`."""
+        """Decode a message. Raise `Poison`."""
         return self._decode_one(message)
 
     def take_back(self) -> None:
-        """Everything that was handed out and is not acknowledged comes again."""
+        """Have all messages delivered again that were handed out and not acknowledged."""
         self._deliveries.take_back()
 
     def group_lag(self, timeout: float) -> int | None:
-        """What is left for all members together; None if the broker does not tell."""
+        """Return the lag of all members together; None if the broker does not tell."""
         return self._reader.group_lag(Deadline(timeout))
 
 
 class _OneCall(_RLock):  # type: ignore[misc]  # it is not final, whatever its stub says
-    """Held by one call on a consumer at a time; another one is refused, also on the same thread.
+    """A lock that one call on a consumer holds at a time; it refuses another call, also on the same thread.
 
-    A call takes it by `with`, and so lets it go whatever comes between: an exception from a signal handler can come
-    into the first line of every function that is written in Python, and `__exit__` is not.
+    Calls take it by `with`, so it is released in any case: an exception from a signal handler can come into the first
+    line of every function that is written in Python, and `__exit__` is not written in Python.
     """
 
     of = ""
 
-    _is_owned: Callable[[], bool]  # whether this thread has it
+    _is_owned: Callable[[], bool]  # returns whether this thread has it
 
     def __enter__(self) -> bool:  # type: ignore[override]
         held = self._is_owned()
@@ -405,15 +405,15 @@ class _OneCall(_RLock):  # type: ignore[misc]  # it is not final, whatever its s
         return True
 
 
-class _Listener:
-    """What a reader tells its consumer, which it does not keep alive."""
+class _ConsumerListener:
+    """Passes a reader's assignments to its consumer, without keeping the consumer alive."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = weakref.ref(consumer)
 
     def assigned(self, partition: Partition) -> object:
         consumer = self._consumer()
-        return None if consumer is None else consumer._come(partition)
+        return None if consumer is None else consumer._assigned(partition)
 
     def revoking(self, partitions: Sequence[Partition]) -> None:
         self._leave(partitions, "reader.revoke")
@@ -427,7 +427,7 @@ class _Listener:
 
 
 def _is_time(given: object) -> bool:
-    """Whether it is a point in time that a broker can have: milliseconds since 1970, in 63 bits."""
+    """Return whether this is a point in time: milliseconds since 1970, in 63 bits, as brokers store it."""
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 1 << 63
 
 
@@ -439,7 +439,7 @@ def _is_partition(given: object) -> bool:
 
 
 def topic_list(topics: str | Topic | Iterable[str | Topic]) -> list[Topic]:
-    """One topic or many, as `Topic`s. Raises `InvalidOption` for none, or for one that is there twice."""
+    """Return one topic or many as a list. Raise `InvalidOption` for none, and for a topic that is there twice."""
     if not isinstance(topics, str | Topic | Iterable):
         raise InvalidOption(f"topics are a topic's name, a Topic, or several of them, not {type(topics).__name__}")
     found = [as_topic(t) for t in ((topics,) if isinstance(topics, str | Topic) else topics)]

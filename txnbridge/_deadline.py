@@ -9,10 +9,12 @@ from txnbridge.errors import DeadlineExceeded, InvalidOption
 
 
 def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
-    """Raise `InvalidOption` unless this is a number of seconds that something can wait for."""
+    """Raise `InvalidOption` unless this is a number of seconds that a thread can wait for."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         shown = type(given).__name__
-    elif 0 <= given <= TIMEOUT_MAX and (given or not above_0):  # longer, which is centuries, Python itself cannot wait
+    elif 0 <= given <= TIMEOUT_MAX and (
+        given or not above_0
+    ):  # Python cannot wait longer than this, which is centuries
         return
     else:
         shown = repr(given)
@@ -20,7 +22,7 @@ def check_seconds(what: str, given: object, *, above_0: bool = False) -> None:
 
 
 def check_times(timeout: object, hold: object) -> None:
-    """Raise `InvalidOption` for what cannot be a transaction's `timeout` or `hold`."""
+    """Raise `InvalidOption` unless these can be a transaction's `timeout` and `hold`."""
     check_seconds("timeout", timeout, above_0=True)
     if hold is not None:
         check_seconds("hold", hold)
@@ -29,7 +31,7 @@ def check_times(timeout: object, hold: object) -> None:
 class Deadline:
     """A point on the monotonic clock, made from a number of seconds.
 
-    It may get nearer while somebody waits, so each step of waiting asks for what is left.
+    It may be shortened while a thread waits, so each step of waiting asks again how much time is left.
     """
 
     __slots__ = ("at", "seconds")
@@ -48,11 +50,11 @@ class Deadline:
         return time.monotonic() >= self.at
 
     def shorten(self, at: float) -> None:
-        """Not later than that, on the monotonic clock."""
+        """Move the deadline to this point of the monotonic clock, if that is earlier."""
         self.at = min(self.at, at)
 
     def check(self, what: str) -> None:
-        """Raise `DeadlineExceeded` if the time is over; `what` says what was being waited for."""
+        """Raise `DeadlineExceeded` if the deadline has passed; `what` names the work for the error's text."""
         if self.expired:
             raise DeadlineExceeded(f"{what} took longer than the deadline of {self.seconds:g} s")
 

@@ -1,4 +1,4 @@
-"""The decision logs of a bridge: where they are kept, and the ledger of each token in them."""
+"""The decision logs of a bridge: finds their place, opens them, and gives the ledgers in them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class LogProvider(Protocol):
-    """What keeps decision logs, if the broker itself does not."""
+    """A place for decision logs other than the bridge's broker: another broker, or a database."""
 
     def cluster(self, deadline: Deadline) -> str:
-        """What names this place in tokens."""
+        """Return the name of this place in tokens."""
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog: ...
 
@@ -29,17 +29,17 @@ class LogProvider(Protocol):
 
 
 class DecisionLogs:
-    """Each is opened when it is first used."""
+    """Opens each decision log at its first use."""
 
     def __init__(self, connection: Connection, elsewhere: LogProvider | None) -> None:
         self._connection = connection
         self._elsewhere = elsewhere
         self._opening = threading.Lock()
-        self._opened: dict[str, Decisions] = {}  # those that hold ledgers
+        self._opened: dict[str, Decisions] = {}  # for ledgers, by name
         self._closed = False
 
     def own_ledger(self) -> Ledger:
-        """What this bridge's id keeps in the log of its application."""
+        """Return the ledger of this bridge's id in the log of its application."""
         identity = self._connection.identity
         return self.ledger(identity.application, identity.name, made_up=not identity.owned)
 
@@ -47,7 +47,7 @@ class DecisionLogs:
         return LazyLedger(lambda deadline: self._log(application, deadline).ledger(id, made_up=made_up))
 
     def ledger_of(self, token: Token) -> Ledger:
-        """What the id of a token's transaction keeps in the log that the token names."""
+        """Return the ledger of the id of a token's transaction, in the log that the token names."""
         owner = token.transaction.rsplit("/", 2)[0]
         evidence = token.log or {}
 
@@ -64,7 +64,7 @@ class DecisionLogs:
         return LazyLedger(find)
 
     def open(self, name: str, deadline: Deadline) -> Decisions:
-        """A new one, which the caller closes."""
+        """Open a log for the caller, who closes it."""
         from txnbridge._decisions import Decisions
 
         connection = self._connection
@@ -83,10 +83,10 @@ class DecisionLogs:
 
     def close(self) -> None:
         self._closed = True
-        for log in list(self._opened.values()):  # a call that is left to its caller may open another meanwhile
+        for log in list(self._opened.values()):  # a call that outlasts the closing may open another one meanwhile
             close_logging_errors(log.close)
 
-    def close_keeper(self) -> None:
+    def close_provider(self) -> None:
         if self._elsewhere is not None:
             close_logging_errors(self._elsewhere.close)
 
@@ -98,12 +98,12 @@ class DecisionLogs:
         try:
             if name not in self._opened:
                 self._opened[name] = self.open(name, deadline)
-            if self._closed:  # meanwhile: a broker may ask about transactions until it is closed itself
+            if self._closed:  # closed meanwhile: a broker may send check-backs until it is closed itself
                 close_logging_errors(self._opened[name].close)
             return self._opened[name]
         finally:
             self._opening.release()
 
     def _place(self, deadline: Deadline) -> str | None:
-        """What names the place of the decision logs in tokens, if it is not the broker itself."""
+        """Return the name in tokens of the place of the decision logs; None if that is the broker itself."""
         return None if self._elsewhere is None else self._elsewhere.cluster(deadline)

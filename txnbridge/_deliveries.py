@@ -1,6 +1,6 @@
-"""What becomes of each message that a consumer reads: one small state machine, and everything that moves it.
+"""The state of each message that a consumer has fetched: one small state machine.
 
-| a message is | it happens that                                                   | then it is    |
+| a message is | event                                                            | then it is    |
 |--------------|-------------------------------------------------------------------|---------------|
 | fetched      | it is handed out                                                  | out           |
 | out          | a transaction acknowledges it                                     | held          |
@@ -13,8 +13,8 @@
 | fetched      | on an ordered partition something before it comes again           | to be fetched |
 | any of them  | the partition leaves, or is moved by `seek`                       | forgotten     |
 
-What is done or to be fetched is not remembered. A message that is back can't be acknowledged, and nothing is read on
-before the reader has gone back. Held messages that lie behind are fetched again then, and passed over.
+Messages that are done or to be fetched are not remembered. A message that is back can't be acknowledged, and nothing
+is read on before the reader has gone back. Held messages behind it are fetched again then, and passed over.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from txnbridge._token import Outcome, Token
 from txnbridge.errors import Conflict, InvalidState
 from txnbridge.spi import Partition
 
-# What was fetched and not acknowledged is remembered, about 150 bytes a message. A program that reaches this bound
-# reads in a group and never acknowledges, which it does not want.
+# Messages that were fetched and not acknowledged are remembered, with about 150 bytes each. A program that reaches this
+# bound reads in a group and never acknowledges, by mistake.
 MAX_UNACKED = 1_000_000
 
 _source_of = attrgetter("source")
@@ -56,7 +56,7 @@ class Holder(Protocol):
 
 
 class Assignment:
-    """One stay of one partition with one consumer, and its messages that are out, held or back."""
+    """One assignment of a partition to a consumer, with its messages that are out, held or back."""
 
     __slots__ = ("_fresh", "_out", "_passed_over", "back", "context", "deliveries", "ended", "held", "partition")
 
@@ -65,9 +65,9 @@ class Assignment:
         self.partition = partition
         self.context: object = None  # the reader's proof, taken with the first delivery
         self.ended = False
-        self.held: dict[str, list[Position]] = {}  # by the transaction that holds them
+        self.held: dict[str, list[Position]] = {}  # by transaction
         self.back: set[Position] = set()
-        # Most deliveries are noted in lists, which is quick, and looked up later or never.
+        # Deliveries are appended to lists, which is quick; most are never looked up.
         self._fresh: list[list[Position]] = []
         self._out: dict[Position, None] = {}
         self._passed_over: set[Position] = set()
@@ -77,7 +77,7 @@ class Assignment:
 
     @property
     def out(self) -> dict[Position, None]:
-        """The positions of what is out, in the order of its delivery."""
+        """The positions of messages that are out, in the order of their delivery."""
         for positions in self._fresh:
             self._out.update(dict.fromkeys(positions))
         self._fresh.clear()
@@ -107,7 +107,7 @@ class Assignment:
             self.out.pop(position, None)
 
     def go_back(self) -> None:
-        """Everything behind what is back is read again, also what is held."""
+        """Take back all messages that are out, because the reader reads again behind the first that is back."""
         self.take_back(list(self.out))
         for positions in self.held.values():
             self._passed_over.update(positions)
@@ -117,13 +117,13 @@ class Assignment:
         return bool(self._passed_over)
 
     def without_held(self, messages: list[Message]) -> list[Message]:
-        """Of what was fetched again, what was not held when the reader went back."""
+        """Return the fetched messages without those that were held when the reader went back."""
         if not self._passed_over:
             return messages
         return [message for message in messages if message.position not in self._passed_over]
 
     def has_come_to(self, last: Position) -> None:
-        """The reader has passed this position: what is held before it does not come again."""
+        """Note that the reader has passed a position: held messages in front of it do not come again."""
         self._passed_over = {position for position in self._passed_over if position > last}
 
     def forget(self) -> None:
@@ -133,38 +133,38 @@ class Assignment:
 
 
 class Deliveries:
-    """Everything that one consumer has fetched.
+    """All messages that one consumer has fetched.
 
-    Each method is one step under one lock, because a transaction may end on another thread than the one that polls. All
-    that concerns `fetched` is called by that one alone. None of them calls the broker.
+    Each method is one step under one lock, because a transaction may end on another thread than the polling one. Only
+    the polling thread touches fetched messages. No method calls the broker.
 
-    An exception from a signal handler may end any of them in the middle. So what is written down elsewhere is forgotten
-    last, and messages count as handed out only when the call that hands them out returns.
+    An exception from a signal handler may end any method in the middle. So each forgets its old state last, after the
+    new one is written, and messages count as handed out only when the call that hands them out returns.
     """
 
     def __init__(
         self, consumer: object, connection: Connection, group: str | None, ordered: bool, individual: bool
     ) -> None:
-        self.consumer = weakref.ref(consumer)  # weak, so that a consumer that is dropped ends at once
+        self.consumer = weakref.ref(consumer)  # weak, so that a dropped consumer is collected at once
         self.connection = connection
         self._group = group
-        self._ordered = ordered  # a partition is with one member, and comes in order
+        self._ordered = ordered  # each partition belongs to one member, and is read in order
         self.individual = individual  # messages can be acknowledged in any order
         self.lock = threading.RLock()
         self.assignments: dict[Partition, Assignment] = {}
-        self.arrived: list[Message] = []  # from the reader, and not looked at yet
-        self.on_the_way: list[Message] | None = None  # to the program; None once they have reached it
+        self.arrived: list[Message] = []  # from the reader, not sorted yet
+        self.on_the_way: list[Message] | None = None  # to the program; None once the program has them
         self._fetched: list[Message] = []
         self._set_aside: list[Message] = []  # fetched, of partitions that were paused then
-        self._most = 0  # no more than so many are remembered
-        self._any_back = False  # false: none is
-        self.doubts: dict[str, Token] = {}  # transactions that hold some and whose outcome is not known
-        self._holder: tuple[str, weakref.ref[Holder]] | None = None  # the open transaction that holds some
+        self._most = 0  # upper bound of the number of remembered messages
+        self._any_back = False  # False: no message is back
+        self.doubts: dict[str, Token] = {}  # holding transactions whose outcome is not known
+        self._holder: tuple[str, weakref.ref[Holder]] | None = None  # the open transaction that holds messages
 
     # --- fetched and handed out -----------------------------------------------------------------------------------
 
     def room_for(self, wanted: int) -> int:
-        """How many more may be fetched, up to as many as are wanted. Raises `InvalidState` if none."""
+        """Return how many more messages may be fetched, at most `wanted`. Raise `InvalidState` if none may."""
         if self._group is None:
             return wanted
         with self.lock:
@@ -179,7 +179,7 @@ class Deliveries:
         return min(room, wanted)
 
     def fetch(self) -> None:
-        """Look at what has arrived: it is there to be handed out, but for what is held."""
+        """Make arrived messages ready to be handed out, without those that are held."""
         with self.lock:
             messages = self.arrived
             self._most += len(messages)
@@ -196,14 +196,14 @@ class Deliveries:
                 assignment.has_come_to(last)
 
     def fetched(self) -> list[Message]:
-        """What is there to be handed out."""
+        """Return the messages that are ready to be handed out."""
         return self._fetched
 
     def hand_out(self, most: int) -> list[Message]:
-        """The first of them are out now.
+        """Hand out the first fetched messages: they are out now.
 
-        They are `on_the_way` until the caller forgets that, by plain assignment right before it returns them. If an
-        exception from a signal handler comes before, they are there to be handed out again by the next call.
+        They are `on_the_way` until the caller sets that to None, by plain assignment right before it returns them. If
+        an exception from a signal handler comes before that, the next call hands them out again.
         """
         with self.lock:
             taken, rest = self._fetched[:most], self._fetched[most:]
@@ -214,7 +214,7 @@ class Deliveries:
             return taken
 
     def recover(self) -> None:
-        """Go on behind a call that was interrupted: nothing that it had fetched or was handing out is lost."""
+        """Recover from an interrupted call: the messages that it had fetched or was handing out are not lost."""
         if self.on_the_way:
             with self.lock:
                 again = [message for message in self.on_the_way if self._comes_again(message)]
@@ -236,7 +236,7 @@ class Deliveries:
             self._set_aside = _elsewhere(self._set_aside, partitions)
 
     def next_positions(self, positions: dict[Partition, Position]) -> dict[Partition, Position]:
-        """Where a reader stands that has handed out what is with the program, and no more."""
+        """Return the positions behind the messages that the program has, from the reader's `positions`."""
         for message in reversed(self._set_aside + self._fetched):
             positions[message.topic, message.partition] = message.position
         with self.lock:
@@ -246,7 +246,7 @@ class Deliveries:
         return positions
 
     def pause(self, partitions: Iterable[Partition]) -> None:
-        """Nothing comes of these from the reader any more; what has come is set aside."""
+        """Set the fetched messages of paused partitions aside; the reader fetches none of them any more."""
         with self.lock:
             paused = set(partitions)
             self._set_aside += [m for m in self._fetched if (m.topic, m.partition) in paused]
@@ -258,20 +258,20 @@ class Deliveries:
             self._fetched = [m for m in self._set_aside if (m.topic, m.partition) in resumed] + self._fetched
             self._set_aside = _elsewhere(self._set_aside, resumed)
 
-    # --- held -----------------------------------------------------------------------------------------------------
+    # --- held by transactions -------------------------------------------------------------------------------------
 
     @property
     def holder(self) -> str | None:
-        """The id of the open transaction that holds some."""
+        """The id of the open transaction that holds messages."""
         return None if self._holder is None else self._holder[0]
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the transaction that holds some was dropped unfinished."""
+        """True if the transaction that holds messages was dropped unfinished."""
         return self._holder is not None and self._holder[1]() is None
 
     def give_up(self) -> None:
-        """What a transaction held that was dropped unfinished comes again."""
+        """Have the messages delivered again that a transaction held which was dropped unfinished."""
         with self.lock:
             if self._holder is not None and self.is_abandoned:
                 self._let_go(self._holder[0], acknowledged=False)
@@ -289,7 +289,7 @@ class Deliveries:
             assignment.hold(transaction.id, positions)
 
     def end(self, transaction: Holder, state: State, token: Token | None) -> None:
-        """What it holds is acknowledged, or comes again, or stays held until its outcome is known."""
+        """End a transaction's hold: its messages are done, or back, or stay held until the outcome is known."""
         with self.lock:
             if state is State.UNKNOWN and token is not None:
                 self.doubts[transaction.id] = token
@@ -298,7 +298,7 @@ class Deliveries:
                 self._let_go(transaction.id, acknowledged=state is not State.ABORTED)
 
     def found(self, transaction: str, outcome: Outcome) -> None:
-        """The outcome that was not known."""
+        """Note the outcome of a transaction whose outcome was not known."""
         with self.lock:
             self._let_go(transaction, acknowledged=outcome is not Outcome.ABORTED)
 
@@ -313,17 +313,17 @@ class Deliveries:
         if self.holder == transaction:
             self._holder = None
 
-    # --- back -----------------------------------------------------------------------------------------------------
+    # --- back: to be delivered again ------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Everything that is out comes again."""
+        """Have all messages delivered again that are out."""
         with self.lock:
             self._any_back = True
             for assignment in self.assignments.values():
                 assignment.take_back(list(assignment.out))
 
     def give_back(self, messages: Iterable[Message]) -> dict[Assignment, list[Position]]:
-        """These come again: what the reader has to take back. Raises `InvalidState` unless all of them are out."""
+        """Give messages back; return what the reader has to deliver again. Raise `InvalidState` unless all are out."""
         given: dict[Assignment, list[Position]] = {}
         with self.lock:
             for message in messages:
@@ -335,10 +335,10 @@ class Deliveries:
                     raise InvalidState(f"{message!r} is acknowledged or given back already")
                 positions.append(message.position)
             self._any_back = True
-            if not self.individual:  # such a broker goes back, so everything behind these comes again too
+            if not self.individual:  # the broker knows only positions, so all behind these is delivered again, too
                 given = {a: [p for p in a.out if p >= min(positions)] for a, positions in given.items()}
             elif self._ordered:
-                for message in self._fetched + self._set_aside:  # they come before what is fetched already
+                for message in self._fetched + self._set_aside:  # behind the given ones, which come first
                     if message.source in given:
                         message.source.back.add(message.position)
             if self._ordered:
@@ -348,14 +348,14 @@ class Deliveries:
             return given
 
     def stay(self, positions: Mapping[Partition, Position]) -> None:
-        """The reader was told to go on elsewhere and may or may not do so: it goes back to these, where it stood."""
+        """Go back to these positions, where the reader was, after a failed seek that may or may not have moved it."""
         with self.lock:
             self._any_back = True
             for partition in positions.keys() & self.assignments.keys():
                 assignment = self.assignments[partition]
                 if self._ordered:
                     assignment.back.add(positions[partition])
-                else:  # no position says where it stood: what is with this consumer comes again
+                else:  # a shared partition has no position: all messages of this consumer are delivered again
                     assignment.take_back(list(assignment.out))
                     fetched = self._fetched + self._set_aside
                     assignment.back.update(m.position for m in fetched if m.source is assignment)
@@ -363,9 +363,9 @@ class Deliveries:
                 self._drop(set(positions))
 
     def going_back(self) -> dict[Assignment, list[Position]]:
-        """What the reader has to go back to, which stays so until `gone_back`.
+        """Return the positions to which the reader has to go back; they stay back until `gone_back`.
 
-        On ordered partitions that is everything from the first of it on: nothing is skipped and nothing overtakes.
+        On ordered partitions all messages behind the first of them are read again, in order.
         """
         if not self._any_back:
             return {}
@@ -383,10 +383,10 @@ class Deliveries:
                 assignment.back.difference_update(positions)
             self._any_back = any(assignment.back for assignment in self.assignments.values())
 
-    # --- elsewhere ------------------------------------------------------------------------------------------------
+    # --- moved and reassigned -------------------------------------------------------------------------------------
 
     def moved(self, partitions: Iterable[Partition]) -> None:
-        """The reader was told to go on somewhere else."""
+        """Forget the messages of partitions whose position a seek has changed."""
         with self.lock:
             moved = set(partitions)
             self._drop(moved)
@@ -401,7 +401,7 @@ class Deliveries:
         return assignment
 
     def left(self, partitions: Sequence[Partition]) -> tuple[Holder | None, list[Partition]]:
-        """Partitions are not here any more; the open transaction that holds some of theirs, and whose those are."""
+        """End assignments; return the open transaction that holds messages of some of them, and those partitions."""
         with self.lock:
             leaving = [self.assignments.pop(p) for p in partitions if p in self.assignments]
             for assignment in leaving:
@@ -425,12 +425,12 @@ def _elsewhere(messages: list[Message], partitions: set[Partition]) -> list[Mess
 def hold(
     transaction: Holder, connection: Connection, messages: Sequence[Message], up_to: bool
 ) -> list[tuple[object, dict[Partition, list[Position]]]]:
-    """Check that these messages may be acknowledged by a transaction of this connection, and hold them for it.
+    """Check that a transaction of this connection may acknowledge these messages, and hold them for it.
 
-    Returns what to tell the writer, by context. Raises before anything is held.
+    Return the positions for the writer, by the reader's context. Raise before any message is held.
     """
     wanted: dict[Assignment, list[Position]] = {}
-    for _, run in groupby(messages, _source_of):  # once for each run: there may be a million messages
+    for _, run in groupby(messages, _source_of):  # once per run, because there may be a million messages
         delivered = list(run)
         wanted.setdefault(_assignment_of(delivered[0], connection), []).extend([m.position for m in delivered])
     by_deliveries: dict[Deliveries, dict[Assignment, list[Position]]] = {}
@@ -440,13 +440,13 @@ def hold(
     with ExitStack() as locks:
         for deliveries in sorted(by_deliveries, key=id):
             locks.enter_context(deliveries.lock)
-        # The transaction gives back what it holds when it ends, so it knows whose they are before it holds them.
+        # The transaction gives back at its end what it holds, so it learns of the deliveries before it holds messages.
         transaction._holds.update({d: _check(transaction, d, mine, up_to) for d, mine in by_deliveries.items()})
         for deliveries, mine in by_deliveries.items():
             deliveries.hold(transaction, mine)
         for assignment, positions in (each for mine in by_deliveries.values() for each in mine.items()):
-            _, told = by_context.setdefault(id(assignment.context), (assignment.context, {}))
-            told[assignment.partition] = positions
+            _, acked = by_context.setdefault(id(assignment.context), (assignment.context, {}))
+            acked[assignment.partition] = positions
     return list(by_context.values())
 
 
@@ -462,7 +462,7 @@ def _assignment_of(message: Message, connection: Connection) -> Assignment:
 def _check(
     transaction: Holder, deliveries: Deliveries, wanted: dict[Assignment, list[Position]], up_to: bool
 ) -> object:
-    """Raise if one of them can't be acknowledged; with `up_to`, find all that are. Returns whose they are."""
+    """Raise if a position can't be acknowledged; with `up_to`, add all in front. Return the consumer."""
     consumer = deliveries.consumer()
     for assignment in wanted:
         if assignment.ended or consumer is None:
@@ -476,7 +476,7 @@ def _check(
             wanted[assignment] = positions = [p for p in assignment.out if p <= positions[0]] or positions
         if not deliveries.individual:
             _check_nothing_before(transaction, assignment)
-        # Mostly it is all that is out, in order: then nothing is left to check.
+        # Mostly these are all messages that are out, in order: then nothing is left to check.
         if len(assignment.out) != len(positions) or list(assignment.out) != positions:
             _check_positions(transaction, assignment, positions)
     assert consumer is not None
@@ -484,7 +484,7 @@ def _check(
 
 
 def _check_nothing_before(transaction: Holder, assignment: Assignment) -> None:
-    """On a broker that only knows positions, whatever comes later would acknowledge what is not settled yet."""
+    """Raise if messages in front are not settled: a position behind them would acknowledge them, too."""
     topic, number = assignment.partition
     if assignment.back:
         raise InvalidState(

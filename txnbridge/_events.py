@@ -1,7 +1,7 @@
-"""Every step of every transaction, told to whoever listens.
+"""Events: every step of every transaction, for listeners.
 
 Metrics, tracing, logs, the recorder and the kill tests are all listeners: plug-ins with a `txnbridge_event` hook.
-Who listens is looked up when a bridge is opened; with nobody listening nothing is built and nothing is called.
+A bridge looks them up when it is opened; without listeners no event is built.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger("txnbridge")
 
 @dataclass(frozen=True)
 class Event:
-    """One step. `phase` "before" means that nothing of it was sent yet: a listener may kill or delay there.
+    """One step. In the phase "before" nothing of the step was sent yet: a listener may kill or delay the program there.
 
     `data` holds sizes, names and positions, never bodies or keys.
     """
@@ -69,7 +69,7 @@ Listener = Callable[[Event], object]
 
 
 class Emitter:
-    """Tells the listeners of one bridge. Falsy while nobody listens, so that hot paths can skip building events."""
+    """Calls the listeners of one bridge. It is falsy without listeners, so that hot paths can skip building events."""
 
     __slots__ = ("_bridge", "_listeners")
 
@@ -81,7 +81,7 @@ class Emitter:
         return bool(self._listeners)
 
     def emit(self, name: str, phase: Phase, transaction: str | None = None, **data: Any) -> None:
-        """Tell every listener. One that raises is logged and not felt."""
+        """Call every listener; log the exception of one that raises."""
         if not self._listeners:
             return
         event = Event(name, phase, time.monotonic_ns(), time.time_ns(), self._bridge, transaction, data)
@@ -93,7 +93,7 @@ class Emitter:
 
     @contextmanager
     def step(self, name: str, transaction: str | None = None, **data: Any) -> Iterator[dict[str, Any]]:
-        """Emit before, then after or failed, around a block; what the block puts into the dict goes into "after"."""
+        """Emit "before" a block, and "after" or "failed" behind it. The block's dict goes into the data of "after"."""
         found: dict[str, Any] = {}
         if not self._listeners:
             yield found

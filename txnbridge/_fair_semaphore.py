@@ -1,7 +1,8 @@
-"""Places that threads wait for, such as a bridge's writers, or the one turn to write into a file.
+"""A semaphore that is fair: threads get its places in the order in which they came.
 
-Waking a thread for each transaction takes a tenth of the time of a small transaction. So a thread that begins one
-transaction after the other keeps its place for some of them while others wait.
+A bridge's writers are such places, and so is the one turn to write into a file. Waking a thread for each transaction
+would take a tenth of the time of a small transaction. So a thread that begins one transaction after the other keeps its
+place for a short time while others wait.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from queue import Empty, SimpleQueue
 
 from txnbridge._deadline import Deadline
 
-# How often the first of those who wait looks whether a place is free because its last owner does not come back.
+# How often the first waiting thread looks whether a place is free because its last thread has not come back.
 _LOOK_SECONDS = 0.0005
-# How often the others look whether they are the first by now: whoever was to tell them may have been interrupted.
+# How often the other waiting threads look whether they are first: the thread that had to wake them may have been
+# interrupted.
 _LOOK_BEHIND_SECONDS = 0.1
 
 
@@ -28,11 +30,11 @@ class _Ticket:
 
 
 class FairSemaphore:
-    """So many places, for whoever came first. A thread may keep its own for so many seconds while others wait.
+    """Gives `size` places to threads, first come first served. A thread keeps its place for `keep_seconds` at most.
 
-    Any step may be interrupted by an exception from a signal handler. So each step can be repeated, and the first of
-    those who wait does what an interrupted one has left out. Where a thread never has two places at once
-    (`one_per_thread`), one that comes again gives back what it could not give back before.
+    Any step may be interrupted by an exception from a signal handler. So each step can be repeated, and the first
+    waiting thread does what an interrupted one has left out. With `one_per_thread` a thread never has two places: one
+    that comes again gives back the place that it could not give back before.
     """
 
     def __init__(self, size: int, keep_seconds: float, *, one_per_thread: bool = False) -> None:
@@ -42,22 +44,22 @@ class FairSemaphore:
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._waiting: deque[_Ticket] = deque()
         self._inside: set[_Ticket] = set()
-        self._dropped: deque[_Ticket] = deque()  # their places went without `leave`
-        self._since: dict[int, float] = {}  # the threads that have a place, or had it last, have it since then
+        self._dropped: deque[_Ticket] = deque()  # of places that were garbage-collected without `leave`
+        self._since: dict[int, float] = {}  # by thread that has a place, or had it last: the time when it got it
 
     @property
     def busy(self) -> int:
-        """How many places are taken."""
+        """The number of taken places."""
         with self._guard:
             self._clear_dropped()
             return len(self._inside)
 
     def place(self) -> Place:
-        """Return a place for this thread; it is taken by `Place.enter`."""
+        """Return a place for this thread; `Place.enter` takes it."""
         return Place(self)
 
     def _enter(self, ticket: _Ticket) -> bool:
-        """Take a place for the ticket, or queue up; whether it is inside."""
+        """Take a place for the ticket, or queue up; return whether it has a place."""
         with self._guard:
             self._clear_dropped()
             if ticket in self._inside:
@@ -80,7 +82,7 @@ class FairSemaphore:
         self._inside.add(ticket)
 
     def _wait(self, ticket: _Ticket, deadline: Deadline) -> bool:
-        """Wait in the queue until the deadline; whether the ticket is inside."""
+        """Wait in the queue until the deadline; return whether the ticket has a place."""
         while True:
             with self._guard:
                 pause = _LOOK_SECONDS if self._is_first(ticket) else _LOOK_BEHIND_SECONDS
@@ -106,7 +108,7 @@ class FairSemaphore:
         self._waiting.popleft()
         ticket.woken.put(None)
         if self._waiting:
-            self._waiting[0].woken.put(None)  # it is the first now
+            self._waiting[0].woken.put(None)  # it is first now
 
     def _leave(self, ticket: _Ticket) -> None:
         """Give the ticket's place back, or leave the queue."""
@@ -133,28 +135,28 @@ class FairSemaphore:
 
 
 class Place:
-    """One thread's place, or its wait for one. If it goes without `leave`, its place is given back all the same."""
+    """One thread's place, or its wait for one. A place that is garbage-collected without `leave` is given back, too."""
 
-    __slots__ = ("_ticket", "_turns")
+    __slots__ = ("_semaphore", "_ticket")
 
-    def __init__(self, turns: FairSemaphore) -> None:
-        self._turns = turns
+    def __init__(self, semaphore: FairSemaphore) -> None:
+        self._semaphore = semaphore
         self._ticket: _Ticket | None = _Ticket(threading.get_ident())
 
     def enter(self, deadline: Deadline) -> bool:
-        """Take the place; False if none became free in time. Whoever tries again has kept its position in the queue."""
+        """Take the place; return False if none became free in time. The thread keeps its position in the queue."""
         ticket = self._ticket
         assert ticket is not None
-        return self._turns._enter(ticket) or self._turns._wait(ticket, deadline)
+        return self._semaphore._enter(ticket) or self._semaphore._wait(ticket, deadline)
 
     def leave(self) -> None:
-        """Give it back, or wait no longer; any thread may."""
+        """Give the place back, or stop waiting for it. Any thread may call this."""
         if self._ticket is not None:
-            self._turns._leave(self._ticket)
+            self._semaphore._leave(self._ticket)
             self._ticket = None
 
     def __del__(self) -> None:
         # Garbage is collected at any time, also while the lock is held, so no lock is taken here.
-        ticket = getattr(self, "_ticket", None)  # none where an interrupt came before there was one
+        ticket = getattr(self, "_ticket", None)  # missing if an interrupt came before it was set
         if ticket is not None:
-            self._turns._dropped.append(ticket)
+            self._semaphore._dropped.append(ticket)

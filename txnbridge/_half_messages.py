@@ -1,7 +1,7 @@
-"""Half messages: they wait for the outcome of work outside the broker, and are published or dropped as it went.
+"""Half messages: they wait for the outcome of work outside the broker, and are published or dropped accordingly.
 
-They are stored first, where nobody sees them; only then the local work is done. So whoever dies in between leaves them
-at the broker, and a resolver of the group asks the application what became of the work: `_resolver`.
+They are stored first, invisible to readers; only then the local work is done. If the process dies in between, a
+resolver of the group (`_resolver`) asks the application for the outcome of the work.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _log = logging.getLogger("txnbridge")
 
 Execute = Callable[["HalfTransaction", Any], Decision]
 
-# The application is asked for the first time so long after a transaction began: most local work has ended by then, and
-# the messages of a process that died need not wait for the whole deadline.
+# The time from a transaction's begin to the first check-back: most local work has ended by then, and the messages of a
+# process that died need not wait for the whole deadline.
 _FIRST_CHECK_SECONDS = 6.0
-# Local work may have taken all of the time; to tell the broker how it went there is always so much.
+# Local work may have taken the whole time; this much is always left for telling the broker its outcome.
 _END_SECONDS = 2.0
 
 _WANTED = {Decision.COMMIT: Outcome.COMMITTED, Decision.ABORT: Outcome.ABORTED, Decision.UNDECIDED: Outcome.UNKNOWN}
 
 
 class HalfTransaction(ConnectionUser):
-    """Messages that wait for local work. At the end of its block they are stored, then the work is done.
+    """Messages that wait for local work. At the end of the block they are stored, and then the work is done.
 
     An exception in the block drops them before they are stored; `raise Abort` does so quietly. One thread uses it at a
     time.
@@ -71,17 +71,17 @@ class HalfTransaction(ConnectionUser):
 
     @property
     def id(self) -> str:
-        """Unique for ever. The local work keeps it where `check` finds it."""
+        """The transaction's id, unique for ever. The local work stores it where `check` finds it."""
         return self._id
 
     @property
     def outcome(self) -> Outcome | None:
-        """What happened, None until it has ended. UNKNOWN: the application is asked later."""
+        """The transaction's outcome; None until it has ended. UNKNOWN: the application is asked later."""
         return self._outcome
 
     @property
     def deadline(self) -> float:
-        """Seconds left. After that an ABORT of `check` counts, so the local work should have ended before."""
+        """Seconds left. After the deadline an ABORT of `check` counts, so the local work should have ended by then."""
         return self._deadline.left()
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class HalfTransaction(ConnectionUser):
         partition: int | None = None,
         timestamp: int | None = None,
     ) -> None:
-        """Add one message; it is kept here until the end of the block. Raises `InvalidOption`."""
+        """Add one message; it stays in memory until the end of the block. Raise `InvalidOption`."""
         with self._in_turn("send"):
             self._connection.check_open()
             check_place(partition, timestamp)
@@ -146,7 +146,7 @@ class HalfTransaction(ConnectionUser):
             decision = self._do_the_work()
             self._outcome = self._end(half, decision)
         except BaseException:
-            self._outcome = Outcome.UNKNOWN  # its check tells
+            self._outcome = Outcome.UNKNOWN  # a check-back brings the outcome
             raise
         if decision is Decision.UNDECIDED or self._outcome is _WANTED[decision]:
             return
@@ -159,7 +159,7 @@ class HalfTransaction(ConnectionUser):
         raise InvalidState(f"transaction {self._id} is committed although execute answered ABORT: {answered}")
 
     def _stored(self) -> Half | None:
-        """The half, at the broker; None if there is nothing in it. Unless it is there no work is done."""
+        """Store the half at the broker and return it; None if it is empty. Raise if no work may be done."""
         self._deadline.check("the transaction")
         if not self._messages:
             return None
@@ -170,7 +170,7 @@ class HalfTransaction(ConnectionUser):
             with self._connection.events.step("half.store", self._id, messages=len(self._messages)):
                 return self._store.put(half, self._deadline)
         except BaseException as error:
-            # No work is done, so `check` finds none of it, should this be stored all the same and not be dropped here.
+            # The work is not done. So `check` answers ABORT, if the half is stored all the same and not dropped here.
             with suppress(TxnBridgeError):
                 self._store.end(half, Decision.ABORT, Deadline(_END_SECONDS))
             if isinstance(error, OutcomeUnknown):
@@ -193,7 +193,7 @@ class HalfTransaction(ConnectionUser):
         return decision
 
     def _end(self, half: Half | None, decision: Decision) -> Outcome:
-        if half is None or decision is Decision.UNDECIDED:  # the first check is on its way
+        if half is None or decision is Decision.UNDECIDED:  # a check-back comes anyway
             return _WANTED[decision]
         deadline = self._deadline if self._deadline.left() > _END_SECONDS else Deadline(_END_SECONDS)
         try:
@@ -224,9 +224,9 @@ class HalfTransaction(ConnectionUser):
 
 
 class HalfMessages(ConnectionUser):
-    """The half messages of one group: made by `transaction`, and asked about while this is open.
+    """Sends the half messages of one group, and answers check-backs about them while it is open.
 
-    Use it as a block, or close it; its bridge closes it otherwise.
+    Use it as a block, or close it; otherwise its bridge closes it.
     """
 
     def __init__(self, connection: Connection, group: str, execute: Execute, check: Check) -> None:
@@ -236,14 +236,14 @@ class HalfMessages(ConnectionUser):
         self._group = group
         self._execute = execute
         self._store = half_store(connection.broker)
-        # As of every transaction: who it is of, then the bridge and a number.
+        # Transaction ids are made as everywhere: the owner, then the bridge and a number.
         self._name = f"half-{check_group(group)}-{random_name(8)}/{connection.name[-8:]}"
         self._numbers = iter(range(1, 1 << 62))
         self._resolver = Resolver(connection, group, check)
         self._resolver.start()
 
     def transaction(self, arg: Any = None, *, timeout: float | None = None) -> HalfTransaction:
-        """Begin one; use it as a block. At its end `execute(txn, arg)` does the work, once the messages are stored."""
+        """Begin a transaction; use it as a block. At the block's end `execute(txn, arg)` does the local work."""
         self._connection.check_open()
         timeout = self._connection.timeout if timeout is None else timeout
         check_seconds("timeout", timeout, above_0=True)
@@ -251,7 +251,7 @@ class HalfMessages(ConnectionUser):
         return HalfTransaction(self._connection, self._store, self._group, id, self._execute, arg, timeout)
 
     def close(self) -> None:
-        """Ask about nothing more. What is undecided waits for another process of the group."""
+        """Answer no more check-backs. Undecided messages wait for another process of the group."""
         self._resolver.close()
 
     def __enter__(self) -> HalfMessages:

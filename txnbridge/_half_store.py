@@ -1,4 +1,4 @@
-"""What those who send half messages and those who ask about them share."""
+"""Helpers for both sides of half messages: sending them, and answering check-backs about them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from txnbridge.capabilities import Capability
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidOption, NotSupported, OutcomeUnknown
 from txnbridge.spi import Broker, Half, HalfStore
 
-# Between two tries to tell a broker that does not answer.
+# The pause between two tries to end a half at a broker that does not answer.
 _RETRY_SECONDS = 0.1
 
 
 def half_store(broker: Broker) -> HalfStore:
-    """Raises `NotSupported` with the reason."""
+    """Return the broker's store of half messages. Raise `NotSupported` with the reason."""
     broker.capabilities.require(Capability.HALF_MESSAGES)
     store = broker.half_store()
     if store is None:
@@ -38,7 +38,7 @@ def check_decision(what: str, decision: object) -> None:
 
 
 def end_half(connection: Connection, store: HalfStore, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a half for certain: repeating the same decision is safe. Raises what stands when the time is over."""
+    """End a half, repeating the same decision until it is answered. Raise the last error at the deadline."""
     with connection.events.step("half.end", half.transaction, decision=decision.value) as found:
         while True:
             try:

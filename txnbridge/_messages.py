@@ -24,15 +24,15 @@ class Headers(Mapping[str, str]):
 
     @property
     def raw(self) -> tuple[tuple[str, bytes | None], ...]:
-        """The pairs as they are stored; None is no value."""
+        """The pairs as they are stored; None stands for a missing value."""
         return self._pairs
 
     def all(self, name: str) -> list[str]:
-        """Every value of a name, in order; empty if there is none."""
+        """Return every value of a name, in order."""
         return [_text(value) for key, value in self._pairs if key == name]
 
     def items_all(self) -> list[tuple[str, str | None]]:
-        """Every (name, value) in order, repeated names included: what `send(headers=…)` takes to pass them on."""
+        """Return every (name, value) in order, with repeated names; `send(headers=…)` takes this to pass them on."""
         return [(key, None if value is None else _text(value)) for key, value in self._pairs]
 
     def __getitem__(self, name: str) -> str:
@@ -65,9 +65,9 @@ def _text(value: bytes | None) -> str:
 
 
 def encode_headers(headers: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, bytes | None], ...]:
-    """Return what a user gives as headers as stored pairs.
+    """Return a user's headers as stored pairs.
 
-    Raises `InvalidOption` for a value that is neither text, bytes nor None.
+    Raise `InvalidOption` for a value that is neither text, bytes nor None.
     """
     if isinstance(headers, Headers):
         return headers.raw
@@ -94,7 +94,7 @@ def _encode_header(pair: Any) -> tuple[str, bytes | None]:
 
 
 def encode_key(key: Any) -> bytes | None:
-    """A key as bytes; text becomes UTF-8. Raises `InvalidOption` for anything else."""
+    """Return a key as bytes; text becomes UTF-8. Raise `InvalidOption` for anything else."""
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, str):
@@ -114,7 +114,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def check_place(partition: Any, timestamp: Any) -> None:
-    """Raise `InvalidOption` for what is no partition's number or no point in time."""
+    """Raise `InvalidOption` unless these are a partition's number and a point in time, or None."""
     if partition is not None and (not isinstance(partition, int) or isinstance(partition, bool)):
         raise InvalidOption(f"a partition is a whole number, not {type(partition).__name__}")
     if timestamp is None:
@@ -126,7 +126,7 @@ def check_place(partition: Any, timestamp: Any) -> None:
 
 
 def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str, bytes | None], ...] | None]:
-    """One item of `send_many` that is not plain bytes, as (value, key, headers). Raises `InvalidOption`."""
+    """Return an item of `send_many` that is not plain bytes as (value, key, headers). Raise `InvalidOption`."""
     value, key, headers = split_item(item)
     if value is not None and not isinstance(value, bytes):
         if not isinstance(value, bytearray | memoryview):
@@ -136,7 +136,7 @@ def encode_item(item: Any) -> tuple[bytes | None, bytes | None, tuple[tuple[str,
 
 
 def split_item(item: Any) -> tuple[Any, Any, Any]:
-    """One item of `send_many` as (value, key, headers), not yet encoded."""
+    """Return an item of `send_many` as (value, key, headers), not yet encoded."""
     if not isinstance(item, tuple):
         return item, None, None
     if len(item) == 2:
@@ -161,8 +161,8 @@ class _Fields(NamedTuple):
 class Message(_Fields):
     """One committed message: immutable, equal by value, its payload not copied.
 
-    It is a tuple underneath because a reader makes millions of them. `source` (who delivered it, for acknowledging)
-    counts neither for equality nor in a pickle.
+    It is a tuple underneath because a reader makes millions of them. `source` (the assignment that delivered it, for
+    acknowledging) counts neither for equality nor in a pickle.
     """
 
     __slots__ = ()
@@ -185,7 +185,7 @@ class Message(_Fields):
 
 
 def as_messages(call: str, given: object) -> tuple[Message, ...]:
-    """One message or several, as a program gives them to a call. Raises `InvalidOption` for anything else."""
+    """Return the message or messages that a program gives to a call. Raise `InvalidOption` for anything else."""
     if isinstance(given, Message):
         return (given,)
     if isinstance(given, Iterable):
@@ -196,7 +196,7 @@ def as_messages(call: str, given: object) -> tuple[Message, ...]:
 
 
 class Batch(Sequence[Message]):
-    """Messages of one poll, in order for each partition. Empty means that nothing came in time."""
+    """The messages of one poll, in order for each partition. It is empty if none came in time."""
 
     __slots__ = ("_messages",)
 

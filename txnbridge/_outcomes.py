@@ -1,4 +1,4 @@
-"""What became of transactions: tokens are made here, ended and asked about."""
+"""Outcomes of a bridge's transactions: it makes their tokens, ends them by token, and finds their outcomes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Writer
 
-# Between two tries to reach a broker for an answer: long enough not to burden one that is starting, short enough that a
-# caller with a deadline of a second still gets several tries.
+# The pause between two tries to get an answer: long enough not to burden a broker that is starting, short enough for
+# several tries within a deadline of a second.
 _RETRY_SECONDS = 0.1
 
 
@@ -30,7 +30,7 @@ class Outcomes:
         self._logs = logs
 
     def token_of(self, writer: Writer, transaction: str, *, prepared: bool, fingerprint: int | None = None) -> Token:
-        """The token of a writer's transaction, with what proves later what became of it."""
+        """Return the token of a writer's transaction, with the evidence that will prove its outcome."""
         evidence = writer.evidence()
         return Token(
             broker=self._connection.backend,
@@ -88,9 +88,9 @@ class Outcomes:
                 time.sleep(_RETRY_SECONDS)
 
     def resolve(self, token: Token | None, deadline: Deadline) -> Outcome | None:
-        """The outcome of a transaction of ours whose answer was lost; None while nobody can tell.
+        """Return the outcome of a transaction whose answer was lost; None if it is not known by the deadline.
 
-        Raises `EvidenceLost` if nobody ever can.
+        Raise `EvidenceLost` if it can never be known.
         """
         connection = self._connection
         if token is None or not connection.capabilities[Capability.STATUS_LOOKUP]:
@@ -102,7 +102,7 @@ class Outcomes:
                 except EvidenceLost as error:
                     error.token = str(token)
                     raise
-                except TxnBridgeError:  # whatever it is, nobody can tell while it lasts
+                except TxnBridgeError:  # any other error leaves the outcome unknown for now
                     status = Status(TokenState.UNKNOWN)
                 found["state"] = status.state.value
                 if status.state is TokenState.COMMITTED:

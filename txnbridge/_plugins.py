@@ -1,6 +1,6 @@
 """Plug-ins: backends, listeners, header makers and commands, found by entry point and loaded one by one.
 
-One that fails to load is reported by name and takes nothing else down.
+A plug-in that fails to load is reported by name; the others work without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Function = TypeVar("_Function")
 
 def hookimpl(function: _Function) -> _Function:
     """Mark a function as an implementation of the hook of its name."""
-    # What pluggy's own marker does; done by hand so that `import txnbridge` does not import pluggy.
+    # This does the same as pluggy's own marker, so that `import txnbridge` need not import pluggy.
     options = {
         "wrapper": False,
         "hookwrapper": False,
@@ -45,16 +45,16 @@ class Hooks:
         """The backends that this plug-in provides."""
 
     def txnbridge_event(self, event: Event) -> None:
-        """Told of every step of every transaction of bridges opened after this plug-in was registered."""
+        """Take an event of a bridge that was opened after this plug-in was registered."""
 
     def txnbridge_headers(self, topic: str, key: bytes | None) -> Mapping[str, str] | None:
-        """Headers to add to a message before it is sent (tracing)."""
+        """Return headers to add to a message before it is sent, for example for tracing."""
 
     def txnbridge_commands(self) -> list[click.Command]:  # type: ignore[empty-body]
         """Commands for the command line."""
 
     def txnbridge_brokers(self) -> list[tuple[str, Callable[[], AbstractContextManager[str]]]]:  # type: ignore[empty-body]
-        """Brokers to try things on, each with its name: it starts one, gives its URL, and ends it."""
+        """Return brokers for experiments by name: a context manager starts one, gives its URL, and ends it."""
 
 
 class Plugins:

@@ -14,20 +14,20 @@ from txnbridge.errors import InvalidOption, InvalidState
 
 
 class Publisher(ConnectionUser):
-    """Idempotent sends in order, each visible once it is stored; failures are raised by `flush`.
+    """Sends in order and idempotently, each message visible once it is stored; `flush` raises failures.
 
-    With a name and a `sequence` it takes up after a crash where it stopped. What is stored is a high-water mark
-    of each topic: what is sent again up to `last_sequence(topic)` is skipped, so that all of it is there exactly once.
-    From the first sequence above that mark on they only go up.
+    With a name and sequences it resumes after a crash. The broker keeps the highest sequence of each topic: messages up
+    to `last_sequence(topic)` that are sent again are skipped, so that all are there exactly once. Above that, sequences
+    only go up.
     """
 
     def __init__(self, connection: Connection, publisher: spi.Publisher) -> None:
         self._connection = connection
         self._publisher = publisher
-        self._lock = threading.Lock()  # order is promised, so threads take turns
+        self._lock = threading.Lock()  # keeps the promised order between threads
         self._closed = False
-        self._marks: dict[str, int] = {}  # by topic: the highest sequence that was stored when the first one came here
-        self._last: dict[str, int] = {}  # by topic: the last one above that mark that was taken here
+        self._marks: dict[str, int] = {}  # by topic: the highest stored sequence at the first send
+        self._last: dict[str, int] = {}  # by topic: the last sequence above that mark that was sent
 
     def send(
         self,
@@ -40,9 +40,9 @@ class Publisher(ConnectionUser):
         timestamp: int | None = None,
         sequence: int | None = None,
     ) -> None:
-        """Take one message. It waits for room within the bridge's timeout.
+        """Send one message. It waits for room within the bridge's timeout.
 
-        Raises `InvalidOption` for a sequence that is not above the last one taken here: it would vanish silently.
+        Raise `InvalidOption` for a sequence that is not above the last one sent here: it would vanish silently.
         """
         check_place(partition, timestamp)
         if sequence is not None and (not isinstance(sequence, int) or isinstance(sequence, bool)):
@@ -88,13 +88,13 @@ class Publisher(ConnectionUser):
                 self._publisher.flush(self._connection.deadline())
 
     def last_sequence(self, topic: str | Topic) -> int | None:
-        """The highest sequence that is stored under this publisher's name; None if there is none."""
+        """Return the highest sequence that is stored under this publisher's name; None if there is none."""
         with self._lock:
             self._check()
             return self._publisher.last_sequence(as_topic(topic).name, self._connection.deadline())
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
         with self._lock:
             if not self._closed and not self._connection.forked:
                 self._closed = True

@@ -1,4 +1,4 @@
-"""How dead letters go back to where they came from."""
+"""Redrive: sends dead letters back to the topics from which they came."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from txnbridge._bridge import Bridge
     from txnbridge._transaction import Transaction
 
-# Of one transaction of a redrive: enough to make its commit cheap, well below every broker's limit.
+# The dead letters of one transaction: enough to make its commit cheap, well below every broker's limit.
 _BATCH = 500
-# Between two looks whether all is read; nobody who waits for a redrive notices it.
+# The time of one poll for more dead letters; a redrive takes that long to notice that all are read.
 _POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """What a dead letter's headers say: where the message was, which group could not process it, and why."""
+    """The headers of a dead letter: where the message was, which group could not process it, and why."""
 
     topic: str
     partition: int
@@ -37,7 +37,7 @@ class DeadLetter:
 
     @classmethod
     def of(cls, message: Message) -> DeadLetter | None:
-        """None for a message without (readable) headers of ours: nobody knows where it belongs."""
+        """Read a message's headers; return None without readable headers of ours: then its origin is unknown."""
         ours = {name: message.headers.get(PREFIX + name, "") for name in (field.name for field in fields(cls))}
         try:
             return cls(
@@ -54,7 +54,7 @@ class DeadLetter:
 
 
 class Redriven(NamedTuple):
-    """What a redrive did: how many it sent back, left because of their reason, and could not place."""
+    """The result of a redrive: the dead letters sent back, left because of their reason, and without an origin."""
 
     sent: int = 0
     left: int = 0
@@ -62,13 +62,13 @@ class Redriven(NamedTuple):
 
 
 class Redrive:
-    """Sends the dead letters of a topic back to where they came from, exactly once.
+    """Sends the dead letters of a topic back to the topics from which they came, exactly once.
 
-    Key, value and timestamp are those of the original, and so are the headers, without ours. Each leaves together with
-    the acknowledgement of its dead letter, in a group of its own, so a redrive may be killed and run again: it goes on
-    where it stopped. It takes what is there when it begins, at most `limit`, and of these only what has `reason` in its
-    reason. What it leaves is there for another redrive: as it is, or, on a broker that only knows positions, sent again
-    behind the others.
+    Key, value, timestamp and headers are those of the original message. Each message is sent in the transaction that
+    acknowledges its dead letter, in a group for redrives, so a redrive may be killed and run again: it goes on where it
+    stopped. It takes the dead letters that are there when it begins, at most `limit`, and only those with `reason` in
+    their reason. The others stay for another redrive: unchanged, or, on a broker that only knows positions, sent again
+    behind the rest.
     """
 
     def __init__(self, bridge: Bridge, topic: str, *, reason: str | None = None, limit: int | None = None) -> None:
@@ -79,7 +79,7 @@ class Redrive:
         self._in_place = bool(bridge.capabilities[Capability.INDIVIDUAL_ACK])
 
     def preview(self) -> Iterator[tuple[Message, DeadLetter]]:
-        """What `run` would send back now. Changes nothing."""
+        """Yield the dead letters that `run` would send back now. Changes nothing."""
         found = 0
         for batch in self._batches():
             for message in batch:
@@ -91,9 +91,9 @@ class Redrive:
                         return
 
     def run(self, progress: Callable[[int], object] = lambda sent: None) -> Redriven:
-        """Do it; `progress` is told how many more were sent.
+        """Send the dead letters back; `progress` gets the number of those that each transaction has sent.
 
-        Raises what a transaction raises, and `NotFound` if an original topic is gone: choose by `reason` then.
+        Raise as a transaction does, and `NotFound` if an original topic is gone: choose by `reason` then.
         """
         done = Redriven()
         for batch in self._batches():
@@ -108,7 +108,7 @@ class Redrive:
         return self._reason is None or self._reason in letter.reason
 
     def _send_back(self, batch: list[Message], done: Redriven) -> Redriven:
-        """One transaction; returns what is done after it."""
+        """Run one transaction; return the result so far."""
         chosen: list[tuple[Message, DeadLetter]] = []
         others: list[Message] = []
         foreign = 0
@@ -133,7 +133,7 @@ class Redrive:
 
     def _send_original(self, txn: Transaction, message: Message, letter: DeadLetter) -> None:
         can = self._bridge.capabilities
-        # With a key it goes where the key's messages go today, also if the topic has grown since.
+        # A message with a key goes to the key's partition of today, also if the topic has grown since.
         by_number = message.key is None and can[Capability.CHOOSE_PARTITION]
         txn.send(
             letter.topic,
@@ -145,24 +145,24 @@ class Redrive:
         )
 
     def _batches(self) -> Iterator[list[Message]]:
-        """The dead letters that are there now and that no redrive has sent back, up to today's end."""
+        """Yield the dead letters that no redrive has sent back, up to the topic's present end."""
         ends = self._ends()
         with self._bridge.consumer(self._topic, f"txnbridge-redrive-{self._topic}") as consumer:
             while not _is_through(consumer, ends):
                 batch = consumer.poll(_BATCH, _POLL_SECONDS)
-                # Behind the ends lies what came since: new dead letters, among them perhaps those just sent back.
+                # Behind the ends are new dead letters; some of them may have been sent back just now.
                 if before_end := [m for m in batch if m.position < ends.get((m.topic, m.partition), ())]:
                     yield before_end
 
     def _ends(self) -> dict[Partition, Position]:
         with self._bridge.consumer(self._topic, start="latest") as tail:
-            tail.poll(1, timeout=0)  # so that it has its partitions
+            tail.poll(1, timeout=0)  # assigns its partitions
             return tail.positions()
 
 
 def _is_through(consumer: Consumer, ends: Mapping[Partition, Position]) -> bool:
-    """Whether it has partitions, and none of them has anything left before its end."""
+    """Return whether a consumer has partitions, and has read each of them up to its end."""
     positions = consumer.positions()
     if not positions:
-        return False  # another redrive holds them; its end is waited for
+        return False  # another redrive holds them: wait for its end
     return all(at >= ends.get(p, ()) for p, at in positions.items()) or not any(consumer.lag().values())

@@ -1,4 +1,4 @@
-"""Reading on behind an exception from a signal handler, which may come anywhere inside a broker's reader."""
+"""Lets a reader go on after an exception from a signal handler, which may come anywhere inside a broker's reader."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Result = TypeVar("_Result")
 
 
 class ReopeningReader(Reader):
-    """A broker's reader that is closed and opened anew behind a call that was interrupted.
+    """A broker's reader that is closed and opened anew after an interrupted call.
 
-    Such a call may have taken messages from the broker and handed them to nobody. Without a group, the new reader goes
-    on behind what was handed out. In a group the member leaves and joins again, and the broker delivers again what was
-    not acknowledged.
+    Such a call may have taken messages from the broker that the program never got. Without a group, the new reader goes
+    on behind the last messages that the program got. In a group the member leaves and joins again, and the broker
+    delivers again what was not acknowledged.
     """
 
     def __init__(
@@ -31,18 +31,18 @@ class ReopeningReader(Reader):
         deadline: Deadline,
         timeout: float,
     ) -> None:
-        """`timeout`: how long it may take to open the reader anew."""
+        """`timeout` is the time in seconds for opening the reader anew."""
         self._open = open
         self._subscription = subscription
         self._alone = subscription.group is None
         self._timeout = timeout
-        self._told = _Told(listener)
-        self._interrupted = False  # the last call was
+        self._events = _ReaderEvents(listener)
+        self._interrupted = False  # whether the last call was interrupted
         self._paused: set[Partition] = set()
-        self._to_pause: set[Partition] = set()  # paused before the reader was opened anew, and not here yet
-        self.reader = open(subscription, self._told, deadline)
-        # Without a group: the point in time from which on the reader was told to read, where that put each partition,
-        # and where each one stood before the last poll.
+        self._to_pause: set[Partition] = set()  # paused before the reader was opened anew, and not assigned again yet
+        self.reader = open(subscription, self._events, deadline)
+        # Without a group: the point in time to which the reader was set, the positions that it got by that, and the
+        # positions before the last poll.
         self._since = subscription.start if isinstance(subscription.start, int) else None
         self._first = self._stood = self.reader.positions() if self._alone else {}
 
@@ -56,25 +56,25 @@ class ReopeningReader(Reader):
             raise
 
     def mend(self) -> None:
-        """To be called before the reader is used: open it anew if the last call was interrupted.
+        """Open the reader anew if the last call was interrupted. To be called before the reader is used.
 
-        Raises what opening a reader raises, and `PositionLost`; then the next call tries again.
+        Raise as opening a reader does, and `PositionLost`; then the next call tries again.
         """
         if not self._interrupted:
             return
         deadline = Deadline(self._timeout)
-        self._told.leave()
+        self._events.leave()
         with suppress(TxnBridgeError):
             self.reader.close(deadline)
-        told = _Told(self._told.listener)
+        events = _ReaderEvents(self._events.listener)
         start = self._subscription.start
         if self._alone:  # a partition that was added since is read from its beginning
             start = "earliest" if self._since is None else self._since
-        reader = self._open(replace(self._subscription, start=start), told, deadline)
+        reader = self._open(replace(self._subscription, start=start), events, deadline)
         try:
             if self._alone:
                 self._go_on(reader)
-            self.reader, self._told, self._to_pause = reader, told, set(self._paused)
+            self.reader, self._events, self._to_pause = reader, events, set(self._paused)
             self._interrupted = False
         except BaseException:
             reader.close(deadline)
@@ -85,7 +85,7 @@ class ReopeningReader(Reader):
         moved = (p for p, at in self._stood.items() if self._since is None or at != self._first.get(p))
         reader.seek({partition: self._stood[partition] for partition in moved if partition in here})
 
-    # --- as every reader ----------------------------------------------------------------------------------------------
+    # --- the reader's contract ----------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         if self.reader.resumes:
@@ -159,33 +159,33 @@ class ReopeningReader(Reader):
         self.reader.close(deadline)
 
 
-class _Told:
-    """What one of the broker's readers has told, so that what it still has can be taken from it."""
+class _ReaderEvents:
+    """Passes a reader's assignments on until the reader is given up; then its partitions are reported as lost."""
 
     def __init__(self, listener: ReaderListener) -> None:
         self.listener = listener
-        self._here: set[Partition] = set()
+        self._assigned: set[Partition] = set()
         self._over = False
 
     def leave(self) -> None:
-        """Tell that all of it is lost, and nothing from then on."""
+        """Report all partitions as lost, and nothing of this reader from then on."""
         self._over = True
-        if self._here:
-            self.listener.lost(sorted(self._here))
-        self._here.clear()
+        if self._assigned:
+            self.listener.lost(sorted(self._assigned))
+        self._assigned.clear()
 
     def assigned(self, partition: Partition) -> object:
         if self._over:
             return None
-        self._here.add(partition)
+        self._assigned.add(partition)
         return self.listener.assigned(partition)
 
     def revoking(self, partitions: Sequence[Partition]) -> None:
         if not self._over:
             self.listener.revoking(partitions)
-            self._here.difference_update(partitions)
+            self._assigned.difference_update(partitions)
 
     def lost(self, partitions: Sequence[Partition]) -> None:
         if not self._over:
             self.listener.lost(partitions)
-            self._here.difference_update(partitions)
+            self._assigned.difference_update(partitions)

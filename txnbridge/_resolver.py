@@ -1,4 +1,4 @@
-"""What asks the application back about half messages whose sender did not say how its work went."""
+"""Asks the application about half messages whose sender did not tell the outcome of its local work."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _log = logging.getLogger("txnbridge")
 
 Check = Callable[[str, Sequence[Message]], Decision]
 
-# How long one look at the broker waits for something to ask about; a stop is noticed after that at the latest.
+# The time for which one request to the broker waits for check-backs; a stop is noticed by then.
 _WAIT_SECONDS = 1.0
-# A broker that is away is asked again after the first, then after twice as long, up to the last.
+# The pauses before a broker that is away is asked again: the first one, then twice as long each time, up to the last.
 _FIRST_PAUSE, _LAST_PAUSE = 0.2, 10.0
-# How often it looks whether a check has ended while all places are taken.
+# How often the loop looks whether a check has ended while all places are taken.
 _LOOK_SECONDS = 0.1
 
 
 class ResolverStats(NamedTuple):
-    """What a resolver has done since it was made."""
+    """The work of a resolver since it was made."""
 
-    checks: int = 0  # questions that were answered
+    checks: int = 0  # answered check-backs
     committed: int = 0
     aborted: int = 0
-    failed: int = 0  # the check raised, or gave no decision; they are asked again
+    failed: int = 0  # checks that raised, or returned no decision; they are repeated
 
 
 class Resolver(ConnectionUser):
-    """Asks `check(transaction_id, messages)` about the half messages of a group, and ends them as it answers.
+    """Calls `check(transaction_id, messages)` for the half messages of a group, and ends them by its answers.
 
-    Several may run, in any processes: the first answer counts. A check runs on a thread of its own, `parallel` of them
-    at once. UNDECIDED, an exception, and an ABORT before the transaction's own deadline mean: ask again later. One that
-    takes longer than `check_timeout` is told of in the log, and keeps its place until it ends.
+    Several resolvers may run, in any processes: the first answer counts. Each check runs on a thread of its own,
+    `parallel` of them at once. UNDECIDED, an exception, and an ABORT before the transaction's own deadline mean: ask
+    again later. A check that takes longer than `check_timeout` is logged, and keeps its place until it ends.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Resolver(ConnectionUser):
         self._check_timeout = check_timeout
         self._store = half_store(connection.broker)
         self._changed = threading.Condition()
-        self._asking: dict[threading.Thread, tuple[str, float]] = {}  # the transaction, and since when
-        self._late: set[threading.Thread] = set()  # of those, the ones that it was told of
+        self._asking: dict[threading.Thread, tuple[str, float]] = {}  # transaction and begin of each running check
+        self._late: set[threading.Thread] = set()  # running checks that were logged as too slow
         self._stats = ResolverStats()
-        self._failing_since: float | None = None  # looks have failed since then
-        # Nothing that runs here waits for long, so a stop needs no force.
+        self._failing_since: float | None = None  # since then all requests to the broker have failed
+        # The loop waits for nothing longer than a second, so a stop needs no force.
         self._stop = Shutdown(stop_timeout, f"resolver of {group}", lambda _: None, lambda: None)
         self._running = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -87,8 +87,7 @@ class Resolver(ConnectionUser):
 
     @property
     def healthy(self) -> bool:
-        """Whether it runs and could ask now: its looks have not failed for longer than the bridge's timeout, and of
-        its places not all are taken by checks that hang."""
+        """True if it runs, the broker has answered within the bridge's timeout, and not all checks hang."""
         with self._changed:
             hang = len(self._late) >= self._parallel
         since = self._failing_since
@@ -99,7 +98,7 @@ class Resolver(ConnectionUser):
     # --- running ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until it is stopped; on the main thread also by SIGTERM and Ctrl-C. Raises what nobody can go on from."""
+        """Run until stopped, on the main thread also by SIGTERM and Ctrl-C. Raise errors that will not pass."""
         if not self._running.acquire(blocking=False):
             raise InvalidState(f"this resolver of {self._group} runs already")
         self._connection.resolvers.add(self)
@@ -123,7 +122,7 @@ class Resolver(ConnectionUser):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask for the end; checks that run are waited for. Returns at once; safe anywhere."""
+        """Ask for the end; `run` returns after the running checks. Returns at once; may be called anywhere."""
         self._stop.ask()
 
     def close(self) -> None:
@@ -134,7 +133,7 @@ class Resolver(ConnectionUser):
             thread.join()
 
     def stop_by(self, deadline: Deadline) -> None:
-        """Its bridge closes: stop, and wait no longer than that."""
+        """Stop, because the bridge closes, and wait for the end until the deadline."""
         self.stop()
         if self._running.acquire(timeout=deadline.left()):
             self._running.release()
@@ -188,7 +187,7 @@ class Resolver(ConnectionUser):
         )
         with self._changed:
             if any(half.transaction == transaction for transaction, _ in self._asking.values()):
-                return  # its check takes longer than it is lent for; one that hangs would take all places else
+                return  # its check takes longer than the half is lent for; a check that hangs would take all places
             self._asking[thread] = half.transaction, time.monotonic()
         try:
             thread.start()
@@ -198,7 +197,7 @@ class Resolver(ConnectionUser):
             _log.warning("half-message transaction %s is asked about again: %s", half.transaction, error)
 
     def _ask(self, half: Half) -> None:
-        """On a thread of its own: ask, and end the half as it was answered."""
+        """Ask the application, on a thread of its own, and end the half by the answer."""
         try:
             decision = self._answer(half)
             if decision is Decision.ABORT and time.time() * 1000 < half.deadline_at:
@@ -217,7 +216,7 @@ class Resolver(ConnectionUser):
                 self._changed.notify_all()
 
     def _answer(self, half: Half) -> Decision:
-        """What the application says; UNDECIDED where it fails to."""
+        """Return the application's answer; UNDECIDED if it fails to answer."""
         age = int(time.time() * 1000) - half.deadline_at
         asked = {"checks": half.checks, "past_deadline_ms": age, "messages": len(half.messages)}
         try:
@@ -267,7 +266,7 @@ class Resolver(ConnectionUser):
             self._changed.wait(_LOOK_SECONDS)
 
     def _wait_for_checks(self) -> None:
-        """After a stop was asked for: for those that run, as long as there is time."""
+        """Wait for running checks after a stop, as long as there is time."""
         while left := self._stop.left() or 0.0:
             with self._changed:
                 if not self._asking:
@@ -280,7 +279,7 @@ class Resolver(ConnectionUser):
 
 
 def _shown(half: Half, number: int) -> Message:
-    """A message as `check` gets it: it has no position yet."""
+    """Return a message for `check`: it has no position yet."""
     topic, value, key, headers, partition, timestamp = half.messages[number]
     place = -1 if partition is None else partition
     return Message(topic, place, (), key, value, Headers(headers), timestamp or 0, half.checks, None)

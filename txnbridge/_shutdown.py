@@ -1,4 +1,4 @@
-"""Stopping a loop: asked for at any time by anybody, waited for until a deadline, and then done by force."""
+"""Stops a loop: any thread may ask at any time; after a deadline the stop is done by force."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-# Of the time to stop, this much is kept for aborting a transaction that does not end, and for leaving the group: both
-# take milliseconds on a broker that answers.
+# The part of the time to stop that is kept for aborting a transaction that does not end, and for leaving the group:
+# both take milliseconds on a broker that answers.
 _LEAVING_SHARE, _LEAVING_SECONDS = 0.2, 2.0
 
 
 class StopNow(BaseException):
-    """Ends the loop at once, also in the middle of a handler, which may not catch it as an `Exception`."""
+    """Ends the loop at once, also in the middle of a handler, which cannot catch it as an `Exception`."""
 
 
 class Shutdown:
-    """A loop's, which looks at `asked` between its steps.
+    """The shutdown of a loop, which looks at `asked` between its steps.
 
-    `hurry(at)` is called with the end of the time as soon as a stop is asked for, and once more before force is used;
-    `give_up()` if the loop runs on a thread that cannot be interrupted. Both are called on a thread of their own.
+    `hurry(at)` is called with the deadline as soon as a stop is asked for, and again before force is used; `give_up()`
+    if the loop runs on a thread that cannot be interrupted. Both are called on a thread of their own.
     """
 
     def __init__(self, seconds: float, name: str, hurry: Callable[[float], None], give_up: Callable[[], None]) -> None:
@@ -31,14 +31,14 @@ class Shutdown:
         self._name = name
         self._hurry = hurry
         self._give_up = give_up
-        # A stop may be asked for by a signal handler, which interrupts anything, so it takes no lock: it sets
-        # attributes and puts into queues of the one kind that allows it.
+        # A signal handler may ask for a stop, and interrupts anything, so `ask` takes no lock: it sets attributes, and
+        # puts into the only kind of queue that allows this.
         self._at: float | None = None
         self._wake_loop: SimpleQueue[None] = SimpleQueue()
         self._wake_watcher: SimpleQueue[None] = SimpleQueue()
         self._ended = threading.Event()
         self._catches_signals = False
-        self.signalled: int | None = None  # the last signal that came
+        self.signalled: int | None = None  # the last signal
         self.forced = False
 
     @property
@@ -46,18 +46,18 @@ class Shutdown:
         return self._at is not None
 
     def ask(self) -> None:
-        """Returns at once; safe anywhere."""
+        """Ask for a stop. Returns at once; may be called anywhere."""
         if self._at is None:
             self._at = time.monotonic() + self._seconds
         self._wake_loop.put(None)
         self._wake_watcher.put(None)
 
     def left(self) -> float | None:
-        """Seconds until force is used; None if nobody has asked."""
+        """Return the seconds until force is used; None if nobody has asked for a stop."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def sleep(self, seconds: float) -> None:
-        """For so long, or until a stop is asked for."""
+        """Sleep for so many seconds, or until a stop is asked for."""
         with suppress(Empty):
             self._wake_loop.get(timeout=seconds)
 
@@ -65,7 +65,7 @@ class Shutdown:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While the block lasts, which is the loop, a stop keeps its deadline."""
+        """Enforce the deadline of a stop while the block, which is the loop, runs."""
         watcher = threading.Thread(target=self._watch, name=f"txnbridge {self._name} stop", daemon=True)
         watcher.start()
         try:
@@ -96,7 +96,7 @@ class Shutdown:
 
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """On the main thread, SIGTERM and SIGINT ask for a stop while the block lasts; a second one ends it at once."""
+        """Let SIGTERM and SIGINT ask for a stop during the block, on the main thread; a second one ends it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""Outcomes, and the token by which any process can ask for one or bring it about."""
+"""Outcomes of transactions, and tokens, by which any process can ask for an outcome or bring it about."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _READABLE = (_PREFIX,)  # the version before joins this tuple once there is one
 
 
 class Outcome(Enum):
-    """What happened to a transaction. There are three outcomes, never two."""
+    """The outcome of a transaction. There are three outcomes, never two."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -28,7 +28,7 @@ class Outcome(Enum):
 
 
 class Decision(Enum):
-    """What the application says when it is asked; the decision log records the first two."""
+    """The application's answer when it is asked; the decision log records the first two."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -36,7 +36,7 @@ class Decision(Enum):
 
 
 class TokenState(Enum):
-    """What a token's transaction is now."""
+    """The present state of a token's transaction."""
 
     PREPARED = "prepared"
     COMMITTED = "committed"
@@ -46,10 +46,10 @@ class TokenState(Enum):
 
 @dataclass(frozen=True)
 class Status:
-    """What became of a token. Asking decides nothing.
+    """The answer to the question for a token's transaction.
 
-    `expires_at` (milliseconds since 1970) is when a prepared transaction is aborted if nobody ends it; `reason` says
-    why the state is what it is; `permanent` says that UNKNOWN will never become anything else.
+    `expires_at` (milliseconds since 1970) is the time at which a prepared transaction is aborted if nobody ends it;
+    `reason` explains the state; `permanent` says that UNKNOWN will never change.
     """
 
     state: TokenState
@@ -60,10 +60,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Token:
-    """Names one transaction for ever. `str(token)` is what to store; it holds no secret.
+    """Names one transaction for ever. Programs store `str(token)`; it holds no secret.
 
-    `how` is the backend's own: what it needs to end the transaction or to ask about it. A token that was never
-    prepared (it comes with `OutcomeUnknown`) answers only `status`. `log` is where its decision log begins.
+    `how` is the backend's own data, by which it ends the transaction or finds its outcome. The token of a transaction
+    that was not prepared (it comes with `OutcomeUnknown`) answers only `status`. `log` says where in the decision log
+    the evidence about the transaction begins.
     """
 
     broker: str
@@ -90,7 +91,7 @@ class Token:
         }
         body = json.dumps({k: v for k, v in fields.items() if v is not None}, separators=(",", ":"), sort_keys=True)
         packed = body.encode()
-        # The checksum tells a token that was cut or mistyped from one that names nothing.
+        # The checksum tells a token that was cut or mistyped from one of a transaction that does not exist.
         text = _PREFIX + _encode(zlib.crc32(packed).to_bytes(4, "big") + packed)
         if len(text) > MAX_TOKEN_BYTES:
             raise UsageError(f"this transaction's token would take {len(text)} bytes, more than {MAX_TOKEN_BYTES}")
@@ -101,7 +102,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str | Token) -> Token:
-        """Read a token back. Raises `InvalidToken` for whatever is not one, and never anything else."""
+        """Read a token. Raise `InvalidToken`, and never anything else, for a text that is not a token."""
         if isinstance(text, Token):
             return text
         return _read_fields(_unpack(text))
@@ -122,7 +123,7 @@ def _unpack(text: object) -> dict[str, Any]:
     try:
         body = text.split(".", 1)[1]
         raw = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        # Base64 has several texts for the same bytes; only the one that we write is a token.
+        # Base64 has several texts for the same bytes; only the text that we write is a token.
         if zlib.crc32(raw[4:]).to_bytes(4, "big") != raw[:4] or _encode(raw) != body:
             raise ValueError("checksum")
         fields = json.loads(raw[4:])

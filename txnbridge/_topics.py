@@ -1,4 +1,4 @@
-"""Topics: a name, and how its keys and values become bytes."""
+"""Topics: their names, and the codecs of their keys and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from txnbridge.errors import InvalidOption, Poison
 class Topic:
     """A topic's name with the codecs of its values and keys. A bare name is bytes with keys as bytes or text.
 
-    `partitions`, and `retention` in seconds, are for `bridge.ensure_topics`, which makes it if it is missing.
+    `partitions`, and `retention` in seconds, are for `bridge.ensure_topics`, which creates a missing topic.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Topic:
 
     @property
     def plain(self) -> bool:
-        """Whether keys and values pass as they are."""
+        """True if neither keys nor values have a codec."""
         return self.codec is codecs.bytes and self.key is None
 
     def encode_value(self, value: Any, headers: Headers = NO_HEADERS) -> bytes | None:
@@ -56,7 +56,7 @@ class Topic:
             raise InvalidOption(f"the key for {self.name} cannot be encoded: {_reason(error)}") from error
 
     def decode(self, message: Message) -> Message:
-        """The same message with its key and value decoded. Raises `Poison` holding the raw message."""
+        """Return a message with its key and value decoded. Raise `Poison` with the raw message."""
         value, key = message.value, message.key
         try:
             if value is not None:
@@ -69,7 +69,7 @@ class Topic:
 
 
 def _bytes(encoded: object) -> bytes | None:
-    """What a codec returned, which may be any kind of bytes, or None for a tombstone."""
+    """Return a codec's result as bytes; None is a tombstone. Raise TypeError for anything else."""
     if encoded is None or isinstance(encoded, bytes):
         return encoded
     if isinstance(encoded, bytearray | memoryview):
@@ -78,7 +78,7 @@ def _bytes(encoded: object) -> bytes | None:
 
 
 def _reason(error: Exception) -> str:
-    """Why, without the data: many decoders quote what they read."""
+    """Return why a codec failed, without the message's data: many decoders quote their input in their errors."""
     return str(error) if isinstance(error, TypeError) else type(error).__name__
 
 
@@ -87,13 +87,13 @@ def check_topic_name(name: object) -> None:
         raise InvalidOption("a topic's name must be 1 to 249 characters of text without white space")
 
 
-@lru_cache(1024)  # each message that is sent asks
+@lru_cache(1024)  # called for each message that is sent
 def _can_be_named(name: str) -> bool:
     return 0 < len(name) <= 249 and not any(c.isspace() for c in name)
 
 
 class Encoded(NamedTuple):
-    """A message as a broker takes it."""
+    """A message in the form that brokers take."""
 
     topic: str
     value: bytes | None
@@ -102,7 +102,7 @@ class Encoded(NamedTuple):
 
 
 def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, makers: Sequence[Any]) -> Encoded:
-    """What a user sends, with the headers of whoever adds some. Raises `InvalidOption`."""
+    """Encode a message that a user sends, and add the headers of plug-ins. Raise `InvalidOption`."""
     target = as_topic(topic)
     pairs = encode_headers(headers) if headers is not None else ()
     data = target.encode_value(value, Headers(pairs))
@@ -113,7 +113,7 @@ def encode_message(topic: str | Topic, value: Any, key: Any, headers: Any, maker
 
 
 def as_topic(topic: str | Topic) -> Topic:
-    """A `Topic` for what a user may give as one."""
+    """Return a topic that a user gave by name, or as a `Topic`."""
     if isinstance(topic, Topic):
         return topic
     if isinstance(topic, str):

@@ -1,4 +1,4 @@
-"""One transaction: its states, its guards, and what happens at the end of its block."""
+"""One transaction: sends, acknowledgements, and the end of its block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from txnbridge.errors import (
 _log = logging.getLogger("txnbridge")
 
 
-# Module constants because `send` runs millions of times and an enum's attribute is slow to look up.
+# Module constants, because `send` runs millions of times and an enum's attribute is slow to look up.
 _OPEN = State.OPEN
 _OUTCOMES = {
     State.COMMITTED: Outcome.COMMITTED,
@@ -50,12 +50,13 @@ _OUTCOMES = {
     State.UNKNOWN: Outcome.UNKNOWN,
 }
 _UNFINISHED = {State.OPEN, State.FAILED}
-# How often a partition that leaves looks whether a running call on its transaction has ended; most take microseconds.
+# How often a partition that leaves looks whether a running call on its transaction has ended; most calls take
+# microseconds.
 _TURN_SECONDS = 0.001
 
 
 class Transaction(ConnectionUser):
-    """Sends and acknowledgements that become visible together or not at all.
+    """Sends and acknowledgements that take effect together or not at all.
 
     As a block it commits at its end (or prepares, with `prepare=True`) and aborts on an exception; `raise Abort` leaves
     it quietly. `commit()` and `abort()` inside the block are final. One thread uses it at a time.
@@ -96,21 +97,21 @@ class Transaction(ConnectionUser):
         self._cause: BaseException | None = None  # why it is FAILED
         self._holds: dict[Deliveries, object] = {}  # with their consumers, to keep those alive
         self._shut = False  # aborted because the bridge was closed
-        self._lent = False  # to a handler, which may not commit it
-        self._feeder: int | None = None  # the thread in whose `send_many` somebody else's generator runs
+        self._lent = False  # while a handler of a processor has it, which may not commit it
+        self._feeder: int | None = None  # the thread in whose `send_many` the program's generator runs
         self._fingerprint = fingerprint
         self._write = writer.send
-        # With a listener, a header maker or a fingerprint each message takes the long way round.
+        # A listener, a header maker or a fingerprint needs the slow path for each message.
         self._slow = bool(connection.events) or bool(connection.header_makers) or fingerprint is not None
         # A call on the transaction takes the only entry and puts it back. A lock does the same and costs twice as
         # much, which is a sixth of sending a small message.
         self._turn = [None if self._slow else writer.quick]
 
-    # --- what can be read at any time -----------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
-        """Unique for ever; in events, logs and the doctor's lists."""
+        """The transaction's id, unique for ever. Events, logs and the doctor's lists name it."""
         return self._begin.transaction
 
     @property
@@ -119,12 +120,12 @@ class Transaction(ConnectionUser):
 
     @property
     def outcome(self) -> Outcome | None:
-        """What happened; None until it has ended."""
+        """The outcome; None until it has ended."""
         return _OUTCOMES.get(self._state)
 
     @property
     def deadline(self) -> float:
-        """Seconds left until it must have ended."""
+        """The seconds until its deadline."""
         return self._begin.deadline.left()
 
     @property
@@ -147,10 +148,10 @@ class Transaction(ConnectionUser):
         partition: int | None = None,
         timestamp: int | None = None,
     ) -> None:
-        """Add one message. It blocks while the broker is slow, never beyond the transaction's deadline.
+        """Add one message. It waits while the broker is slow, never beyond the transaction's deadline.
 
-        Raises `NotFound` and `InvalidOption` for a message that cannot be sent (the transaction stays usable), and
-        what the broker says otherwise (then only abort is left).
+        Raise `NotFound` and `InvalidOption` for a message that cannot be sent: the transaction stays usable. After any
+        other error only abort is left.
         """
         turn = self._turn
         try:
@@ -214,11 +215,12 @@ class Transaction(ConnectionUser):
             self._fingerprint = (self._fingerprint + _hash(key_data, data)) & 0xFFFF_FFFF_FFFF_FFFF
 
     def send_many(self, topic: str | Topic, items: Iterable[Any]) -> None:
-        """Add many messages to one topic: values, (value, key) or (value, key, headers), as they come.
+        """Add many messages to one topic: values, (value, key) or (value, key, headers).
 
-        The fast way for bulk. The items may be generated: they are taken as the broker takes them.
+        This is the fast way for many messages. A generator is read only as fast as the broker takes its items.
 
-        Raises what `send` raises, naming the item. Then only abort is left, because those before it are taken already.
+        Raise as `send` does, with the number of the item. Then only abort is left, because the items before it were
+        taken already.
         """
         quick = self._enter("send_many")
         try:
@@ -259,13 +261,13 @@ class Transaction(ConnectionUser):
     def ack(self, messages: Message | Iterable[Message]) -> None:
         """Acknowledge a message, or all of a batch, with this transaction.
 
-        Raises `InvalidState` for one that was not delivered to a consumer of this bridge, twice, or out of order on a
-        broker that only knows positions; `Conflict` if its assignment has ended.
+        Raise `InvalidState` for a message that was not delivered to a consumer of this bridge, that was acknowledged
+        already, or that is out of order on a broker that only knows positions; `Conflict` if its assignment has ended.
         """
         self._acknowledge(as_messages("ack", messages), up_to=False)
 
     def ack_up_to(self, message: Message) -> None:
-        """Acknowledge everything of its partition that was delivered up to and with this message."""
+        """Acknowledge all delivered messages of a partition up to and with this message."""
         if not isinstance(message, Message):
             raise InvalidOption("ack_up_to takes one message that was read")
         self._acknowledge((message,), up_to=True)
@@ -292,9 +294,9 @@ class Transaction(ConnectionUser):
     # --- ending ---------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Commit now. It returns only after the broker has said "committed".
+        """Commit now; return only after the broker has said "committed".
 
-        Raises `TransactionAborted` (or a subclass), `Fenced`, or `OutcomeUnknown` with the token to ask with.
+        Raise `TransactionAborted` (or a subclass), `Fenced`, or `OutcomeUnknown` with the token by which to ask later.
         """
         quick = self._enter("commit")
         try:
@@ -305,7 +307,7 @@ class Transaction(ConnectionUser):
                     f"the handler ended transaction {self.id} itself: it does not commit, its processor does, with the"
                     " acknowledgement; raise txnbridge.Abort to have the messages again"
                 )
-                self._fail(refused)  # whatever the handler makes of it
+                self._fail(refused)  # also if the handler catches the error
                 raise refused
             if self._state is not State.OPEN:
                 raise self._refusal("commit")
@@ -314,7 +316,7 @@ class Transaction(ConnectionUser):
             self._turn.append(quick)
 
     def abort(self) -> None:
-        """Abort now. On a failed transaction this is the only call left. Aborting twice changes nothing."""
+        """Abort now. A failed transaction allows only this call. Aborting twice changes nothing."""
         quick = self._enter("abort")
         try:
             if self._state is State.ABORTED:
@@ -352,12 +354,12 @@ class Transaction(ConnectionUser):
         try:
             self._finish()
         except BaseException as error:
-            if self._state in _UNFINISHED:  # the broker was not asked, and nobody but this block would end it
+            if self._state in _UNFINISHED:  # the broker was not asked, so this block has to end the transaction
                 self._abort_after(error, quiet=False)
             raise
 
     def _finish(self) -> None:
-        """The end of a block without an exception."""
+        """End a block without an exception."""
         if self._state is State.FAILED:
             cause = self._cause
             self._end_by_asking(self._abort)
@@ -369,7 +371,7 @@ class Transaction(ConnectionUser):
         self._end_by_asking(self._do_prepare if self._prepare else self._commit)
 
     def _abort_after(self, error: BaseException, quiet: bool) -> None:
-        """Abort because of an exception in the block, which a failing abort may not hide."""
+        """Abort because of an exception in the block; a failing abort does not hide that exception."""
         try:
             self._end_by_asking(self._abort)
         except Exception as failure:
@@ -378,12 +380,12 @@ class Transaction(ConnectionUser):
             _log.warning("transaction %s: abort failed after %s: %s", self.id, type(error).__name__, failure)
 
     def _end_by_asking(self, ask: Callable[[], None]) -> None:
-        """Ask the broker; and see that the transaction has ended, too, where a signal handler's exception came."""
+        """Ask the broker, and end the transaction also if an exception from a signal handler interrupts that."""
         try:
             ask()
         except BaseException:
             if self._state in (State.COMMITTING, State.ABORTING):
-                self._end_unknown()  # interrupted, or a bug: the request may be out
+                self._end_unknown()  # an interrupt, or a bug: the request may have been sent
             elif self._state not in _UNFINISHED:
                 self._end(self._state)
             raise
@@ -400,7 +402,7 @@ class Transaction(ConnectionUser):
         except OutcomeUnknown as error:
             self._settle(error)
         except TxnBridgeError as error:
-            # Nothing was decided by this call, so only abort is left: the block's end or the caller does it.
+            # This call decided nothing, so only abort is left: the block's end or the caller aborts.
             self._state = State.OPEN
             self._taken.open = True
             self._fail(error)
@@ -409,7 +411,7 @@ class Transaction(ConnectionUser):
             self._end(State.COMMITTED)
 
     def _settle(self, error: OutcomeUnknown) -> None:
-        """No answer came: ask the broker in the time that is left, if any is, before anybody is told "unknown"."""
+        """Ask the broker for the outcome in the remaining time, before the program gets `OutcomeUnknown`."""
         self._end_unknown()
         if error.permanent:
             error.token = str(self._token)
@@ -434,7 +436,7 @@ class Transaction(ConnectionUser):
             with self._events.step("abort", self.id):
                 self._writer.abort(self._begin.deadline)
         except (TransactionAborted, Fenced):
-            pass  # it did not happen, which is what was asked for
+            pass  # the transaction did not happen, as wanted
         self._end(State.ABORTED)
 
     def _do_prepare(self) -> None:
@@ -459,7 +461,7 @@ class Transaction(ConnectionUser):
         self._end(State.UNKNOWN)
 
     def _end(self, state: State) -> None:
-        """Give back what it holds. Safe to repeat: it may be interrupted at any point."""
+        """Give back the writer and the held messages. Safe to repeat: it may be interrupted at any point."""
         self._state = state
         self._taken.give_back(sound=state is not State.UNKNOWN)
         for deliveries in self._holds:
@@ -470,7 +472,7 @@ class Transaction(ConnectionUser):
     # --- guards ---------------------------------------------------------------------------------------------------
 
     def _enter(self, call: str) -> Any:
-        """One call at a time: it takes the turn, and puts it back itself at its end."""
+        """Take the turn for a call, which puts it back at its end: one call at a time."""
         try:
             return self._turn.pop()
         except IndexError:
@@ -492,7 +494,7 @@ class Transaction(ConnectionUser):
         return InvalidState(text)
 
     def _why_failed(self) -> str:
-        """Only our own errors' text: others may quote a message."""
+        """Return the cause of the failure, with the text only of our own errors: others may quote a message."""
         kind = type(self._cause).__name__
         return f"{kind}: {self._cause}" if isinstance(self._cause, TxnBridgeError) else kind
 
@@ -502,9 +504,9 @@ class Transaction(ConnectionUser):
             self._cause = error
 
     def _fail_from_outside(self, error: Conflict, patience: float) -> None:
-        """A partition whose acknowledgements it holds is leaving: wait for a running call, then allow only abort.
+        """Allow only abort, because a partition with held messages is leaving; first wait for a running call.
 
-        A call that waits on this very thread, because its items come from a generator that polls, would wait for ever.
+        It does not wait for a call on this very thread, which would wait for ever: a `send_many` whose generator polls.
         """
         if self._feeder == threading.get_ident():
             self._fail(error)
@@ -524,7 +526,7 @@ class Transaction(ConnectionUser):
             time.sleep(_TURN_SECONDS)
 
     def _end_from_outside(self, deadline: Deadline) -> bool:
-        """The bridge is closed: abort, unless it has ended or a call on it runs; whether it was aborted."""
+        """Abort, because the bridge is closed, unless a call runs; return whether the transaction was aborted."""
         try:
             quick = self._enter("close")
         except InvalidState:
@@ -540,16 +542,16 @@ class Transaction(ConnectionUser):
             self._turn.append(quick)
 
     def _end_by(self, at: float) -> None:
-        """Its deadline is this point in time, if that is earlier; a call that waits takes notice."""
+        """Move the deadline to this point in time, if that is earlier; waiting calls notice it."""
         self._begin.deadline.shorten(at)
 
     def _refuse_calls(self) -> None:
-        """In the child of a fork every call on it is refused, at no cost to `send`."""
+        """Refuse every call, in the child of a fork; this costs `send` nothing."""
         self._turn.clear()
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) in _UNFINISHED and not self._connection.forked:
-            # Not aborted here: garbage is collected at any time, also while locks are held. Its writer is left behind.
+            # `Writers` aborts it later: garbage is collected at any time, also while locks are held.
             warnings.warn(
                 f"transaction {self.id} was left unfinished; it will be aborted",
                 ResourceWarning,
@@ -564,7 +566,7 @@ def _encode_item(topic: Topic, item: Any) -> Any:
 
 
 def _hash(key: bytes | None, value: bytes | None) -> int:
-    """One message's part of the fingerprint: the sum of these does not depend on the order."""
+    """Return a message's part of the fingerprint; the sum of the parts does not depend on the order."""
     import xxhash
 
     seed = 0 if key is None else xxhash.xxh3_64_intdigest(key) | 1

@@ -1,4 +1,4 @@
-"""URLs and options: only the URL names the broker, and nothing is taken that nobody knows."""
+"""Broker URLs and options. Only the URL names the broker; unknown options are refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge._plugins import plugins
 from txnbridge.errors import BackendMissing, InvalidOption
 from txnbridge.spi import Backend, Option, Url
 
-# What to install for a scheme whose backend is not there.
+# The extra to install for a scheme without a backend.
 _EXTRAS = {"kafka": "kafka", "pulsar": "pulsar", "pulsar+ssl": "pulsar", "rocketmq": "rocketmq"}
 
 
 def parse_url(text: object) -> tuple[Url, dict[str, str]]:
-    """Take a URL apart: the address, and its query as options. Raises `InvalidOption`."""
+    """Split a URL into the address, and its query as options. Raise `InvalidOption`."""
     if not isinstance(text, str) or ":" not in text:
         raise InvalidOption(f"a broker's URL looks like kafka://host:9092 or embedded:orders.db, not {_shown(text)}")
     scheme, _, rest = text.partition(":")
@@ -114,9 +114,9 @@ def _failures() -> str:
 def resolve_options(
     declared: Mapping[str, Option], given: Mapping[str, Any], backend: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Typed options with their defaults, and apart from them the client's own (names with a dot).
+    """Return the typed options with their defaults, and the client's own options (names with a dot).
 
-    Raises `InvalidOption` naming an unknown option and the nearest known one, or a value of the wrong kind.
+    Raise `InvalidOption` naming an unknown option and the nearest known one, or a value of the wrong kind.
     """
     ours = {name: option.default for name, option in declared.items()}
     clients: dict[str, Any] = {}
@@ -138,14 +138,14 @@ def unknown_option(name: str, known: Iterable[str], whose: str) -> InvalidOption
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """What was probably meant; None if nothing is near."""
+    """Return the known name that was probably meant; None if none is similar."""
     import difflib  # here, because only a mistake needs it
 
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def indirect(name: str, value: Any) -> Any:
-    """`env:NAME` and `file:/path` stand for what is there, so that secrets stay out of URLs and code."""
+    """Replace `env:NAME` and `file:/path` by their contents, so that secrets stay out of URLs and code."""
     if not isinstance(value, str):
         return value
     if value.startswith("env:"):
@@ -160,7 +160,7 @@ def indirect(name: str, value: Any) -> Any:
             return Path(value[5:]).read_text("utf-8").rstrip("\n")
         except OSError as error:
             raise InvalidOption(f"option {name!r} is to come from the file {value[5:]}: {error.strerror}") from error
-        except ValueError:  # whose text would quote the secret
+        except ValueError:  # its text would quote the secret
             raise InvalidOption(f"option {name!r} is to come from a file, which holds no UTF-8 text") from None
     return value
 

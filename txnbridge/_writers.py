@@ -1,4 +1,4 @@
-"""The writers of a bridge: so many transactions can be open at once, each with one of its own."""
+"""The writers of a bridge. Each open transaction has one, so their number bounds the open transactions."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from txnbridge.spi import Begin, Ledger, Writer
 
 _log = logging.getLogger("txnbridge")
 
-# How long a thread may take one transaction after the other while others wait for a writer: much longer than it takes
-# to wake one of those. A transaction that takes longer, as on a broker over the network, is the only one of its turn.
+# The time for which a thread may run one transaction after the other while others wait for a writer: much longer than
+# it takes to wake a thread. A transaction that takes longer, as on a broker over the network, is alone in its turn.
 _KEEP_SECONDS = 0.02
-# How often who waits for a writer looks whether one was left behind, or the bridge is closed.
+# How often a thread that waits for a writer looks whether a transaction was dropped, or the bridge is closed.
 _TURN_SECONDS = 0.1
 
 
 class Writers:
-    """A transaction takes one and gives it back, or leaves it behind; on any thread."""
+    """Gives a writer to each transaction, on any thread, and takes it back."""
 
     def __init__(self, connection: Connection, size: int, ledger: Callable[[], Ledger]) -> None:
         self._connection = connection
         self._size = size
-        self._ledger = ledger  # what the bridge's id keeps in the decision log
+        self._ledger = ledger  # returns the ledger of the bridge's id
         self._turns = FairSemaphore(size, _KEEP_SECONDS)  # a place for each transaction
         self._opening = threading.Lock()
         self._guard = threading.RLock()  # a signal handler may come here, too
         self._idle: list[Writer] | None = None  # None: not opened yet, or closed
-        self._doubtful: set[Writer] = set()  # to be reopened before they are used again
-        self._abandoned: deque[TakenWriter] = deque()  # those that nobody has any more
-        self.commit: Callable[[Writer, Deadline], None] = _commit  # the testing kit loses answers here
+        self._doubtful: set[Writer] = set()  # must be reopened before they are used again
+        self._abandoned: deque[TakenWriter] = deque()  # of transactions that were dropped unfinished
+        self.commit: Callable[[Writer, Deadline], None] = _commit  # replaced by the testing kit, which loses answers
 
     @property
     def busy(self) -> int:
-        """How many are taken."""
+        """The number of writers in use."""
         return self._turns.busy
 
     def open(self, deadline: Deadline) -> None:
-        """Open all of them: opening an id is one act. Without an id of its own that waits until one is needed."""
+        """Open all writers, because opening an id is one act; without an id, at the first transaction."""
         connection = self._connection
         if not self._opening.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(f"another thread opened the writers for longer than {deadline.seconds:g} s")
@@ -57,7 +57,7 @@ class Writers:
             self._opening.release()
 
     def take(self, begin: Begin) -> TakenWriter:
-        """One that is free, or gets free within the transaction's deadline. A prepared transaction gets a new one."""
+        """Return a writer that is free within the transaction's deadline. A prepared transaction gets a new one."""
         taken = TakenWriter(self, begin, self._turns.place())
         try:
             self._wait_for_place(taken.place, begin.deadline)
@@ -80,7 +80,7 @@ class Writers:
             if not self._idle:
                 raise connection.refusal()
             taken.writer = self._idle[-1]
-            self._idle.pop()  # right behind: an exception from a signal handler cannot come between
+            self._idle.pop()  # right behind, so that no exception from a signal handler comes between
         if taken.writer in self._doubtful:
             with connection.events.step("writer.open", reopen=True):
                 taken.writer.reopen(begin.deadline)
@@ -89,7 +89,7 @@ class Writers:
     def _wait_for_place(self, place: Place, deadline: Deadline) -> None:
         while True:
             self.clear_abandoned()
-            # In short turns, because a transaction that is left unfinished meanwhile tells nobody, nor does `close`.
+            # Wait in short turns: neither a transaction that is dropped meanwhile nor `close` wakes this thread.
             entered = place.enter(Deadline(min(deadline.left(), _TURN_SECONDS)))
             self._connection.check_open()
             if entered:
@@ -101,7 +101,7 @@ class Writers:
                 )
 
     def _give_back(self, taken: TakenWriter, sound: bool) -> None:
-        """The writer is free again, if one was found, and then its place is."""
+        """Free the writer, if there is one, and then its place."""
         writer = taken.writer
         if writer is not None:
             with self._guard:
@@ -109,21 +109,21 @@ class Writers:
                 if idle is not None:
                     if not sound:
                         self._doubtful.add(writer)
-                    taken.writer = None  # right before: an exception from a signal handler cannot come between
+                    taken.writer = None  # right before, so that no exception from a signal handler comes between
                     idle.append(writer)
-            if idle is None:  # it was made for this transaction alone, or the bridge is closed
+            if idle is None:  # the writer was made for this transaction alone, or the bridge is closed
                 close_logging_errors(writer.close)
                 taken.writer = None
         taken.place.leave()
 
     def _leave_behind(self, taken: TakenWriter) -> None:
-        """Nobody has it any more. (Called by the garbage collector: no lock is taken here.)"""
+        """Keep the writer of a dropped transaction. (The garbage collector calls this, so it takes no lock.)"""
         left = TakenWriter(self, taken.begin, taken.place)
         left.writer, left.open = taken.writer, taken.open
         self._abandoned.append(left)
 
     def clear_abandoned(self, deadline: Deadline | None = None) -> None:
-        """Abort what was left unfinished; done here and not by the garbage collector, which may hold any lock."""
+        """Abort transactions that were dropped unfinished. The garbage collector cannot: it may hold any lock."""
         connection = self._connection
         while True:
             try:
@@ -143,7 +143,7 @@ class Writers:
                 taken.give_back(sound)
 
     def close(self) -> None:
-        """Those that are free; one that is given back later is closed then."""
+        """Close the free writers; one that is given back later is closed then."""
         with self._guard:
             idle, self._idle = self._idle or [], None
         for writer in idle:
@@ -151,9 +151,9 @@ class Writers:
 
 
 class TakenWriter:
-    """A place among the writers, and the writer that a transaction has there.
+    """A transaction's place among the writers, and its writer.
 
-    Where an exception from a signal handler keeps it from being given back, it is left behind when the object goes.
+    If an exception from a signal handler keeps it from being given back, `__del__` does so.
     """
 
     __slots__ = ("_writers", "begin", "open", "place", "writer")
@@ -163,7 +163,7 @@ class TakenWriter:
         self.begin = begin
         self.place = place
         self.writer: Writer | None = None
-        self.open = False  # its transaction has begun, and is not known to have ended
+        self.open = False  # the transaction has begun, and is not known to have ended
 
     def start(self) -> None:
         """Begin the transaction."""

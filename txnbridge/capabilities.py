@@ -1,6 +1,6 @@
-"""What a broker promises, declared once, as data.
+"""Capabilities: the promises of a broker, declared once, as data.
 
-The same declaration makes the error a user sees, the skips of the conformance suite, the table in the docs and
+The same declaration gives the errors that users see, the skips of the conformance suite, the table in the docs and
 `txnbridge capabilities`.
 """
 
@@ -74,7 +74,7 @@ class Capability(Enum):
 
 
 class Level(Enum):
-    """How a capability is kept."""
+    """The ways to keep a capability."""
 
     NATIVE = "native"
     EMULATED = "emulated"
@@ -83,7 +83,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Support:
-    """How one backend keeps one capability: natively, emulated (`note` says how) or not (`note` says why)."""
+    """A backend's declaration of a capability: native, emulated (`note` says how) or absent (`note` says why)."""
 
     level: Level
     note: str = ""
@@ -97,19 +97,19 @@ NATIVE = Support(Level.NATIVE)
 
 
 def emulated(how: str, link: str | None = None) -> Support:
-    """The promise is kept by our own means; `how` is one sentence."""
+    """Declare a promise that is kept by our own means; `how` is one sentence."""
     return Support(Level.EMULATED, how, link)
 
 
 def absent(why: str, link: str | None = None) -> Support:
-    """The promise is not kept; `why` is one sentence that a user reads when it is refused."""
+    """Declare a promise that is not kept; `why` is one sentence for the error that a user gets."""
     return Support(Level.ABSENT, why, link)
 
 
 class Capabilities(Mapping[Capability, Support]):
     """A complete declaration: one `Support` for every `Capability`.
 
-    Raises `ValueError` if one is missing, so that a new capability cannot be forgotten by a backend.
+    Raise `ValueError` if an entry is missing, so that no backend forgets a new capability.
     """
 
     def __init__(self, broker: str, supports: Mapping[Capability, Support]) -> None:
@@ -136,16 +136,16 @@ class Capabilities(Mapping[Capability, Support]):
             raise NotSupported(f"{self.broker} has no {capability.value}: {support.note}{see}")
 
     def but(self, changes: Mapping[Capability, Support]) -> Capabilities:
-        """The same declaration with some entries replaced: what a cluster's settings or rights take away."""
+        """Return the declaration with some entries replaced, for a cluster whose settings or rights take some away."""
         return Capabilities(self.broker, {**self._supports, **changes})
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The broker's bounds; None where there is none."""
+    """The broker's limits; None means no limit."""
 
     message_bytes: int | None = None
     transaction_messages: int | None = None
     transaction_bytes: int | None = None
     prepared_seconds: float | None = None
-    prepared_transactions: int | None = None  # of one transactional id that wait for their end at once
+    prepared_transactions: int | None = None  # of one transactional id at a time

@@ -1,7 +1,7 @@
-"""Codecs: how an application's objects become bytes and come back.
+"""Codecs: they turn an application's objects into bytes and back.
 
-A codec is anything with `encode(obj, context) -> bytes` and `decode(data, context) -> obj`. What `decode` raises makes
-the message poison: it can be set aside, never skipped. A tombstone (None) passes every codec untouched.
+A codec is anything with `encode(obj, context) -> bytes` and `decode(data, context) -> obj`. An exception of `decode`
+makes the message poison: it can be set aside, never skipped. A tombstone (None) passes every codec untouched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CodecContext:
-    """What a codec may want to know: the topic, whether it handles the key or the value, and the headers."""
+    """Tells a codec the topic, whether it handles the key or the value, and the headers."""
 
     topic: builtins.str
     field: Literal["key", "value"]
@@ -29,7 +29,7 @@ class CodecContext:
 
 
 class Codec(Protocol):
-    """What `Topic` takes as a codec."""
+    """The interface of codecs."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes: ...
 
@@ -37,7 +37,7 @@ class Codec(Protocol):
 
 
 class _Bytes:
-    """Bytes as they are."""
+    """Passes bytes through."""
 
     def encode(self, obj: Any, context: CodecContext) -> builtins.bytes:
         if not isinstance(obj, builtins.bytes | bytearray | memoryview):

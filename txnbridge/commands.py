@@ -1,4 +1,4 @@
-"""For plug-ins that bring commands (the hook `txnbridge_commands`): the two options that every command has.
+"""The two options that every command has, for plug-ins that bring commands (the hook `txnbridge_commands`).
 
 @click.command("greet")
 @json_and_debug
@@ -30,7 +30,7 @@ def json_and_debug(function: _Function) -> _Function:
 
 
 def asked_for(ctx: click.Context, option: Literal["json", "debug"]) -> bool:
-    """Whether the command that runs was called with that option, for whoever reports its errors."""
+    """Return whether the running command was called with an option; error reports need to know."""
     return bool(ctx.meta.get(f"txnbridge.{option}"))
 
 
@@ -46,7 +46,7 @@ def _start_debugging(ctx: click.Context, option: click.Parameter, value: bool) -
 
 
 class _ShowEvents:
-    """The plug-in behind --debug: every step of every transaction into the log, which holds no bodies or keys."""
+    """The plug-in behind --debug: it logs every step of every transaction, without bodies or keys."""
 
     def __init__(self) -> None:
         self._logger = EventLogger()
@@ -56,7 +56,7 @@ class _ShowEvents:
         self._logger(event)
 
 
-# Both are eager, so that they hold when another option is found wrong.
+# Both are eager, so that they count also when another option is found wrong.
 _JSON = click.option(
     "--json", "as_json", is_flag=True, is_eager=True, callback=_remember, help="JSON on stdout, for machines."
 )

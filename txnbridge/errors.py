@@ -1,4 +1,4 @@
-"""What can go wrong, as a short tree.
+"""The errors, as a short tree.
 
 The class alone says what to do next: `UsageError` (the call is wrong), `TransactionAborted` (run it again), `Fenced`
 (someone took over: stop), `OutcomeUnknown` (ask later, with the token), `BrokerUnavailable` (the broker did not answer
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class _CauseText(Exception):
-    """Stands in for a broker's own error that came out of a pickle: its class and message as text."""
+    """Replaces a broker's own error in a pickle: its class and message as text."""
 
 
 def _rebuild(cls: type[Exception], args: tuple[Any, ...], state: Mapping[str, Any], cause: str | None) -> Exception:
@@ -62,7 +62,7 @@ class _Picklable(Exception):
 class TxnBridgeError(_Picklable):
     """The root of every error that txnbridge raises by itself.
 
-    `token` is the transaction's token as text where there is one: by it anyone can find out later what happened.
+    `token` is the transaction's token as text, if there is one: by it any process can find the outcome later.
     """
 
     def __init__(self, message: str = "", *, token: str | None = None) -> None:
@@ -113,7 +113,7 @@ class TransactionTimedOut(TransactionAborted):
 
 
 class Conflict(TransactionAborted):
-    """Somebody else acknowledged the same messages, or they were delivered under an assignment that has ended."""
+    """Another transaction acknowledged the same messages, or they were delivered under an assignment that has ended."""
 
 
 class DeliveryFailed(TransactionAborted):
@@ -126,7 +126,7 @@ class DeliveryFailed(TransactionAborted):
 class Fenced(TxnBridgeError):
     """A newer owner of the same transactional id exists; this one must stop.
 
-    `newer` names the newer owner's host and process where the broker tells it.
+    `newer` names the newer owner's host and process, if the broker tells them.
     """
 
     def __init__(self, message: str = "", *, token: str | None = None, newer: str | None = None) -> None:
@@ -138,13 +138,13 @@ class Fenced(TxnBridgeError):
 
 
 class OutcomeUnknown(TxnBridgeError):
-    """The broker was asked to commit or abort and no answer came; `token` is what to ask with later."""
+    """The broker was asked to commit or abort and did not answer; with `token` a program asks later."""
 
     permanent = False
 
 
 class EvidenceLost(OutcomeUnknown):
-    """What would tell the outcome is gone; asking later will not help."""
+    """The evidence of the outcome is gone; asking later will not help."""
 
     permanent = True
 
@@ -153,11 +153,11 @@ class EvidenceLost(OutcomeUnknown):
 
 
 class BrokerUnavailable(TxnBridgeError):
-    """The broker could not be reached or could not do what was asked; nothing was decided by this call."""
+    """The broker could not be reached or could not do what it was asked; this call decided nothing."""
 
 
 class DeadlineExceeded(BrokerUnavailable):
-    """The call's deadline passed first; nothing was decided by this call."""
+    """The call's deadline passed first; this call decided nothing."""
 
 
 class StorageFailed(BrokerUnavailable):
@@ -180,9 +180,9 @@ class Abort(Exception):
 
 
 class Poison(_Picklable):
-    """This message can never be processed: a handler raises it, and so does a value that its codec cannot decode.
+    """This message can never be processed: raised by handlers, and for a value that its codec cannot decode.
 
-    `message` is the message itself (undecoded where decoding failed), so that it can be acknowledged and set aside.
+    `message` is the message itself (undecoded if decoding failed), so that it can be acknowledged and set aside.
     """
 
     def __init__(self, reason: str = "", *, message: Any = None) -> None:

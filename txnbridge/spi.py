@@ -1,16 +1,16 @@
-"""What a backend provides, and what the core does for it.
+"""The contract between the core and a backend.
 
 A backend imports this module and `txnbridge.errors`, nothing else of ours. The core keeps, once for all backends:
 states, guards, deadlines, retries, error wrapping, events, tokens, codecs, and which delivered message may be
 acknowledged. A backend talks to its broker.
 
 Rules for every method
-- It ends by its deadline, with `DeadlineExceeded` if the broker did not answer; a call that may or may not have taken
-  effect raises `OutcomeUnknown` only where its docstring says so.
-- It raises errors of `txnbridge.errors`, the client's own error as `__cause__`. Anything else counts as a bug.
+- It ends by its deadline, and raises `DeadlineExceeded` if the broker did not answer. A call that may or may not have
+  taken effect raises `OutcomeUnknown` only if its docstring says so.
+- It raises errors of `txnbridge.errors`, with the client's own error as `__cause__`. Any other error counts as a bug.
 - A `Writer` and a `Reader` are never called twice at once, but from changing threads. A `Broker`, an `Admin`, a
   `DecisionLog` and a `HalfStore` are called from any thread at any time.
-- After a fork nothing of the parent's is called in the child.
+- In the child of a fork the core calls nothing of the parent process.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _no_ledger(application: str, id: str) -> Ledger:
 
 @dataclass(frozen=True)
 class Context:
-    """What the core tells a backend when it opens a broker."""
+    """The bridge's settings, and the core's services, for a backend that opens a broker."""
 
     bridge: str  # the bridge's name in events
     events: Emitter
@@ -139,7 +139,8 @@ class Context:
     hold: float | None
     create_topics: int | None  # partitions of a missing topic; 0: never create; None: the backend's own default
     client_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # names with a dot: the client's own
-    # The ledger of any id, in the decision log of an application: what an administrator and a group need.
+    # Returns the ledger of any id in the decision log of an application: administrators and groups need other ids'
+    # ones.
     ledger: Callable[[str, str], Ledger] = field(default=_no_ledger, repr=False)
 
 
@@ -166,8 +167,11 @@ class Backend(ABC):
 
 @dataclass(frozen=True)
 class Identity:
-    """Who writes. `name` is the transactional id; `owned` is False for a name that the bridge made up for itself,
-    which nobody else can hold and nothing has to fence. `host` describes this process to those it fences."""
+    """The identity under which a bridge writes. `name` is the transactional id.
+
+    `owned` is False for a name that the bridge made up for itself: no other process can hold it, so nothing has to be
+    fenced. `host` describes this process to the owners that it fences.
+    """
 
     name: str
     owned: bool
@@ -178,7 +182,7 @@ class Identity:
 class Broker(ABC):
     """One open connection to one broker."""
 
-    capabilities: Capabilities  # the backend's, less what this cluster's settings or rights take away
+    capabilities: Capabilities  # the backend's, without those that this cluster's settings or rights take away
     limits: Limits
     cluster: str  # the cluster's id, stable and unique
 
@@ -186,37 +190,38 @@ class Broker(ABC):
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         """Open an id and all its writers as one act.
 
-        Fences every older owner, ends its plain and unprepared transactions, leaves prepared ones alone.
+        Fence every older owner, end its plain and unprepared transactions, and leave prepared ones alone.
         """
 
     @abstractmethod
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
-        """A writer for one transaction that will be prepared. Raises `Fenced` if a newer owner exists."""
+        """Return a writer for one transaction that will be prepared. Raise `Fenced` if a newer owner exists."""
 
     @abstractmethod
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        """Sends without a transaction; with a name where `resume-sequence` is kept."""
+        """Return a publisher; it gets a name only if `resume-sequence` is kept."""
 
     @abstractmethod
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        """Start reading committed messages. Raises `NotFound` for a missing topic that may not be created."""
+        """Start reading committed messages. Raise `NotFound` for a missing topic that may not be created."""
 
     @abstractmethod
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        """Commit a prepared transaction from anywhere; the true outcome, also when it is not the one asked for.
+        """Commit a prepared transaction of any process; return the true outcome, also if it is not the wanted one.
 
-        Safe to repeat. Raises `OutcomeUnknown` if it was asked and not answered, `EvidenceLost` if nobody can tell.
+        Safe to repeat. Raise `OutcomeUnknown` if the broker was asked and did not answer, `EvidenceLost` if the outcome
+        can never be known.
         """
 
     @abstractmethod
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        """As `commit`, with the other decision."""
+        """Abort a prepared transaction of any process; the rules of `commit`."""
 
     @abstractmethod
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        """What became of a token, prepared or not.
+        """Return what became of a token's transaction, prepared or not. Decides nothing.
 
-        It decides nothing. Before ABORTED is said because a deadline has passed, that is recorded: clocks are set back.
+        Before it returns ABORTED because a deadline has passed, it records that: clocks may be set back.
         """
 
     @property
@@ -225,15 +230,15 @@ class Broker(ABC):
 
     @abstractmethod
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        """The log of this name, created at first need. Two processes may create it at once: it is one log."""
+        """Return the log of this name, created at first need. Two processes that create it at once get one log."""
 
     def half_store(self) -> HalfStore | None:
-        """Half messages of the broker's own; None where it has none."""
+        """Return the store of the broker's own half messages; None if it has none."""
         return None
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Let go of everything. Never aborts what is prepared. Safe to repeat."""
+        """Close all connections. Never aborts a prepared transaction. Safe to repeat."""
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -241,31 +246,31 @@ class Broker(ABC):
 
 @dataclass(frozen=True)
 class Begin:
-    """One transaction as its writer is told of it."""
+    """One transaction, as its writer begins it."""
 
     transaction: str  # unique for ever
     deadline: Deadline
     prepare: bool
-    hold: float | None  # seconds that a prepared one may live after its deadline; None: as long as the broker allows
+    hold: float | None  # seconds for which it may stay prepared after its deadline; None: as long as the broker allows
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a token needs of the backend: how to end the transaction or ask about it, as JSON values."""
+    """The backend's part of a token, as JSON values: it ends the transaction by this, or finds its outcome."""
 
     how: Mapping[str, Any]
     messages: int
     expires_at: int | None = None
-    log: Mapping[str, Any] | None = None  # what the ledger's `begin` said, where the ledger keeps the evidence
+    log: Mapping[str, Any] | None = None  # from `Ledger.begin`, if the ledger keeps the evidence
 
 
 class Writer(ABC):
     """One identity at the broker that carries one transaction at a time.
 
-    A writer whose client takes a message by a call that costs little more than ours may offer that call: the core then
-    calls `quick[topic](topic, value, key)` instead of `send` for messages without headers, partition and timestamp, and
-    counts them in `messages`. If it raises one of `not_taken` (among them what is raised for a topic that is not
-    there yet, or is no text), nothing was taken, and `send` with the same message does it or says why.
+    A writer whose client takes a message by one cheap call may offer that call: the core then calls
+    `quick[topic](topic, value, key)` instead of `send` for messages without headers, partition and timestamp, and
+    counts them in `messages`. If it raises an error of `not_taken` (such as a KeyError for a topic that is not there
+    yet), nothing was taken: the core then calls `send` with the same message.
     """
 
     quick: Mapping[Any, Callable[..., object]] | None = None
@@ -274,7 +279,7 @@ class Writer(ABC):
 
     @abstractmethod
     def begin(self, begin: Begin) -> None:
-        """Start a transaction. Local where the broker allows it. Raises `Fenced`."""
+        """Start a transaction, without a request if the broker allows it. Raise `Fenced`."""
 
     @abstractmethod
     def send(
@@ -286,62 +291,63 @@ class Writer(ABC):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        """Take one message. May block for room until the transaction's deadline, never longer.
+        """Take one message. It may wait for room until the transaction's deadline, never longer.
 
-        Raises `NotFound` for a topic or partition that does not exist, `InvalidOption` for a message over the limit:
+        Raise `NotFound` for a topic or partition that does not exist, `InvalidOption` for a message over the limit:
         both leave the transaction as it was.
         """
 
     @abstractmethod
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
-        """Take many messages for one topic; the same rules. What was taken before an error stays taken, and `messages`
-        counts it: the core then names the item, and lets the transaction only abort.
+        """Take many messages for one topic; the rules of `send`.
 
-        An item that is not bytes is what the user gave: `encode_item(item)` makes (value, key, headers) of it.
+        Messages that were taken before an error stay taken, and `messages` counts them: the core names the item that
+        failed, and allows only the abort. An item that is not bytes is as the user gave it: `encode_item(item)` makes
+        (value, key, headers) of it.
         """
 
     @abstractmethod
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         """Acknowledge delivered positions of a reader with this transaction.
 
-        `context` is what the reader's `ack_context()` said when they were delivered. Raises `Conflict` as soon as the
-        broker knows of one; at the latest the commit does.
+        `context` is the result of the reader's `ack_context()` at their delivery. Raise `Conflict` as soon as the
+        broker knows of a conflict; at the latest the commit raises it.
         """
 
     @abstractmethod
     def prepare(self, deadline: Deadline) -> None:
-        """Make the transaction durable and independent of this writer. Raises what `commit` raises."""
+        """Make the transaction durable and independent of this writer. Raise as `commit` does."""
 
     @abstractmethod
     def evidence(self) -> Evidence:
-        """What a token of the current (or just ended) transaction holds; true also after a `reopen`. Never blocks."""
+        """Return the evidence for a token of the current or last transaction, also behind a `reopen`. Never blocks."""
 
     @abstractmethod
     def commit(self, deadline: Deadline) -> None:
         """Return only after the broker has said "committed".
 
-        Raises `TransactionAborted` (or a subclass) or `Fenced` if it certainly did not happen and never will,
-        `BrokerUnavailable` if it was not asked yet (`abort` comes next), or `OutcomeUnknown`.
+        Raise `TransactionAborted` (or a subclass) or `Fenced` if the commit certainly did not happen and never will,
+        `BrokerUnavailable` if the broker was not asked yet (the core calls `abort` next), or `OutcomeUnknown`.
         """
 
     @abstractmethod
     def abort(self, deadline: Deadline) -> None:
-        """Return when the transaction is certainly aborted, by whomever. Raises `OutcomeUnknown` if it cannot tell."""
+        """Return when the transaction is certainly aborted. Raise `OutcomeUnknown` if that cannot be known."""
 
     @abstractmethod
     def reopen(self, deadline: Deadline) -> None:
-        """After an unknown outcome or a doubtful connection: be as good as new, or raise `Fenced`.
+        """Become usable again after an unknown outcome or a doubtful connection, or raise `Fenced`.
 
-        It is no opening of the id: it may not take the id back from a newer owner.
+        This is no new opening of the id: it may not take the id back from a newer owner.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go. A prepared transaction lives on; an open plain one is aborted if that can be done at once."""
+        """Close the writer. A prepared transaction lives on; an open one is aborted if that can be done at once."""
 
 
 class Publisher(ABC):
-    """Sends without a transaction: in order, idempotent, each visible once stored."""
+    """Sends without a transaction: in order, idempotently, each message visible once it is stored."""
 
     @abstractmethod
     def send(
@@ -355,22 +361,23 @@ class Publisher(ABC):
         sequence: int | None,
         deadline: Deadline,
     ) -> None:
-        """Take one message. With a `sequence` not above the last stored one of this name and topic: a silent no-op.
+        """Take one message; ignore it if its `sequence` is not above the last stored one of this name and topic.
 
-        Raises `DeliveryFailed` if an earlier message could not be stored; nothing after it in its partition was either.
+        Raise `DeliveryFailed` if an earlier message could not be stored; nothing behind that one in its partition was
+        stored either.
         """
 
     @abstractmethod
     def flush(self, deadline: Deadline) -> None:
-        """Return when all is stored. Raises `DeliveryFailed`."""
+        """Return when all messages are stored. Raise `DeliveryFailed`."""
 
     @abstractmethod
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
-        """The highest sequence stored under this name on this topic; None if there is none."""
+        """Return the highest sequence stored under this name on this topic; None if there is none."""
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Flush and let go."""
+        """Flush and close the connections."""
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -378,9 +385,9 @@ class Publisher(ABC):
 
 @dataclass(frozen=True)
 class Subscription:
-    """What a reader reads. Without a group it reads every partition and cannot acknowledge.
+    """Describes what a reader reads. Without a group it reads every partition and cannot acknowledge.
 
-    `start` is "earliest", "latest" or a timestamp in milliseconds: where a group begins that has never read.
+    `start` says where a group without positions begins: "earliest", "latest" or a timestamp in milliseconds.
     `sharing` is "partition", "message" or "key".
     """
 
@@ -394,50 +401,50 @@ class ReaderListener(Protocol):
     """The core's side of a reader; called on the thread that polls."""
 
     def assigned(self, partition: Partition) -> object:
-        """A partition came. The result goes as `source` into each of its messages until it leaves."""
+        """Note that a partition was assigned. The result is the `source` of each of its messages until it leaves."""
 
     def revoking(self, partitions: Sequence[Partition]) -> None:
-        """Partitions are about to leave. Returns when no transaction holds their acknowledgements any more."""
+        """Note that partitions are about to leave; return when no transaction holds acknowledgements of them."""
 
     def lost(self, partitions: Sequence[Partition]) -> None:
-        """Partitions have left already; nothing of theirs can be acknowledged any more."""
+        """Note that partitions have left already, so that no message of theirs can be acknowledged any more."""
 
 
 class Reader(ABC):
     """Reads committed messages only, each partition in order."""
 
-    # Whether a call that an exception from a signal handler ended, at whatever point, has lost nothing, and the next
-    # one goes on. Any other reader is closed behind such a call, and opened anew.
+    # True if no message is lost when an exception from a signal handler ends a call, at any point. Any other reader is
+    # closed behind such a call, and opened anew.
     resumes: ClassVar[bool] = False
 
     @abstractmethod
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
-        """Up to `max_messages`, as soon as there is one; an empty list when the deadline passes first.
+        """Return up to `max_messages` as soon as there is one, or an empty list at the deadline.
 
-        Keys and values are bytes or None. Raises `PositionLost` if retention has passed a partition's position.
+        Keys and values are bytes or None. Raise `PositionLost` if retention has passed a partition's position.
         """
 
     @abstractmethod
     def positions(self) -> dict[Partition, Position]:
-        """The next position to read of each assigned partition."""
+        """Return the next position to read of each assigned partition."""
 
     @abstractmethod
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        """Go on from the first committed message at or after each position; what was acknowledged is not read again.
+        """Go on with the first committed message at or after each position; acknowledged messages are not read again.
 
-        Raises `PositionLost` below retention.
+        Raise `PositionLost` below retention.
         """
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        """Go back to what was delivered before and comes again, as after an abort.
+        """Go back to messages that were delivered and have to be delivered again, as after an abort.
 
-        Unlike `seek`, by which a user says where to go on, it leaves a partition lost whose position is lost.
+        A partition whose position is lost stays lost; a `seek`, by which the user chooses a position, ends that.
         """
         self.seek(positions)
 
     @abstractmethod
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        """Every assigned partition: go on from the first message stamped at or after `timestamp`."""
+        """Go on, in every assigned partition, with the first message stamped at or after `timestamp`."""
 
     @abstractmethod
     def pause(self, partitions: Sequence[Partition]) -> None: ...
@@ -451,19 +458,19 @@ class Reader(ABC):
 
     @abstractmethod
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
-        """Messages (or positions, where the broker counts those) between the group and the end of each partition."""
+        """Return the number of messages (or positions, on some brokers) from the group to the end of each partition."""
 
     def group_lag(self, deadline: Deadline) -> int | None:
-        """The sum of that over all partitions, also those of other members; None where it cannot be told."""
+        """Return the sum of the lag over all partitions, also those of other members; None if it cannot be known."""
         return None
 
     @abstractmethod
     def ack_context(self) -> object:
-        """Proof of the current assignment, to go with acknowledgements into a writer."""
+        """Return a proof of the current assignment, for a writer's `ack`."""
 
     @abstractmethod
     def close(self, deadline: Deadline) -> None:
-        """Leave the group at once, so that others take over without waiting."""
+        """Leave the group at once, so that other members take over without waiting."""
 
 
 # --- administration --------------------------------------------------------------------------------------------------
@@ -484,24 +491,24 @@ class TopicInfo:
 class OpenTransaction:
     """One transaction that has not ended, as an administrator sees it.
 
-    `transaction` is what `Admin.end` takes: its own id where the broker knows it, else the broker's name for it.
+    `transaction` is the argument of `Admin.end`: our own id if the broker knows it, else the broker's name for it.
     """
 
     transaction: str
-    state: str  # "open", "prepared", or what the broker calls it while it ends
+    state: str  # "open", "prepared", or the broker's word for one that is ending
     owner: str = ""
     since: int | None = None
     expires_at: int | None = None
     partitions: tuple[Partition, ...] = ()
     groups: tuple[str, ...] = ()
     messages: int | None = None
-    token: Token | None = None  # a prepared one's, where the broker can make it again
-    transactional_id: str = ""  # empty where the broker does not know it
+    token: Token | None = None  # of a prepared transaction, if the broker can make it again
+    transactional_id: str = ""  # empty if the broker does not know it
 
 
 @dataclass(frozen=True)
 class GroupMember:
-    """One member of a group; `until` is when it counts as gone unless it is heard of again, where the broker tells."""
+    """One member of a group. `until`: the time at which it counts as dead without a heartbeat, if the broker tells."""
 
     name: str
     host: str
@@ -511,7 +518,7 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group: who is in it, where it stands, and how far that is from the end, as its readers count it."""
+    """One group: its members, its positions, and its lag, counted as its readers count it."""
 
     name: str
     members: tuple[GroupMember, ...]
@@ -530,7 +537,7 @@ class Advice:
 
 
 class Admin(ABC):
-    """What an administrator does."""
+    """The work of an administrator: topics, groups, open transactions, the doctor."""
 
     @abstractmethod
     def create_topic(
@@ -542,71 +549,71 @@ class Admin(ABC):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """Create a topic; False if it was there already with as many partitions. Raises `InvalidOption`."""
+        """Create a topic; return False if it is there already with as many partitions. Raise `InvalidOption`."""
 
     @abstractmethod
     def topics(self, deadline: Deadline) -> list[TopicInfo]: ...
 
     @abstractmethod
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        """Raises `NotFound`, and `InvalidState` while an undecided transaction holds messages there."""
+        """Delete a topic. Raise `NotFound`, and `InvalidState` while an undecided transaction holds messages there."""
 
     @abstractmethod
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
-        """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions. Raise `NotFound`, and `InvalidOption` for fewer partitions than there are."""
 
     @abstractmethod
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        """What can be read of each partition: the first position that is kept, and where readers come to now.
+        """Return the readable range of each partition: the first position that is kept, and the end of decided ones.
 
-        Everything below the second is decided, so between two positions below it the same messages are read at any
-        time, until retention removes them. A transaction past its deadline holds it back no longer than a reader.
-        Raises `NotFound`.
+        All below the second is decided, so the same messages are read between two positions below it at any time, until
+        retention removes them. A transaction past its deadline holds the second back no longer than it holds readers.
+        Raise `NotFound`.
         """
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        """Return for each topic an id that one made later under the same name does not have.
+        """Return for each topic an id that a later topic of the same name does not have.
 
-        A topic that is missing, or of which the broker tells none, is absent.
+        A missing topic is left out, and so is one whose id the broker does not tell.
         """
         return {}
 
     def groups(self, deadline: Deadline) -> dict[str, int]:
-        """Every group and how many members it has."""
+        """Return every group with its number of members."""
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
-        """One group. Raises `NotFound`."""
+        """Return one group. Raise `NotFound`."""
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
     ) -> dict[Partition, Position]:
-        """Let a group without members go on elsewhere, in some topics or in all that it has read; where that is.
+        """Set the positions of a group without members, in some topics or in all that it has read; return them.
 
-        `to` is "earliest", "latest" or a timestamp in milliseconds. What a member that is taken for dead had read it
-        cannot acknowledge any more. Raises `NotFound` for a group, or a topic that the group has never read, and
+        `to` is "earliest", "latest" or a timestamp in milliseconds. A member that only seemed dead cannot acknowledge
+        what it read before. Raise `NotFound` for an unknown group, or a topic that the group has never read, and
         `InvalidState` while it has members or an undecided transaction holds acknowledgements of it.
         """
         raise NotImplementedError("declare group-admin absent, or provide this")
 
     @abstractmethod
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        """Every open and prepared transaction whose transactional id begins with `owners`."""
+        """Return the open and prepared transactions whose transactional id begins with `owners`."""
 
     @abstractmethod
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """End an open (ABORT only) or prepared transaction; the true outcome. Raises `NotFound`, `InvalidState`."""
+        """End an open (ABORT only) or prepared transaction; return the outcome. Raise `NotFound`, `InvalidState`."""
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Mend what the broker left half done about a transaction, and say what was done."""
+        """Finish what the broker left half done about a transaction; return what was done, as text."""
         from txnbridge.errors import NotSupported
 
         raise NotSupported("this broker leaves nothing half done that would need a repair")
 
     @abstractmethod
     def check(self, deadline: Deadline) -> list[Advice]:
-        """Settings and states that weaken a promise or hold readers back."""
+        """Return the settings and states that weaken a promise or hold readers back."""
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
@@ -615,9 +622,9 @@ class Admin(ABC):
 class DecisionLog(ABC):
     """An ordered, durable log: one total order, plain appends, read without isolation, never compacted by key.
 
-    `origin` is where every new log's first record stands, None if that cannot be known: by it a log that retention has
-    emptied is told from a new one. `keeps` is for how many seconds a record surely stays, None if until it is trimmed.
-    `numbered`: positions are `(number,)`, one more for each record, so that a reader of a long log finds its last ones.
+    `origin` is the position of every new log's first record, None if it differs: it tells a log that retention has
+    emptied from a new one. `keeps` is the number of seconds for which a record surely stays, None if it stays until it
+    is trimmed. `numbered`: positions are `(number,)` and count up by one, so a reader finds a long log's last records.
     """
 
     origin: Position | None = None
@@ -626,26 +633,26 @@ class DecisionLog(ABC):
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Position | None:
-        """The position of the first record that is still there; None if there is none."""
+        """Return the position of the first record that is still there; None if there is none."""
 
     @abstractmethod
     def end(self, deadline: Deadline) -> Position | None:
-        """The position of the last record; None if there is none."""
+        """Return the position of the last record; None if there is none."""
 
     @abstractmethod
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        """Store a record and return its position when it is durable.
+        """Store a record and return its position once it is durable.
 
-        Raises `OutcomeUnknown` if it may or may not be stored; repeating it may store it twice, which is harmless.
+        Raise `OutcomeUnknown` if it may or may not be stored; repeating it may store it twice, which is harmless.
         """
 
     @abstractmethod
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterable[tuple[Position, bytes]]:
-        """Every record from `first` to `last`, both included; None means the log's own begin or end.
+        """Yield the records from `first` to `last`, both included; None means the log's own begin or end.
 
-        Raises `PositionLost`, also on the way, if a record in between is gone.
+        Raise `PositionLost`, also on the way, if a record in between is gone.
         """
 
     @abstractmethod
@@ -653,7 +660,7 @@ class DecisionLog(ABC):
         """Drop the records before a position, or as many of them as the broker can."""
 
     def close(self) -> None:
-        """Let go."""
+        """Close the connections."""
 
 
 @dataclass(frozen=True)
@@ -674,13 +681,13 @@ class Ack:
     partition: Partition
     first: Position
     end: Position
-    # What `Ledger.positions` said when it gave `first` as the group's position: a position in the decision log.
+    # The position in the decision log that `Ledger.positions` returned with `first`.
     read_up_to: Position
 
 
 @dataclass(frozen=True)
 class LedgerClaim:
-    """The claim that counts for a transaction; `opening` is the one under which its owner made it."""
+    """The claim that counts for a transaction. `opening` is the opening under which its owner made it."""
 
     decision: Decision
     data: Mapping[str, Any]
@@ -688,14 +695,14 @@ class LedgerClaim:
 
 
 class Ledger(ABC):
-    """What the core keeps in the decision log for one transactional id, so that a backend needs no log of its own.
+    """The records of one transactional id in the decision log, so that a backend needs no log of its own.
 
-    A backend that has such evidence natively ignores it.
+    A backend whose broker keeps such evidence does not use it.
     """
 
     @abstractmethod
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
-        """Append "this id is opened"; returns the opening's own id. Everything older stops counting."""
+        """Open the id; return the opening's name. Records that older owners append from now on do not count."""
 
     @abstractmethod
     def open_behind(self, before: str | None, data: Mapping[str, Any], deadline: Deadline) -> bool:
@@ -703,30 +710,30 @@ class Ledger(ABC):
 
     @abstractmethod
     def newest_opening(self, deadline: Deadline) -> tuple[str, Mapping[str, Any]] | None:
-        """The newest opening of the id and its data; None if it was never opened."""
+        """Return the name and data of the id's newest opening; None if it was never opened."""
 
     @abstractmethod
     def begin(self, deadline: Deadline) -> Mapping[str, Any]:
-        """Where the evidence about a transaction that begins now begins; its `Evidence.log`.
+        """Return where the evidence about a transaction that begins now begins, for its `Evidence.log`.
 
-        Raises `Fenced` if the id has a newer opening than this process's. Of an id that this process has not opened it
-        may be asked, too: then there is nothing to be fenced from.
+        Raise `Fenced` if the id has a newer opening than this process's. If this process has not opened the id, nothing
+        is fenced.
         """
 
     @abstractmethod
     def record(self, kind: str, transaction: str, data: Mapping[str, Any], deadline: Deadline) -> None:
-        """Append a record about a transaction. Raises `Fenced` if a newer opening stands before it."""
+        """Append a record about a transaction. Raise `Fenced` if a newer opening is in front of it."""
 
     @abstractmethod
     def find(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any] | None = None) -> list[LedgerEntry]:
-        """Every counting record about a transaction, oldest first. Raises `EvidenceLost` if they may be gone.
+        """Return the counting records about a transaction, oldest first. Raise `EvidenceLost` if some may be gone.
 
-        With `log`, its `Evidence.log`, only what is behind that is read, else the whole log.
+        With `log`, the transaction's `Evidence.log`, only records behind that are read, else the whole log.
         """
 
     @abstractmethod
     def entries(self, kind: str, deadline: Deadline) -> list[LedgerEntry]:
-        """Every counting record of one kind, oldest first, that a living transaction can still need."""
+        """Return the counting records of one kind that a living transaction can still need, oldest first."""
 
     @abstractmethod
     def claim(
@@ -739,41 +746,42 @@ class Ledger(ABC):
         log: Mapping[str, Any],
         acks: Sequence[Ack] = (),
     ) -> LedgerClaim:
-        """Claim a transaction's outcome; the claim that counts, whoever made it. `log` is its `Evidence.log`.
+        """Claim a transaction's outcome; return the claim that counts, whichever process made it.
 
-        Of an id that this process has opened, a COMMIT of a transaction that is not prepared is its owner's, and void
-        behind a newer opening: `Fenced`. Every other claim is judged by first-wins alone. A COMMIT with `acks` does not
-        count either if somebody else acknowledged on the same group and partition since `read_up_to`: `Conflict`. After
-        both the transaction is still undecided, and a claim has to abort it. Raises `OutcomeUnknown` if the claim may
-        or may not stand (repeat it), `EvidenceLost` if nobody can ever tell.
+        `log` is the transaction's `Evidence.log`. The first claim counts, with two exceptions. If this process has
+        opened the id and the transaction is not prepared, a COMMIT is the owner's, and void behind a newer opening:
+        `Fenced`. A COMMIT with `acks` is void if another transaction acknowledged on the same group and partition since
+        `read_up_to`: `Conflict`. After both errors the transaction is still undecided, and a claim has to abort it.
+        Raise `OutcomeUnknown` if the claim may or may not count (repeat it), `EvidenceLost` if that can never be known.
         """
 
     @abstractmethod
     def decided(self, transaction: str, deadline: Deadline, *, log: Mapping[str, Any]) -> LedgerClaim | None:
-        """The claim that counts for a transaction; None while there is none. Changes nothing. Raises `EvidenceLost`."""
+        """Return the claim that counts for a transaction; None while there is none. Raise `EvidenceLost`."""
 
     @abstractmethod
     def claims(self, deadline: Deadline) -> list[tuple[str, LedgerClaim]]:
-        """The last commit of each writer of the owner that committed last, oldest first: what an opener has to finish.
+        """Return the last commit of each writer of the owner that committed last, oldest first.
 
-        A writer finishes one commit before it claims the next, and an opener those of the owner before it. `"writer"`,
-        text or a number, in a claim's data tells the writers of an owner apart. Of those that a living transaction can
-        still need.
+        Who opens the id has to finish these: a writer finishes one commit before it claims the next, and an opener
+        first finishes those of the owner before it. `"writer"`, text or a number, in a claim's data tells an owner's
+        writers apart. Commits that no living transaction can need are left out.
         """
 
     @abstractmethod
     def acknowledged(self, group: str, deadline: Deadline) -> dict[Partition, tuple[str, LedgerClaim]]:
-        """The transaction that acknowledged last on each partition of a group, and the claim that decided it.
+        """Return the transaction that acknowledged last on each partition of a group, and the claim that decided it.
 
-        Of those that a living transaction can still need: what whoever takes a partition over may have to finish.
+        A member that takes a partition over may have to finish that one. Transactions that no living one can need are
+        left out.
         """
 
     @abstractmethod
     def positions(self, group: str, deadline: Deadline) -> tuple[dict[Partition, Position], Position]:
-        """Where a group stands by all claims that count, and up to where in the log that was read.
+        """Return the group's positions by all claims that count, and the position up to which the log was read.
 
-        The second is the `Ack.read_up_to` of what is read from the first. A group's start is a claim, too: of a fresh
-        transaction, with acknowledgements that end where they begin.
+        The second is the `Ack.read_up_to` of messages that are read from there on. A group's start is a claim, too: of
+        a new transaction, with acknowledged ranges that end where they begin.
         """
 
 
@@ -794,9 +802,9 @@ class LedgerValue:
     def update(
         self, change: Callable[[Mapping[str, Any] | None], Mapping[str, Any] | None], deadline: Deadline
     ) -> Mapping[str, Any] | None:
-        """Write what `change` makes of the value; it is asked again if another process wrote first.
+        """Replace the value by the result of `change`, which is called again if another process wrote first.
 
-        `change` returns None to leave the value as it is. Return the value that stands.
+        `change` returns None to leave the value as it is. Return the value that is there then.
         """
         while True:
             name, value = self._ledger.newest_opening(deadline) or (None, None)
@@ -811,7 +819,7 @@ class LedgerValue:
 
 
 class HalfMessage(NamedTuple):
-    """One message that waits, in the order of `Writer.send`."""
+    """One half message, with the fields of `Writer.send`."""
 
     topic: str
     value: bytes | None
@@ -823,15 +831,15 @@ class HalfMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class Half:
-    """Messages that wait for the outcome of something outside the broker. Times are milliseconds since 1970."""
+    """Messages that wait for the outcome of work outside the broker. Times are milliseconds since 1970."""
 
     group: str
     transaction: str  # unique for ever
     messages: Sequence[HalfMessage]
-    check_at: int  # from then on, and again after each unanswered check, it is asked about
-    deadline_at: int  # before that nobody may answer ABORT because nothing was recorded
-    checks: int = 0  # how often it was asked about
-    how: Mapping[str, Any] = field(default_factory=dict)  # what the store needs to end it: its own
+    check_at: int  # the first check-back; others follow while none is answered
+    deadline_at: int  # until then no check may answer ABORT because it finds no record of the work
+    checks: int = 0  # the number of check-backs so far
+    how: Mapping[str, Any] = field(default_factory=dict)  # the store's own data, by which it ends the half
 
 
 class HalfStore(ABC):
@@ -839,33 +847,33 @@ class HalfStore(ABC):
 
     @abstractmethod
     def put(self, half: Half, deadline: Deadline) -> Half:
-        """Store all messages of a half, or none that could be published; the half as `end` takes it.
+        """Store all messages of a half, or none that could be published; return the half for `end`.
 
-        Repeating it with the same transaction changes nothing. Raises `DeliveryFailed` if it certainly is not stored.
+        Repeating it with the same transaction changes nothing. Raise `DeliveryFailed` if it certainly is not stored.
         """
 
     @abstractmethod
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
-        """Publish a half or drop it, for good: the first decision counts, and its outcome is what comes back.
+        """Publish a half or drop it, for good: the first decision counts. Return its outcome.
 
-        UNDECIDED changes nothing but that it is asked about later; UNKNOWN comes back unless it was ended before.
-        Raises `OutcomeUnknown` and `BrokerUnavailable` if the decision may or may not stand: repeat it.
+        UNDECIDED only postpones the next check-back; then the result is UNKNOWN, unless the half was ended before.
+        Raise `OutcomeUnknown` and `BrokerUnavailable` if the decision may or may not count: repeat it.
         """
 
     @abstractmethod
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        """Halves that are due to be asked about, as soon as there is one; empty when the deadline passes first.
+        """Return halves that are due for a check-back, as soon as there is one; an empty list at the deadline.
 
-        Each is lent to one asker for a while. One that was asked about too often is parked instead.
+        Each half is lent to one resolver for a while. A half with too many check-backs is parked instead.
         """
 
     def leave(self, group: str, deadline: Deadline) -> None:
-        """Nobody here calls `checks` for this group any more: a broker that chooses whom it asks may ask others."""
+        """Note that this process calls `checks` for a group no more, so that the broker asks other processes."""
 
     @abstractmethod
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        """Halves that were asked about too often; they stay until somebody ends or resumes them."""
+        """Return the halves with too many check-backs; they stay until an administrator ends or resumes them."""
 
     @abstractmethod
     def resume(self, half: Half, deadline: Deadline) -> None:
-        """Ask about a parked half again from the start. Raises `NotFound`."""
+        """Start the check-backs of a parked half again. Raise `NotFound`."""

@@ -663,7 +663,7 @@ class Elsewhere:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
     found = Elsewhere()
-    monkeypatch.setattr("txnbridge._bridge._keeper_of_logs", lambda *_: found)
+    monkeypatch.setattr("txnbridge._bridge._log_provider", lambda *_: found)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: options, output, errors in one line, exit codes.
+"""Shared by all commands: options, output, errors in one line, exit codes.
 
     @command("list", help="List topics.")
     @click.option("--internal", is_flag=True, help="Also txnbridge's own.")
@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 class ExitCode(IntEnum):
-    """What a command tells the script that called it."""
+    """The exit codes of commands, for scripts."""
 
     sentence: str
 
@@ -84,12 +84,12 @@ _CODES: tuple[tuple[type[TxnBridgeError], ExitCode], ...] = (
 
 
 def exit_code(error: TxnBridgeError) -> ExitCode:
-    """The code that an error of ours ends a command with."""
+    """Return the exit code for an error of ours."""
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)
 
 
 def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitCode:
-    """The code for a true outcome beside the one that was asked for."""
+    """Return the exit code for an outcome, compared with the wanted one."""
     if outcome is wanted:
         return ExitCode.OK
     if outcome is txnbridge.Outcome.UNKNOWN:
@@ -98,12 +98,12 @@ def outcome_code(outcome: txnbridge.Outcome, wanted: txnbridge.Outcome) -> ExitC
 
 
 def printable(text: str) -> str:
-    """Text that is safe to show: what could steer the terminal or break the line is escaped."""
+    """Return text that is safe to show: characters that steer the terminal or break the line are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def when(milliseconds: int) -> str:
-    """A point in time for people, in their own time zone."""
+    """Return a point in time as text for people, in their own time zone."""
     return datetime.fromtimestamp(milliseconds / 1000).astimezone().isoformat(" ", "seconds")
 
 
@@ -112,7 +112,7 @@ def when(milliseconds: int) -> str:
 
 @dataclass(frozen=True)
 class Cli:
-    """What a command was called with, and how it speaks."""
+    """A command's common options, its connection and its output."""
 
     url: str | None
     json: bool
@@ -126,20 +126,20 @@ class Cli:
         return txnbridge.connect(url, timeout=self.timeout, **options)
 
     def look(self, url: str | None = None, **options: Any) -> txnbridge.Bridge:
-        """As `connect`, for what only looks: a name that is mistyped makes no topic, nor a file that is a broker."""
+        """Connect for a command that only reads: a mistyped name creates neither a topic nor a broker's file."""
         return self.connect(url, create_topics=0, **_making_no_file(url or self.url), **options)
 
     def document(self, value: Any) -> None:
-        """Machine output: the one JSON document of this command, or one of its JSON lines."""
+        """Write the JSON document of this command, or one of its JSON lines."""
         click.echo(json.dumps(value))
 
     def say(self, text: str) -> None:
-        """One line for people. Silent with --json, whose stdout is for machines."""
+        """Write one line for people. Silent with --json, whose stdout is for machines."""
         if not self.json:
             click.echo(text)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table for people."""
+        """Write a table for people."""
         from rich.table import Table
         from rich.text import Text
 
@@ -150,9 +150,9 @@ class Cli:
 
     @contextmanager
     def progress(self, text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-        """A progress bar on stderr around something that lasts; call what it yields with each step's size.
+        """Show a progress bar on stderr; the program calls the yielded function with each step's size.
 
-        Without a terminal, and with --json, there is none.
+        Without a terminal, and with --json, there is no bar.
         """
         if self.json or not sys.stderr.isatty():
             yield lambda step: None
@@ -166,7 +166,7 @@ class Cli:
 
 
 def _making_no_file(url: str | None) -> dict[str, Any]:
-    """The option for that, of a backend that has it; the URL's own comes first."""
+    """Return the option that keeps a backend from creating a file, if it has one; the URL's own option wins."""
     if not url:
         return {}
     address, given = parse_url(url)
@@ -175,7 +175,7 @@ def _making_no_file(url: str | None) -> dict[str, Any]:
 
 
 def console(stderr: bool = False) -> Console:
-    """Where rich writes: no markup in what is shown, and no line broken that goes to a file or a pipe."""
+    """Return a console without markup, which breaks no lines in a file or a pipe."""
     from rich.console import Console
 
     class PlainConsole(Console):
@@ -188,7 +188,7 @@ def console(stderr: bool = False) -> Console:
 
 
 class Group(click.Group):
-    """Commands of which a mistyped one is answered with the nearest."""
+    """A group of commands that suggests the nearest name for a mistyped one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -202,7 +202,7 @@ class Group(click.Group):
 def command(
     name: str, *, broker: bool = True, **attributes: Any
 ) -> Callable[[Callable[..., ExitCode | None]], click.Command]:
-    """Make a function a command with the options that all have; it is given a `Cli` first.
+    """Make a function a command with the common options; its first argument is a `Cli`.
 
     `broker=False` leaves out --url and --timeout. `attributes` are those of `click.Command`.
     """
@@ -240,7 +240,7 @@ _BROKER_OPTIONS = (
 def guarded(
     ctx: click.Context, call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
-    """Make a call; turn what it raises into one line on stderr and an exit code, with a traceback only by --debug."""
+    """Call a function; turn an exception into one line on stderr and an exit code, with a traceback for --debug."""
     try:
         return call(*args, **kwargs)
     except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):

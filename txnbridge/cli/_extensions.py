@@ -1,4 +1,4 @@
-"""Commands that plug-ins bring, and plug-ins that could not be loaded."""
+"""Commands of plug-ins, and plug-ins that could not be loaded."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @functools.cache
 def plugin_commands() -> dict[str, click.Command]:
-    """Every plug-in's commands by name. One that fails is in `failed_plugins`, and takes nothing else down."""
+    """Return the commands of all plug-ins by name. A plug-in that fails is listed in `failed_plugins`."""
     return {command.name: command for command in plugins.commands() if command.name}
 
 
 def failed_plugins() -> dict[str, BaseException]:
-    """Plug-ins that could not be loaded, by name, after trying all of them."""
+    """Return the plug-ins that could not be loaded, by name, after trying all of them."""
     plugins.backends()
     plugin_commands()
     return dict(sorted(plugins.failed.items()))

@@ -1,4 +1,4 @@
-"""Running what a user's module holds: found from the current folder, told of on standard error."""
+"""Loads and runs objects of a user's module, found from the current folder, with logs on standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import click
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """What is done and waited for goes to stderr, unless the program has its own idea of logs."""
+    """Send log lines to stderr, unless the program has set up logging."""
     logger = logging.getLogger("txnbridge")
     if logger.hasHandlers():
         yield
@@ -32,7 +32,7 @@ def telling() -> Iterator[None]:
 
 
 def load(target: str, fits: Callable[[Any], bool], what: str) -> Any:
-    """What MODULE:NAME names, if it fits, which `what` denies. Raises `click.UsageError`; what it raises passes."""
+    """Return the object MODULE:NAME. Raise `click.UsageError` if it does not fit; `what` names what would."""
     name, colon, attribute = target.partition(":")
     if not (name and colon and attribute):
         raise click.UsageError(f"{target!r} is not MODULE:NAME")

@@ -21,7 +21,7 @@ _BATCH = 500
 
 
 def place(ctx: click.Context, option: click.Parameter, given: str) -> str | int:
-    """Where to read from, of an option: earliest, latest or a time."""
+    """Parse an option that says where to read from: earliest, latest or a time."""
     if given in ("earliest", "latest"):
         return given
     if given.isdecimal():
@@ -61,7 +61,7 @@ def command(
 def _batches(
     consumer: txnbridge.Consumer, limit: int | None, follow: bool, joined: Deadline | None
 ) -> Iterator[txnbridge.Batch]:
-    """Up to `limit` messages; unless they are followed only those that are there. In a group: `joined` by then."""
+    """Yield up to `limit` messages; without `follow` only those that are there. A group must join by `joined`."""
     left = limit
     while left is None or left > 0:
         batch = consumer.poll(min(_BATCH, left or _BATCH), timeout=_WAIT if joined is None else _GROUP_WAIT)
@@ -79,7 +79,7 @@ def _is_at_end(consumer: txnbridge.Consumer, joined: Deadline | None) -> bool:
 
 
 def as_json(message: txnbridge.Message) -> dict[str, Any]:
-    """A message as JSON values. Bytes that are not text are in base64 under a name that says so."""
+    """Return a message as JSON values. Bytes that are not text are in base64, under a name that says so."""
     return {
         "topic": message.topic,
         "partition": message.partition,
@@ -100,7 +100,7 @@ def _json_bytes(name: str, data: bytes | None) -> dict[str, str | None]:
 
 
 def as_line(message: txnbridge.Message) -> str:
-    """A message as one line that is safe to show: nothing in it can steer the terminal."""
+    """Return a message as one line that is safe to show: nothing in it can steer the terminal."""
     place = f"{message.topic}[{message.partition}] {':'.join(map(str, message.position))}"
     key = [] if message.key is None else [f"key={_readable(message.key)}"]
     headers = [

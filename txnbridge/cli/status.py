@@ -41,7 +41,7 @@ def command(cli: Cli, token: str) -> ExitCode:
 
 
 def in_words(status: Status) -> str:
-    """A status as one line."""
+    """Return a status as one line."""
     text = status.state.value
     if status.state is TokenState.PREPARED and status.expires_at is not None:
         text += f", aborted at {when(status.expires_at)} if nobody ends it before"

@@ -1,4 +1,4 @@
-"""What touches a database: decision logs in a table of any database that SQLAlchemy speaks to."""
+"""Databases: decision logs in a table of any database that SQLAlchemy supports."""
 
 from txnbridge.sql.log import SqlLogs
 

@@ -32,13 +32,13 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, DecisionLog, Position
 
 _LONGEST_NAME = 255
-# Records in memory at once; one may have nearly a megabyte.
+# The number of records in memory at once; a record may have nearly a megabyte.
 _READ_ROWS = 100
-# Records that one statement removes: nobody waits long for what it locks.
+# The number of records that one statement removes: other processes wait only briefly for its locks.
 _TRIM_ROWS = 10_000
-# Between two tries after an error that may pass: a lock that another holds, a database that starts.
+# The pause between two tries after an error that may pass: a lock that another process holds, a database that starts.
 _RETRY_SECONDS = 0.05
-# How often who waits for a database looks whether his deadline has got nearer.
+# How often a thread that waits for a database looks whether its deadline was shortened.
 _TURN_SECONDS = 0.1
 _PERMISSION_DENIED = "42501"  # SQLSTATE
 
@@ -68,10 +68,10 @@ T = TypeVar("T")
 
 
 class SqlLogs:
-    """All decision logs of one database, for `connect(decision_log=…)`.
+    """Keeps all decision logs of one database, for `connect(decision_log=…)`.
 
-    Takes SQLAlchemy's URL or an `Engine`, which stays the caller's. The tables are made at first need; where rights do
-    not allow that, the error prints the statements. Raises `InvalidOption`, and `BackendMissing` without the driver.
+    It takes SQLAlchemy's URL or an `Engine`, which stays the caller's. The tables are created at first need; without
+    the right to that, the error prints the statements. Raise `InvalidOption`, and `BackendMissing` without the driver.
     """
 
     def __init__(self, database: str | sa.Engine) -> None:
@@ -85,7 +85,7 @@ class SqlLogs:
         return f"SqlLogs({self._engine.url.render_as_string(hide_password=True)})"
 
     def cluster(self, deadline: Deadline) -> str:
-        """What names this database in tokens; made when it is asked for the first time."""
+        """Return the name of this database in tokens; it is made at the first call."""
         if self._cluster is None:
             self._cluster = self._ask("opening the decision logs", self._open, deadline)
         return self._cluster
@@ -98,7 +98,7 @@ class SqlLogs:
         return str(connection.scalar(sa.select(_place.c.cluster).where(_place.c.number == 1)))
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        """The log of this name, created at first need. Two processes may create it at once: it is one log."""
+        """Return the log of this name, created at first need. Two processes that create it at once get one log."""
         if len(name) > _LONGEST_NAME:
             raise InvalidOption(f"the name of a decision log in SQL takes at most {_LONGEST_NAME} characters")
         self.cluster(deadline)
@@ -110,14 +110,14 @@ class SqlLogs:
         return SqlLog(name, self._ask, self._change)
 
     def close(self) -> None:
-        """Let go of the connections, unless the engine is the caller's."""
+        """Close the connections, unless the engine is the caller's."""
         if self._owned:
             self._engine.dispose()
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def _ask(self, what: str, question: Callable[[sa.Connection], T], deadline: Deadline) -> T:
-        """The answer of something that may be done twice; tried until the deadline."""
+        """Return the result of work that may be done twice; it is tried until the deadline."""
         while True:
             try:
                 return self._change(what, question, deadline)
@@ -130,9 +130,9 @@ class SqlLogs:
             threading.Event().wait(_RETRY_SECONDS)
 
     def _change(self, what: str, change: Callable[[sa.Connection], T], deadline: Deadline) -> T:
-        """Do something in one database transaction, once.
+        """Do some work in one database transaction, once.
 
-        Raises `OutcomeUnknown` if it may or may not have been done, `BrokerUnavailable` if it was not.
+        Raise `OutcomeUnknown` if it may or may not have been done, `BrokerUnavailable` if it was not.
         """
         asked = _Asked()
 
@@ -160,7 +160,7 @@ class SqlLogs:
 
 
 class _Asked:
-    """Whether a commit was asked for; a caller that waits may give up before, and then it never is."""
+    """Whether a commit was asked for. A caller that gives up before that prevents the commit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -174,18 +174,18 @@ class _Asked:
             self.committing = True
 
     def give_up(self) -> bool:
-        """Whether the commit was asked for already."""
+        """Prevent the commit; return whether it was asked for already."""
         with self._lock:
             self.given_up = True
             return self.committing
 
 
 class _GivenUp(Exception):
-    """Nobody waits for this change any more; it is not committed."""
+    """The caller has given this change up, so it is not committed."""
 
 
 class SqlLog(DecisionLog):
-    """One log. A position is the record's number, from 0."""
+    """One log in a database. A position is the record's number, from 0."""
 
     origin = (0,)
     numbered = True
@@ -230,7 +230,7 @@ class SqlLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """As the contract says; raises `PositionLost` if records that are still to be read are trimmed meanwhile."""
+        """Yield records. Raise `PositionLost` if records that are still to be read are trimmed meanwhile."""
         begin, following = self._ask(self._what, self._bounds, deadline)
         at = begin if first is None else first[0]
         stop = following - 1 if last is None else min(last[0], following - 1)
@@ -279,7 +279,7 @@ class SqlLog(DecisionLog):
 
 
 def _within(deadline: Deadline, work: Callable[[], T]) -> T:
-    """The result of work that nobody can interrupt: a driver waits for ever for a server that is silent."""
+    """Return the result of work on another thread by the deadline: a driver waits for ever for a silent server."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -329,7 +329,7 @@ def _insert_missing(connection: sa.Connection, table: sa.Table, **row: object) -
 
 
 def _require_durable(connection: sa.Connection) -> None:
-    """Refuse a database that says yes before a record is safe, and one that only copies another."""
+    """Refuse a database that confirms a commit before it is durable, and a read-only replica."""
     if connection.dialect.name == "sqlite":
         if int(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0) < 2:
             raise InvalidOption("a decision log needs SQLite with PRAGMA synchronous=FULL")
@@ -341,7 +341,7 @@ def _require_durable(connection: sa.Connection) -> None:
 
 
 def _own(error: exc.SQLAlchemyError) -> BaseException:
-    """The driver's error: SQLAlchemy's text holds the statement and what went with it."""
+    """Return the driver's error, because SQLAlchemy's text holds the statement with its values."""
     return getattr(error, "orig", None) or error
 
 

@@ -1,4 +1,4 @@
-"""For the tests of programs that use txnbridge: a bridge to a fresh embedded broker, and faults on demand.
+"""The testing kit for programs that use txnbridge: a bridge to a fresh embedded broker, and faults on demand.
 
 `pytest_plugins = ["txnbridge.testing"]` in the top `conftest.py` brings the fixtures `bridge` and `bridge_url`:
 
@@ -56,12 +56,12 @@ else:
 
     @pytest.fixture
     def bridge_url(tmp_path: Path) -> str:
-        """The URL of a fresh embedded broker; override it to add options, such as `?like=kafka`."""
+        """Give the URL of a fresh embedded broker; override it to add options, such as `?like=kafka`."""
         return f"embedded:{tmp_path / 'broker.db'}"
 
     @pytest.fixture
     def bridge(bridge_url: str) -> Iterator[txnbridge.Bridge]:
-        """A bridge to a fresh embedded broker, closed after the test."""
+        """Give a bridge to a fresh embedded broker, closed after the test."""
         with txnbridge.connect(bridge_url) as opened:
             yield opened
 
@@ -80,14 +80,14 @@ class _Listener:
 
 @contextmanager
 def listening(function: Callable[[Event], object]) -> Iterator[None]:
-    """Tell a function of every event of the bridges that are opened inside this block, as long as they live."""
+    """Call a function with every event of the bridges that are opened inside this block, as long as they live."""
     with plugins.registered(_Listener(function)):
         yield
 
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """A list that every event of the bridges opened inside this block is appended to."""
+    """Give a list to which every event of the bridges opened inside this block is appended."""
     events: list[Event] = []
     with listening(events.append):
         yield events
@@ -195,7 +195,7 @@ def _embedded_urls(stack: ExitStack) -> Callable[[], str]:
 
 
 def _run_and_kill(function: Callable[[Any], object], start: Any, event: Unvisited, timeout: float) -> Point | None:
-    """Run until that event; None if the function ended before."""
+    """Run a function until an event; return None if it ended before that."""
     with Child(function, start, kill=event) as child:
         return child._stopped_or_returned(timeout)
 

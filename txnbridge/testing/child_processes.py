@@ -1,7 +1,7 @@
-"""Functions in processes of their own, which are killed or paused at a named event.
+"""Child processes for tests, which are killed or paused at a named event.
 
 The children come from a fork server: a fresh interpreter that has imported txnbridge and opened nothing. So a child
-starts in milliseconds and inherits nothing of the process that wants it but its paths and its environment.
+starts in milliseconds, and inherits nothing of its parent but paths and environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RESUME_SECONDS = 0.01
 # What a bridge imports when it first needs it, which in a child is most of its time: some 60 ms.
 _IMPORTED_LATE = ["txnbridge._decisions", "txnbridge._processor", "encodings.idna"]
 
-_parent: _Line | None = None  # in a child: the line to the process that started it
+_parent: _ParentConnection | None = None  # set in a child
 
 
 class Point(NamedTuple):
@@ -57,14 +57,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Unvisited:
-    """The first event that is none of these, or the one after `skip` more that are none of these."""
+    """The first event that is not among the visited ones, or with `skip` a later such event."""
 
     visited: Set[Point]
     skip: int = 0
 
 
 class StopAt:
-    """A plug-in that kills or pauses its own process at one event, as if from outside.
+    """A plug-in that kills or pauses its own process at one event.
 
     `where` is "commit/before" for the first such event, "commit/before/3" for the third, or `Unvisited`.
     """
@@ -105,7 +105,7 @@ def _parse_point(text: str) -> Point:
 
 
 def tell(value: object) -> None:
-    """In a child: hand a value to `Child.told` in the process that started it. Elsewhere it does nothing."""
+    """Send a value from a child to `Child.told` in its parent. In other processes it does nothing."""
     if _parent is not None:
         _parent.send("told", value)
 
@@ -148,7 +148,7 @@ class Child:
         return self._process.pid
 
     def told(self, timeout: float = 60) -> Any:
-        """The next value that the function gave to `tell`."""
+        """Return the next value that the function gave to `tell`."""
         return self._told.popleft() if self._told else self._receive("told", timeout)
 
     def stopped(self, timeout: float = 60) -> Point:
@@ -162,7 +162,7 @@ class Child:
         return point
 
     def _stopped_or_returned(self, timeout: float) -> Point | None:
-        """As `stopped`, but None for a function that returned before it came to its point."""
+        """Return as `stopped` does, but None for a function that returned before its point."""
         kind, point = self._receive_one(("stopped", "result"), timeout)
         if not isinstance(point, Point) or kind == "result":
             return None
@@ -191,7 +191,7 @@ class Child:
         self._signal(signal.SIGCONT)
 
     def result(self, timeout: float = 60) -> Any:
-        """What the function returned. Raises what it raised, or `AssertionError` if it was killed or took too long."""
+        """Return the function's result. Raise its exception, or `AssertionError` if it was killed or took too long."""
         return self._returned.pop() if self._returned else self._receive("result", timeout)
 
     def kill(self) -> None:
@@ -262,7 +262,7 @@ _running: weakref.WeakSet[Child] = weakref.WeakSet()
 
 @atexit.register
 def _kill_all() -> None:
-    """A paused child would otherwise outlive this process, which waits for it at its own end."""
+    """Kill all children: a paused child would outlive this process, which would wait for it at its own end."""
     for child in list(_running):
         child.kill()
 
@@ -287,7 +287,7 @@ def _fork_server() -> multiprocessing.context.ForkServerContext:
 
 
 def _module_plugins() -> list[tuple[str, str]]:
-    """The name and the file of each plug-in that is a module."""
+    """Return the name and the file of each plug-in that is a module."""
     return [_address(plugin) for plugin in plugins.manager.get_plugins() if isinstance(plugin, ModuleType)]
 
 
@@ -296,7 +296,7 @@ def _address(module: ModuleType) -> tuple[str, str]:
 
 
 def _reference(function: Callable[..., Any]) -> tuple[str, str, str]:
-    """A function's module, file and name. Raises `InvalidOption` for one that no other process can import."""
+    """Return a function's module, file and name. Raise `InvalidOption` if no other process can import it."""
     if "<" in function.__qualname__:
         raise InvalidOption(f"{function.__qualname__} cannot be imported by a child process; write it at module level")
     return *_address(sys.modules[function.__module__]), function.__qualname__
@@ -315,8 +315,8 @@ class _Task:
     plugins: Sequence[tuple[str, str]]
 
 
-class _Line:
-    """The child's end of the line; any thread may use it."""
+class _ParentConnection:
+    """The child's end of the pipe to its parent. Any thread may use it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -329,14 +329,14 @@ class _Line:
 
 def _run(connection: Connection, task: _Task) -> None:
     global _parent
-    line = _parent = _Line(connection)
+    line = _parent = _ParentConnection(connection)
     try:
         line.send("result", _call(task, line))
     except BaseException as error:
         line.send("raised", (_picklable(error), traceback.format_exc()))
 
 
-def _call(task: _Task, line: _Line) -> Any:
+def _call(task: _Task, line: _ParentConnection) -> Any:
     os.environ.clear()
     os.environ.update(task.environment)
     function = _load(*task.function)
@@ -350,9 +350,9 @@ def _call(task: _Task, line: _Line) -> Any:
 
 
 class _Stopping(StopAt):
-    """Says so before it stops, and after a pause that it goes on."""
+    """Tells the parent before it stops, and after a pause that it goes on."""
 
-    def __init__(self, where: str | Unvisited, how: How, line: _Line) -> None:
+    def __init__(self, where: str | Unvisited, how: How, line: _ParentConnection) -> None:
         super().__init__(where, how)
         self._line = line
 
@@ -370,7 +370,7 @@ def _load(name: str, file: str, qualname: str) -> Callable[..., Any]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """The module of this name, from its file if the name alone does not lead there (test modules may live anywhere)."""
+    """Import a module by its name, or from its file if that fails (test modules may be anywhere)."""
     try:
         module = importlib.import_module(name)
         if not file or os.path.realpath(getattr(module, "__file__", None) or "") == os.path.realpath(file):

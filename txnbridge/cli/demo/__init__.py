@@ -63,7 +63,7 @@ def command(cli: Cli, broker: str | None, own: str | None, keep: bool) -> ExitCo
 
 
 def _opened(broker: str | None, url: str | None, keep: bool) -> AbstractContextManager[str]:
-    """The URL of what the story is played on."""
+    """Give the URL of the broker on which the story is played."""
     if url is not None:
         return contextlib.nullcontext(url)
     if broker is None:
@@ -95,7 +95,7 @@ def _folder(keep: bool) -> Iterator[str]:
 
 
 def _console(json: bool) -> Console:
-    """The story goes to stdout; with --json to stderr."""
+    """Return the console of the story: stdout, or with --json stderr."""
     found = _common.console(stderr=json)
     columns = os.environ.get("COLUMNS", "")
     found.width = int(columns) if columns.isdecimal() and int(columns) else min(found.width, _WIDTH)
@@ -104,7 +104,7 @@ def _console(json: bool) -> Console:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the story as Ctrl-C does, with all that it started; a second one changes nothing."""
+    """Let SIGTERM and SIGHUP end the story and all its processes, as Ctrl-C does; a second one changes nothing."""
 
     def end(number: int, frame: object) -> None:
         for each in before:
@@ -124,7 +124,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _play(stage: Stage, clean: bool) -> str | None:
-    """The whole story; what broke it, or None."""
+    """Play the whole story; return the error that broke it, or None."""
     from txnbridge.cli.demo.scenes import STORY
 
     stage.begin()

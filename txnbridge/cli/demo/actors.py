@@ -1,4 +1,4 @@
-"""What the processes of the demo run. The code that the demo shows is read from here: it is the code that runs."""
+"""The functions that the demo's processes run. The demo shows their source, so it shows the code that runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shop:
 
 
 class CardDeclined(Exception):
-    """What a payment service says."""
+    """Raised by a payment service."""
 
 
 def charge(order: Message) -> None:
@@ -105,7 +105,7 @@ def on_bridge(function: Callable[..., Any], url: str, *args: object) -> Any:
 
 
 def sell_by_the_books(bridge: Bridge, shop: Shop, books: str) -> None:
-    """A sale whose process is stopped and killed between the database and the broker."""
+    """Sell with a half message; the process is stopped and killed between the database and the broker."""
     with bridge.half_messages(shop.desk, execute=book, check=lambda id, _: was_booked(books, id)) as sales:
         with sales.transaction(books, timeout=1) as txn:
             txn.send(shop.deliveries, b"deliver a bicycle")

@@ -31,19 +31,19 @@ _ALL = 100
 
 
 def values(bridge: Bridge, *topics: str) -> list[list[bytes]]:
-    """What a reader sees of each topic now."""
+    """Return the values of each topic that a reader sees now."""
     return [[message.value for message in bridge.read(topic, _ALL)] for topic in topics]
 
 
 def send_marker(bridge: Bridge, *topics: str) -> None:
-    """Put a committed message behind all that was sent before, so that a reader who sees it has passed the rest."""
+    """Commit a message behind all earlier ones: a reader that sees it has passed the earlier ones."""
     with bridge.transaction() as txn:
         for topic in topics:
             txn.send(topic, MARKER)
 
 
 def next_order(stage: Stage, bridge: Bridge) -> bytes | None:
-    """What the group of workers gets next; it is not acknowledged, so it stays the next."""
+    """Return the next order of the workers' group; it is not acknowledged, so it stays the next."""
     with bridge.consumer(stage.shop.orders, group=stage.shop.workers) as orders:
         batch = orders.poll(max_messages=1, timeout=PATIENCE)
         return batch[0].value if batch else None

@@ -1,4 +1,4 @@
-"""Where the demo plays: what is shown, what is checked, and the processes that act."""
+"""The demo's stage: it shows text and code, checks claims, and runs the processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ClaimBroken(AssertionError):
 
 
 @dataclass(frozen=True)
-class Claim:
+class CheckedClaim:
     """One claim that was checked and held."""
 
     text: str
@@ -50,7 +50,7 @@ class Stage:
     def __init__(self, console: Console, url: str, shop: Shop) -> None:
         self.url = url
         self.shop = shop
-        self.claims: list[Claim] = []
+        self.claims: list[CheckedClaim] = []
         self._console = console
         self._actors: list[Child] = []
         self._ok, self._bad = ("✓", "✗") if console.encoding.startswith("utf") else ("ok", "FAILED")
@@ -78,23 +78,23 @@ class Stage:
             self._show(Padding(code, (0, 0, 1, 6), expand=False), _READING)
 
     def step(self, who: str, text: str) -> None:
-        """One thing that has just happened."""
+        """Show a thing that has just happened."""
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(Text(f"{who:<16}", _COLORS.get(who, "yellow")), Text(text))
         self._show(Padding(line, (0, 0, 0, 2)), _LOOKING)
 
     def check(self, claim: str, how: str, *, seen: object, expected: object, later: bool = False) -> None:
-        """The only way to a check mark: what a reader or a process really saw is what the claim says.
+        """Check that a reader or a process really saw what the claim says; nothing else shows a check mark.
 
-        `seen` may be a call, made again until it is so: what is committed may become readable a moment later. On the
-        embedded broker that is only so for what others commit `later`.
+        `seen` may be a function, which is called again until the claim holds: committed messages may become readable a
+        moment later. On the embedded broker this is so only for commits of other processes (`later`).
         """
         if inspect.isfunction(seen):
             at_once = self.url.startswith("embedded:") and not later
             seen = _until(seen, expected, 0 if at_once else PATIENCE)
         if seen != expected:
             raise ClaimBroken(f"{claim}: expected {expected!r}, but it is {seen!r}")
-        self.claims.append(Claim(claim, how))
+        self.claims.append(CheckedClaim(claim, how))
         self._show(Text(f"  {self._ok} {claim}", "bold green"), _LOOKING)
 
     def _show(self, what: RenderableType, seconds: float) -> None:
@@ -116,7 +116,7 @@ class Stage:
         self._console.print(table)
 
     def outlook(self, url: str | None) -> None:
-        """What to try next."""
+        """Show what to try next."""
         if url is None:
             commands = {
                 "txnbridge demo --keep": "keep the shop's file, and look around in it",
@@ -164,10 +164,10 @@ def _until(look: Callable[[], object], expected: object, patience: float) -> obj
 
 @contextmanager
 def _interrupted_later() -> Iterator[None]:
-    """Hold back what ends the story while a process starts, and from that process: this one ends it.
+    """Hold signals that end the story back while a process starts; the new process inherits that.
 
-    In the middle of a start it would leave a process that nobody knows, or show the traceback of another; and it may
-    come to all of them at once, also to the one from which the others are forked.
+    In the middle of a start a signal would leave an unknown process, or show a traceback of another process. A signal
+    may come to all processes at once, also to the fork server.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # which the new processes inherit
     resource_tracker.ensure_running()  # it belongs to the start, and would lift the block of the others at its end
