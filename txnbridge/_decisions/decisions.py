@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from txnbridge._decisions.records import Done, OpeningRef, check_data
 from txnbridge._events import Emitter
 from txnbridge._messages import Position
 from txnbridge._token import Decision
-from txnbridge.errors import InvalidOption, InvalidState, NotFound
+from txnbridge.errors import InvalidOption, NotFound
 from txnbridge.spi import DecisionLog, Ledger, Partition
 
 _log = logging.getLogger("txnbridge")
@@ -120,14 +119,12 @@ class Decisions:
         `name` is the log's and goes into every begin, as does `place` if the log is not kept by the broker itself;
         `host` describes this process to those that it fences.
         """
-        self._log = log
         self._name = name
         self._timeout = timeout
         begins = {key: value for key, value in (("log", name), ("on", place)) if value is not None}
         events = events if events is not None else Emitter("", ())
         self._engine = Engine(log, events, begins, lifetime, tidy_after, clock, host)
         self._closed = threading.Event()
-        self._process = os.getpid()
         if log.keeps is not None:
             threading.Thread(target=self._stay, name="txnbridge-decisions", daemon=True).start()
 
@@ -310,15 +307,11 @@ class Decisions:
 
     def close(self) -> None:
         """Close the log. Safe to repeat. In the child of a fork this does nothing, because the log is the parent's."""
-        if not self._closed.is_set() and self._process == os.getpid():
-            self._closed.set()
-            self._log.close()
+        self._closed.set()
+        self._engine.close()
 
     def _deadline(self, timeout: float | Deadline | None) -> Deadline:
-        if self._closed.is_set():
-            raise InvalidState("this decision log is closed")
-        if self._process != os.getpid():
-            raise InvalidState("this decision log was opened before a fork: open it anew in the child process")
+        self._engine.require_open()
         if isinstance(timeout, Deadline):
             return timeout
         return Deadline(self._timeout if timeout is None else timeout)

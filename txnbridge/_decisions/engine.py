@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import secrets
 import threading
 import time
@@ -97,8 +98,21 @@ class Engine:
         self._presence: tuple[EvidenceBegin, int] | None = None
         self._presence_lock = threading.Lock()
         self._tidying = threading.Lock()
+        self._closed = False
+        self._process = os.getpid()
         # The age at which a snapshot is replaced.
         self.tidy_seconds = min(_TIDY_SECONDS, (log.keeps or math.inf) / _SNAPSHOTS_IN_KEEPING)
+
+    def require_open(self) -> None:
+        if self._closed:
+            raise InvalidState("this decision log is closed")
+        if self._process != os.getpid():
+            raise InvalidState("this decision log was opened before a fork: open it anew in the child process")
+
+    def close(self) -> None:
+        if not self._closed and self._process == os.getpid():
+            self._closed = True
+            self._log.close()
 
     def begin(self, under: OpeningRef | None, deadline: Deadline) -> dict[str, Any]:
         """Return where the evidence about a transaction that begins now begins; an owner must still be the newest."""

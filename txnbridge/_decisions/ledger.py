@@ -29,10 +29,15 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 class LogLedger(Ledger):
     def __init__(self, engine: Engine, id: str, begin: EvidenceBegin | None, made_up: bool) -> None:
-        self._engine = engine
+        self._opened_engine = engine
         self._id = id
         self._begin = begin
         self._made_up = made_up
+
+    @property
+    def _engine(self) -> Engine:
+        self._opened_engine.require_open()
+        return self._opened_engine
 
     def opened(self, data: Mapping[str, Any], deadline: Deadline) -> str:
         if self._made_up:
