@@ -65,7 +65,7 @@ def leave_half(url: str, group: str, topics: list[str]) -> None:
         tell(txn.id)
         return Decision.COMMIT
 
-    with connect(url, **SMALL) as bridge:
+    with connect(url, writers=1) as bridge:
         with bridge.half_messages(group, execute=execute, check=lambda *_: Decision.UNDECIDED) as halves:
             with halves.transaction(timeout=SHORT) as txn:
                 for number, topic in enumerate(topics, 1):
