@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TxnBridgeError
@@ -26,28 +25,23 @@ from txnbridge.spi import (
     TokenState,
     Writer,
 )
-from txnbridge_kafka.administration.admin import KafkaAdmin
-from txnbridge_kafka.administration.preflight import look_at_topics
-from txnbridge_kafka.backend import without_log
+from txnbridge_kafka.admin.admin import KafkaAdmin
+from txnbridge_kafka.admin.preflight import look_at_topics
+from txnbridge_kafka.capabilities import CAPABILITIES, message_bytes, without_log
+from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.endings import end_prepared, plain_status, prepared_status
-from txnbridge_kafka.ends.history import STATE_TOPIC
-from txnbridge_kafka.ends.watch import Watch
-from txnbridge_kafka.limits import longest_transaction_ms, message_bytes
-from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.owner import Owner
+from txnbridge_kafka.decision_log import KafkaLog
+from txnbridge_kafka.outcome.hanging_transaction_monitor import Watch
+from txnbridge_kafka.outcome.outcome import end_prepared, plain_status, prepared_status
+from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.topics import Topics, longest_transaction_ms
 from txnbridge_kafka.write.opening import open_id
+from txnbridge_kafka.write.owner import Owner
 from txnbridge_kafka.write.prepared import Pool
 from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
-
-if TYPE_CHECKING:
-    from txnbridge_kafka.backend import KafkaBackend
-
 
 _log = logging.getLogger("txnbridge")
 # A URL that is wrong, or a broker that does not run, mostly stays so: a user who mistyped a port hears of it soon.
@@ -57,7 +51,7 @@ _NOBODY_SECONDS = 1.0
 class KafkaBroker(Broker):
     """Opened by `KafkaBackend.open`."""
 
-    def __init__(self, settings: Settings, context: Context, backend: KafkaBackend, deadline: Deadline) -> None:
+    def __init__(self, settings: Settings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._log = settings.log_topic(context.application)
@@ -72,7 +66,7 @@ class KafkaBroker(Broker):
         except BaseException:
             self._cluster.requests.close()
             raise
-        self.capabilities = backend.capabilities
+        self.capabilities = CAPABILITIES
         self.limits = Limits(
             message_bytes=message_bytes(settings.client),
             prepared_seconds=self._longest_ms / 1000,

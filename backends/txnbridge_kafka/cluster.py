@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from txnbridge.spi import Emitter, Partition
-from txnbridge_kafka.offsets import Offsets
+from txnbridge_kafka.client.offsets import Offsets
+from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
+from txnbridge_kafka.client.librdkafka import AdminClient, ignore, look_at
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import BROKER, DONE, TOPIC, Answer
+from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire.answers import BROKER, DONE, TOPIC, Answer
-from txnbridge_kafka.wire.clients import AdminClient, ignore, look_at
-from txnbridge_kafka.wire.errors import kafka_error, translate
-from txnbridge_kafka.wire.requests import Requests
 
 OFFSETS_TOPIC = "__consumer_offsets"
 
@@ -283,6 +284,11 @@ class Topics:
             if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
                 raise error
             time.sleep(_LOOK_SECONDS)
+
+
+def longest_transaction_ms(topics: Topics, brokers: Iterable[int], deadline: Deadline) -> int:
+    """Return how long a transaction may live on every one of these brokers that answers."""
+    return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 
 def _exception(answer: Answer) -> KafkaException:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from txnbridge_kafka.broker import KafkaBroker
-from txnbridge_kafka.wire.answers import Described
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import Described
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.ends.history import Step
-from txnbridge_kafka.wire.answers import Acknowledged, ActiveProducer, Described, Ended, Listed
-from txnbridge_kafka.wire.line import Witness
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.group_membership import Member
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import Acknowledged, ActiveProducer, Described, Ended, Listed
+from txnbridge_kafka.outcome.transaction_state_log import Step
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline, Partition

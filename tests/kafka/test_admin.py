@@ -20,15 +20,16 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
-from txnbridge_kafka.administration.admin import KafkaAdmin, owner_of
+from txnbridge_kafka.admin.admin import KafkaAdmin, owner_of
+from txnbridge_kafka.client.librdkafka import result_of
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends import forgotten, history
-from txnbridge_kafka.log import KafkaLog
+from txnbridge_kafka.decision_log import KafkaLog
+from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome import transaction_state_log as state_log
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, Topics
-from txnbridge_kafka.wire.answers import Described
-from txnbridge_kafka.wire.clients import result_of
-from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.brokers.kit import state
@@ -651,7 +652,7 @@ class Held:
 
 @pytest.fixture
 def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
-    monkeypatch.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)
+    monkeypatch.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
     return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
@@ -743,9 +744,11 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
             begin_again(one, describe)
         return describe(*args)
 
-    assert one.id in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    assert one.id in [each.told.id for each in hanging_transactions.survey(one.admin._cluster, Deadline(LONG)).hanging]
     monkeypatch.setattr(one.admin._requests, "describe", meanwhile)
-    assert one.id not in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    assert one.id not in [
+        each.told.id for each in hanging_transactions.survey(one.admin._cluster, Deadline(LONG)).hanging
+    ]
     assert next(looks) == 3
 
 
@@ -781,7 +784,9 @@ def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothi
 
 def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
     one = hold(True)
-    monkeypatch.setattr(forgotten, "recorded_ends", lambda *_: [])  # compaction leaves an id's last state only
+    monkeypatch.setattr(
+        hanging_transactions, "recorded_ends", lambda *_: []
+    )  # compaction leaves an id's last state only
     with pytest.raises(InvalidState, match="log any more"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]
@@ -804,10 +809,10 @@ def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[s
     write(again, topics[0], b"x")
     opened = admin._requests.describe([id], Deadline(LONG))[id]
     again.abort_transaction(LONG)
-    committed, aborted = history.recorded_ends(admin._cluster, id, Deadline(LONG))
-    assert committed == history.Ending(told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics))
-    assert aborted == history.Ending(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
-    assert history.recorded_ends(admin._cluster, unique("nobody"), Deadline(LONG)) == []
+    committed, aborted = state_log.recorded_ends(admin._cluster, id, Deadline(LONG))
+    assert committed == state_log.Ending(told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics))
+    assert aborted == state_log.Ending(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
+    assert state_log.recorded_ends(admin._cluster, unique("nobody"), Deadline(LONG)) == []
 
 
 def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_broker, make_admin, unique):
@@ -822,7 +827,7 @@ def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, un
 
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
-        history._step(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
+        state_log._step(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 @pytest.mark.full

@@ -16,9 +16,9 @@ import confluent_kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_kafka import broker as broker_module
-from txnbridge_kafka.acks import AckContext
-from txnbridge_kafka.ends import endings as endings_module
-from txnbridge_kafka.ends.history import Step
+from txnbridge_kafka.outcome import outcome as outcome_module
+from txnbridge_kafka.outcome.transaction_state_log import Step
+from txnbridge_kafka.write.acks import AckContext
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -67,7 +67,7 @@ class World:
         # The mock has no settings to tell.
         patch.setattr(broker_module, "longest_transaction_ms", lambda *asked: 900_000)
         patch.setattr(broker_module, "look_at_topics", lambda *asked: {})
-        patch.setattr(endings_module, "steps", lambda *asked: coordinator.steps)
+        patch.setattr(outcome_module, "steps", lambda *asked: coordinator.steps)
         patch.setattr(broker_module.KafkaBroker, "decision_log", lambda *asked: log)
 
     def connect(self, timeout: float = TIMEOUT, **client: object) -> Bridge:

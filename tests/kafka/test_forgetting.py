@@ -11,7 +11,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.client.coordinator_session import Witness
 
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of
@@ -125,7 +125,7 @@ def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)  # else its producer could not write on
+    monkeypatch.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)  # else its producer could not write on
     make_admin(unverified).create_topic(owner, 1, Deadline(LONG))
     producer = producer_of(unverified, owner)
     write(producer, owner, b"1")

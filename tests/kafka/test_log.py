@@ -17,7 +17,7 @@ from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, Config
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
 from txnbridge_conformance import faults
-from txnbridge_kafka.log import KafkaLog
+from txnbridge_kafka.decision_log import KafkaLog
 from txnbridge_kafka.settings import Settings
 
 from tests.in_time import takes

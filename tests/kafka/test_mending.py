@@ -11,10 +11,10 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import send
-from txnbridge_kafka.ends import forgotten
-from txnbridge_kafka.ends.history import Ending
+from txnbridge_kafka.client.responses import ActiveProducer
+from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome.transaction_state_log import Ending
 from txnbridge_kafka.topics import offsets_partition
-from txnbridge_kafka.wire.answers import ActiveProducer
 
 import txnbridge
 from tests.java_kit import ask_java
@@ -48,7 +48,7 @@ def hold(unverified: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.
     def make(commit: bool) -> Held:
         with monkeypatch.context() as older:
             # The older request leaves the epoch as it is, so that the producer can write on.
-            older.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)
+            older.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
             return Held(unverified, admin, commit)
 
     return make
@@ -114,7 +114,7 @@ def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatc
         held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
     there = frozenset({(held.topic, 0)})
     ends = [Ending(told.pid, told.epoch, True, there), Ending(told.pid, told.epoch + 2, False, there)]
-    monkeypatch.setattr(forgotten, "recorded_ends", lambda *_: ends)
+    monkeypatch.setattr(hanging_transactions, "recorded_ends", lambda *_: ends)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -130,8 +130,8 @@ def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_
         Ending(7, 7, False, frozenset(partitions)),
         Ending(8, 5, False, frozenset(partitions)),
     ]
-    assert forgotten.last_ends(held, ends) == dict(zip(partitions, ends[:3], strict=True))
-    assert forgotten.last_ends(held, ends[3:]) == {}
+    assert hanging_transactions.last_ends(held, ends) == dict(zip(partitions, ends[:3], strict=True))
+    assert hanging_transactions.last_ends(held, ends[3:]) == {}
 
 
 def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(
@@ -142,7 +142,7 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
     def deny(*_: object) -> list[Ending]:
         raise AccessDenied("this user may not read it")
 
-    monkeypatch.setattr(forgotten, "recorded_ends", deny)
+    monkeypatch.setattr(hanging_transactions, "recorded_ends", deny)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -153,7 +153,7 @@ def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
 ) -> None:
     held = hold(True)
     held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
-    monkeypatch.setattr(forgotten, "recorded_ends", lambda *_: [])
+    monkeypatch.setattr(hanging_transactions, "recorded_ends", lambda *_: [])
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         with pytest.raises(StorageFailed, match="nobody knows how it ended"):
             send(bridge, held.topic, b"never")

@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import seen, send, values
-from txnbridge_kafka.wire.clients import PATIENCE, look_at
+from txnbridge_kafka.client.librdkafka import PATIENCE, look_at
 
 import txnbridge
 from tests.kafka.kit import flush

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.looking import eventually
-from txnbridge_kafka.administration.doctor import judge
+from txnbridge_kafka.admin.doctor import judge
 from txnbridge_kafka.topics import Topics
 
 import txnbridge

@@ -12,12 +12,12 @@ import confluent_kafka.admin
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
-from txnbridge_kafka.read import cursor
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.read import partition as read_partition
 from txnbridge_kafka.read import reader as reading
 from txnbridge_kafka.read.reader import KafkaReader
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
 
 from tests.in_time import within
 from txnbridge.errors import (
@@ -407,7 +407,7 @@ def test_what_the_client_cannot_decode_is_told_and_not_skipped(cluster, join, gr
     cluster.write(topic, b"1")
     cluster.write(topic, b"2", headers=[("name", b"")])
     member = join(topic, None if alone else group)
-    monkeypatch.setattr(cursor, "_headers", fail)
+    monkeypatch.setattr(read_partition, "_headers", fail)
     found = []
     for _ in range(2):
         with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):

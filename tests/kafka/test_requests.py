@@ -25,10 +25,10 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.looking import take
+from txnbridge_kafka.client import connections, messages, request_runner
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import ANSWERS, Described, Ended
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire import asking, bodies, line
-from txnbridge_kafka.wire.answers import ANSWERS, Described, Ended
-from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
@@ -175,7 +175,7 @@ def world(kafka_broker: brokers.Broker, make_world: Callable[..., World]) -> Wor
 @pytest.fixture
 def older_end(monkeypatch) -> None:
     """A coordinator that has not finalised what EndTxn 5 needs."""
-    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
+    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
 
 
 # --- the answers to EndTxn -------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make
 
 def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
     who = committed_one(world)
-    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
+    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
     assert world.end(who, COMMIT) == Ended(90, *who)
 
 
@@ -767,7 +767,7 @@ def test_many_threads_share_it(world):
     for thread in threads:
         thread.join()
     assert len({pid for pid, _ in found}) == 12
-    assert len(world.requests._asker._idle) <= asking._IDLE
+    assert len(world.requests._asker._idle) <= request_runner._IDLE
 
 
 def test_a_closed_one_refuses(world):
@@ -795,8 +795,8 @@ def cluster(three_nodes, make_world) -> Iterator[World]:
 def coordinator_of(world: World) -> int:
     """The number of the node that coordinates a world's id."""
 
-    async def ask(line: Any) -> int:
-        node: int = await line.coordinator(world.id)
+    async def ask(connections: Any) -> int:
+        node: int = await connections.coordinator(world.id)
         return node
 
     return world.requests._asker.until(Deadline(LONG), "asking", ask)
@@ -954,9 +954,9 @@ main(["demo", "kafka"])
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     """One that knows only older versions of a request, as a newer client sees it."""
-    newer = bodies.features()
+    newer = messages.features()
     newer._min_version, newer._max_version = 99, 99
-    monkeypatch.setattr(bodies, "features", lambda: newer)
+    monkeypatch.setattr(messages, "features", lambda: newer)
     with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
         world.requests.transaction_version(Deadline(LONG))
 

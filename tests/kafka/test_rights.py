@@ -15,12 +15,12 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import eventually, seen, values
+from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.history import recorded_ends
-from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.owner import Owner
+from txnbridge_kafka.decision_log import KafkaLog
+from txnbridge_kafka.outcome.transaction_state_log import recorded_ends
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.write.owner import Owner
 
 import txnbridge
 from tests.kafka.kit import describe, flush

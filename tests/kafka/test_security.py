@@ -20,10 +20,10 @@ from confluent_kafka import KafkaException
 from confluent_kafka import admin as kafka
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.errors import translate
 from txnbridge_kafka.settings import Settings, security
 from txnbridge_kafka.settings.security import OAuthTokens
-from txnbridge_kafka.wire.errors import translate
-from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.in_time import within

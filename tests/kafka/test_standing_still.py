@@ -16,11 +16,11 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.ends import forgotten, watch
-from txnbridge_kafka.wire.bodies import acknowledgement
-from txnbridge_kafka.wire.line import Line
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.connections import Line
+from txnbridge_kafka.client.group_membership import Member
+from txnbridge_kafka.client.messages import acknowledgement
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
 
 import txnbridge
 from tests.kafka.kit import describe, requests_of
@@ -92,7 +92,7 @@ def test_one_that_was_not_ended_is_waited_for(
     name, looks = f"open-{next(_numbers)}", []
 
     def look(*args: Any) -> list[str]:
-        looks.append(forgotten.mend_group(*args))
+        looks.append(hanging_transactions.mend_group(*args))
         return looks[-1]
 
     monkeypatch.setattr("txnbridge_kafka.read.reader.mend_group", look)
@@ -137,7 +137,7 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
         assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
-    assert forgotten.mend_group(bridge._connection.broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
+    assert hanging_transactions.mend_group(bridge._connection.broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 
 
@@ -148,8 +148,8 @@ def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_ther
     monkeypatch: pytest.MonkeyPatch,
     role: str,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     one = Still(unverified, bridge, True)
     with txnbridge.connect(unverified.url) as other:
         if role == "writes":
@@ -165,15 +165,15 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
 
     def look(*args: Any) -> list[str]:
-        looks.append(len(found := forgotten.mend_others(*args)))
+        looks.append(len(found := hanging_transactions.mend_others(*args)))
         return found
 
-    monkeypatch.setattr(watch, "mend_others", look)
+    monkeypatch.setattr(hanging_transaction_monitor, "mend_others", look)
     bridge.admin.create_topic(name)
     producer = producer_of(unverified, name)
     write(producer, name, b"its own")
@@ -191,8 +191,8 @@ def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     one, asked = Still(unverified, bridge, True), []
 
     def denied(*_: object) -> None:

@@ -11,12 +11,12 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import pytest
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.wire import library
-from txnbridge_kafka.wire.answers import NotYetError
-from txnbridge_kafka.wire.asking import Asker
-from txnbridge_kafka.wire.line import Line
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.connections import Line
+from txnbridge_kafka.client.group_membership import Member
+from txnbridge_kafka.client.request_runner import Asker
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import NotYetError
 
 from tests.kafka.test_settings import read
 from txnbridge import TxnBridgeError
@@ -105,5 +105,5 @@ def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler,
     requests._asker._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
-            with suppress(TxnBridgeError, NotYetError, OSError, library.errors.KafkaError):
+            with suppress(TxnBridgeError, NotYetError, OSError, kafka_python.errors.KafkaError):
                 ASKED[asked](requests, Deadline(0.15))

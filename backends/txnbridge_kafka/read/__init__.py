@@ -1,1 +1,1 @@
-"""The reading side: `reader` is one consumer, `cursor` one partition of it, and `starts` says where reading begins."""
+"""The reading side: `reader` is one consumer, `partition` one partition of it, `start_positions` finds its start."""

@@ -34,16 +34,16 @@ from txnbridge.spi import (
     ReaderListener,
     Subscription,
 )
-from txnbridge_kafka.acks import AckContext
+from txnbridge_kafka.client.librdkafka import Consumer, settle
+from txnbridge_kafka.client.messages import metadata_of
+from txnbridge_kafka.client.offsets import is_another
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.forgotten import mend_group
-from txnbridge_kafka.offsets import is_another, is_passing
-from txnbridge_kafka.read.cursor import Cursor, State, Wish, has_errors, split
-from txnbridge_kafka.read.starts import Found, GroupStarts, Lost, Starts, out_of_range
+from txnbridge_kafka.errors import is_passing, translate
+from txnbridge_kafka.outcome.hanging_transactions import mend_group
+from txnbridge_kafka.read.partition import Cursor, State, Wish, has_errors, split
+from txnbridge_kafka.read.start_positions import Found, GroupStarts, Lost, Starts, out_of_range
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire.bodies import metadata_of
-from txnbridge_kafka.wire.clients import Consumer, settle
-from txnbridge_kafka.wire.errors import translate
+from txnbridge_kafka.write.acks import AckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
 _for_people = logging.getLogger("txnbridge.kafka")  # what a group does, and why nothing comes

@@ -14,8 +14,9 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
+from txnbridge_kafka.client.responses import OPEN, SETTLED
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import OPEN, PREPARE, SETTLED, Owner
+from txnbridge_kafka.write.owner import PREPARE, Owner
 from txnbridge_kafka.write.prepared import is_pool_id
 from txnbridge_kafka.write.writer import KafkaWriter
 

@@ -20,9 +20,9 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
+from txnbridge_kafka.client.responses import COMMITTED, OPEN, Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import COMMITTED, OPEN, PREPARE, Owner, evidence_key
-from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.write.owner import PREPARE, Owner, evidence_key
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")

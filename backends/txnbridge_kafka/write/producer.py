@@ -10,9 +10,9 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
+from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, look_at, make_producer, seconds, settle
+from txnbridge_kafka.errors import kafka_error, too_late, translate
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire.clients import LEAST_SECONDS, look_at, make_producer, seconds, settle
-from txnbridge_kafka.wire.errors import kafka_error, too_late, translate
 
 _log = logging.getLogger("txnbridge.kafka.client")
 _log.addHandler(logging.NullHandler())  # a program that configures no logging is not to find this on its screen

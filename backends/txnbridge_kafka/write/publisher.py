@@ -10,10 +10,10 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidState, NotSupported
 from txnbridge.spi import Deadline, Publisher, RawHeaders
+from txnbridge_kafka.client.librdkafka import Producer, look_at, make_producer, milliseconds, seconds, settle, too_large
+from txnbridge_kafka.errors import DENIED, kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.clients import Producer, look_at, make_producer, milliseconds, seconds, settle, too_large
-from txnbridge_kafka.wire.errors import DENIED, kafka_error, translate
 
 _log = logging.getLogger("txnbridge.kafka.client.publisher")
 # The client calls a setting experimental that it has had, unchanged, since it has been idempotent.

@@ -43,17 +43,18 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_kafka.acks import AckContext, member_of
+from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.group_membership import member_of
+from txnbridge_kafka.client.librdkafka import milliseconds, too_large
+from txnbridge_kafka.client.offsets import is_another, made_anew
+from txnbridge_kafka.client.responses import DONE, OPEN, SETTLED, Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.endings import plain_status
-from txnbridge_kafka.ends.forgotten import mend_own
-from txnbridge_kafka.offsets import is_another, made_anew
-from txnbridge_kafka.owner import OPEN, SETTLED, Owner, evidence_key
+from txnbridge_kafka.errors import DENIED, kafka_error, translate
+from txnbridge_kafka.outcome.hanging_transactions import mend_own
+from txnbridge_kafka.outcome.outcome import plain_status
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
-from txnbridge_kafka.wire.answers import DONE, Described
-from txnbridge_kafka.wire.clients import milliseconds, too_large
-from txnbridge_kafka.wire.errors import DENIED, kafka_error, translate
-from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.write.acks import AckContext
+from txnbridge_kafka.write.owner import Owner, evidence_key
 from txnbridge_kafka.write.producer import LEAST_TIMEOUT_MS, TransactionalProducer
 
 _log = logging.getLogger("txnbridge")

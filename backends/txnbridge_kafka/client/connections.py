@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import socket
 import struct
-import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
-from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.limits import EPOCH_BUMPS
-from txnbridge_kafka.wire import bodies, library
-from txnbridge_kafka.wire.answers import (
+from txnbridge.spi import Partition
+from txnbridge_kafka.client import kafka_python, messages
+from txnbridge_kafka.client.kafka_python import loop, quiet
+from txnbridge_kafka.client.responses import (
     DONE,
+    EPOCH_BUMPS,
     NO_LEADER,
-    TRANSACTIONAL_ID_NOT_FOUND,
     UNKNOWN_TOPIC,
-    Described,
     NotYetError,
     check,
 )
-from txnbridge_kafka.wire.library import loop, quiet
 
 T = TypeVar("T")
 
@@ -34,10 +31,6 @@ _MOST_KNOWN = 1000
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
 # A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
 PATIENCE = 5.0
-# What a coordinator says of a transaction that it is ending: its markers are not all written yet.
-_ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
-# Markers are written within milliseconds, where nothing is in their way.
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
 class Line:
@@ -56,17 +49,17 @@ class Line:
         with quiet():
             self._sockets: list[socket.socket] = []
             self._net = loop(self._sockets)
-            self._manager = library.KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
+            self._manager = kafka_python.KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
 
     def run(self, attempt: Callable[[Line], Awaitable[T]], seconds: float) -> T:
         with quiet():
             future = self._manager.call_soon(attempt, self)
             self._net.poll(timeout_ms=seconds * 1000, future=future)
         if not future.is_done:
-            raise library.errors.KafkaTimeoutError(f"no answer within {seconds:.3g} s")
+            raise kafka_python.errors.KafkaTimeoutError(f"no answer within {seconds:.3g} s")
         if isinstance(future.exception, _UNREADABLE):
             kind = type(future.exception).__name__
-            raise library.errors.KafkaProtocolError(
+            raise kafka_python.errors.KafkaProtocolError(
                 f"the broker's answer cannot be read ({kind})"
             ) from future.exception
         if future.exception is not None:
@@ -90,7 +83,7 @@ class Line:
         try:
             # Without a background refresh of metadata, which would go on for ever.
             return await self._manager.get_connection(node, refresh_metadata_on_err=False)
-        except (library.errors.KafkaError, OSError, TxnBridgeError):
+        except (kafka_python.errors.KafkaError, OSError, TxnBridgeError):
             raise
         except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
@@ -101,8 +94,8 @@ class Line:
 
     async def metadata(self, topics: Iterable[str] = (), node: Any = any) -> Any:
         """An answer to a metadata request; from it the connections learn where the nodes are."""
-        asked = [library.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-        answer = await self.ask(node, library.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
+        asked = [kafka_python.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
+        answer = await self.ask(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
         return answer
 
@@ -124,7 +117,7 @@ class Line:
             if len(self._coordinators) > _MOST_KNOWN:
                 self.forget()
                 unknown = list(ids)
-            request = library.FindCoordinatorRequest(
+            request = kafka_python.FindCoordinatorRequest(
                 key_type=kind, coordinator_keys=unknown, min_version=4, max_version=4
             )
             for each in (await self.ask(self.any, request)).coordinators:
@@ -152,7 +145,7 @@ class Line:
                 partition = (topic.name, each.partition_index)
                 if partition in wanted:
                     if each.leader_id < 0:
-                        raise NotYetError(f"{bodies.title(partition)} has no leader")
+                        raise NotYetError(f"{messages.title(partition)} has no leader")
                     found[each.leader_id].append(partition)
         return found
 
@@ -168,7 +161,7 @@ class Line:
 
     async def transaction_version(self, node: Any) -> int:
         """The finalised level, as a node says now."""
-        levels = (await self.ask(node, bodies.features())).finalized_features or ()
+        levels = (await self.ask(node, messages.features())).finalized_features or ()
         return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
 
     async def bumps_epochs(self, node: Any) -> bool:
@@ -176,50 +169,3 @@ class Line:
         if node not in self._levels:
             self._levels[node] = await self.transaction_version(node)
         return self._levels[node] >= EPOCH_BUMPS  # only then EndTxn 5 is promised to work
-
-
-class Witness:
-    """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
-
-    Who answers on it has lived since it was made. So when it says that a transaction which ended meanwhile is complete,
-    its markers are written. One that was killed and has come back says the same, and may have forgotten them.
-    """
-
-    def __init__(self, id: str, line: Line, connection: Any, give_back: Callable[[Line], None]) -> None:
-        self._id = id
-        self._line: Line | None = line  # None once the connection is lost, or given back
-        self._connection = connection
-        self._give_back = give_back
-        self.first: Described | None = None  # what the coordinator said to begin with; None if it does not know the id
-
-    def last(self, deadline: Deadline) -> Described | None:
-        """The id's last transaction, once its markers are written; None if nobody is left who could tell."""
-        pause = _FIRST_LOOK
-        while self._line is not None:
-            try:
-                self._line.catch_up()
-                found = self._line.run(self.ask, min(deadline.left(), PATIENCE))
-            except (library.errors.KafkaError, OSError, TxnBridgeError, NotYetError):
-                self._line.close()
-                self._line = None
-                break
-            if found is None or found.state not in _ENDING:
-                return found
-            deadline.check(f"waiting until the coordinator has ended the last transaction of {self._id!r}")
-            time.sleep(min(pause, deadline.left()))
-            pause = min(pause * 2, _LAST_LOOK)
-        return None
-
-    async def ask(self, _: Line) -> Described | None:
-        answer = await self._connection.send_request(library.DescribeTransactionsRequest(transactional_ids=[self._id]))
-        (each,) = answer.transaction_states
-        if each.error_code == TRANSACTIONAL_ID_NOT_FOUND:
-            return None
-        check(each.error_code, f"describing the transactional id {self._id!r}")
-        return bodies.described(each)
-
-    def close(self) -> None:
-        """Ask no more. Safe to repeat."""
-        line, self._line = self._line, None
-        if line is not None:
-            self._give_back(line)

@@ -9,10 +9,12 @@ from typing import Any
 
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire import bodies, library
-from txnbridge_kafka.wire.answers import (
+from txnbridge_kafka.client import kafka_python, messages
+from txnbridge_kafka.client.connections import Line
+from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.group_membership import Member
+from txnbridge_kafka.client.request_runner import Asker
+from txnbridge_kafka.client.responses import (
     ACK_LATER,
     ANSWERS,
     BROKER,
@@ -37,8 +39,7 @@ from txnbridge_kafka.wire.answers import (
     error_name,
     refused,
 )
-from txnbridge_kafka.wire.asking import Asker
-from txnbridge_kafka.wire.line import Line, Witness
+from txnbridge_kafka.settings import Settings
 
 
 class Requests:
@@ -50,8 +51,8 @@ class Requests:
     """
 
     def __init__(self, settings: Settings) -> None:
-        library.check_version()
-        library.silence()
+        kafka_python.check_version()
+        kafka_python.silence()
         self._asker = Asker(settings)
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
@@ -63,13 +64,13 @@ class Requests:
 
         async def attempt(line: Line) -> dict[str, Described]:
             for node, keys in (await line.coordinators(left)).items():
-                answer = await line.ask(node, library.DescribeTransactionsRequest(transactional_ids=keys))
+                answer = await line.ask(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
                 for each in answer.transaction_states:
                     if each.error_code in NOT_NOW:
                         continue
                     left.remove(each.transactional_id)
                     if each.error_code == DONE:
-                        found[each.transactional_id] = bodies.described(each)
+                        found[each.transactional_id] = messages.described(each)
                     elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
                         raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
             if left:
@@ -107,7 +108,7 @@ class Requests:
             node = await line.coordinator(id)
             may_shut_out = commit if shut_out is None else shut_out
             newest = 5 if may_shut_out and await line.bumps_epochs(node) else 4
-            request = library.EndTxnRequest(
+            request = kafka_python.EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )
             await line.connect(node)
@@ -119,7 +120,7 @@ class Requests:
                 raise refused(answer.error_code, what)
             if answer.error_code not in ANSWERS:
                 raise NotYetError(f"the coordinator said {error_name(answer.error_code)}")
-            return bodies.ended(answer, pid, epoch, only_once=not before)
+            return messages.ended(answer, pid, epoch, only_once=not before)
 
         try:
             return self._asker.until(deadline, what, attempt)
@@ -133,7 +134,7 @@ class Requests:
         what = f"opening the transactional id {id!r}"
 
         async def attempt(line: Line) -> tuple[int, int]:
-            request = library.InitProducerIdRequest(
+            request = kafka_python.InitProducerIdRequest(
                 transactional_id=id,
                 transaction_timeout_ms=timeout_ms,
                 producer_id=-1,
@@ -154,7 +155,7 @@ class Requests:
         what = f"adding a group to the transaction of {id!r}"
 
         async def attempt(line: Line) -> None:
-            answer = await line.ask(await line.coordinator(id), bodies.group_added(id, pid, epoch, group))
+            answer = await line.ask(await line.coordinator(id), messages.group_added(id, pid, epoch, group))
             check(answer.error_code, what)
 
         self._asker.until(deadline, what, attempt)
@@ -187,15 +188,15 @@ class Requests:
             nonlocal added
             if not added:
                 node = await line.coordinator(id)
-                answer = await ask(line, node, bodies.group_added(id, pid, epoch, member.group))
+                answer = await ask(line, node, messages.group_added(id, pid, epoch, member.group))
                 if answer.error_code in NOT_NOW:
                     raise NotYetError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
             node = await line.group_coordinator(member.group)
-            answer = await ask(line, node, bodies.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {}))
-            refusals = {each.error_code for _, each in bodies.each_partition(answer.topics)} - {DONE}
+            answer = await ask(line, node, messages.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {}))
+            refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
             if final := refusals - ACK_LATER:
                 return int(min(final))
             if refusals:
@@ -221,16 +222,16 @@ class Requests:
             leaders = await line.leaders(left)
             if missing := left.difference(*leaders.values()):
                 await line.counts({topic for topic, _ in missing})
-                raise NotYetError(f"there is no {bodies.title(min(missing))}")
+                raise NotYetError(f"there is no {messages.title(min(missing))}")
             later = set()
             for node, those in leaders.items():
-                for partition, each in bodies.each_partition(
-                    (await line.ask(node, bodies.times_of(those, times))).topics
+                for partition, each in messages.each_partition(
+                    (await line.ask(node, messages.times_of(those, times))).topics
                 ):
                     if each.error_code in LEADER_LATER:
                         later.add(each.error_code)
                     else:
-                        check(each.error_code, f"{what}, {bodies.title(partition)}")
+                        check(each.error_code, f"{what}, {messages.title(partition)}")
                         found[partition] = each.offset
             if later:
                 raise NotYetError(f"a leader said {error_name(min(later))}")
@@ -249,13 +250,13 @@ class Requests:
 
         async def attempt(line: Line) -> dict[Partition, Committed | None]:
             node = await line.group_coordinator(group)
-            answer = await line.ask(node, bodies.positions_of(group, partitions, decided))
+            answer = await line.ask(node, messages.positions_of(group, partitions, decided))
             check(answer.error_code, what)
             found: dict[Partition, Committed | None] = {}
-            for partition, each in bodies.each_partition(answer.topics):
+            for partition, each in messages.each_partition(answer.topics):
                 if each.error_code != UNSTABLE:
-                    check(each.error_code, f"{what}, {bodies.title(partition)}")
-                    found[partition] = bodies.committed(each)
+                    check(each.error_code, f"{what}, {messages.title(partition)}")
+                    found[partition] = messages.committed(each)
             return found
 
         return self._asker.until(deadline, what, attempt) if partitions else {}
@@ -278,9 +279,9 @@ class Requests:
 
         async def attempt(line: Line) -> dict[str, str]:
             first = await line.metadata(wanted)
-            found = bodies.topic_ids(first)
-            for node in bodies.leaders(first) if len(first.brokers) > 1 else ():
-                told = bodies.topic_ids(await line.metadata(wanted, node))
+            found = messages.topic_ids(first)
+            for node in messages.leaders(first) if len(first.brokers) > 1 else ():
+                told = messages.topic_ids(await line.metadata(wanted, node))
                 if strange := [topic for topic, id in told.items() if found.get(topic, id) != id]:
                     raise NotYetError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
             return found
@@ -294,7 +295,7 @@ class Requests:
         async def attempt(line: Line) -> list[Listed]:
             found: dict[str, Listed] = {}
             for node in await line.nodes():
-                request = library.ListTransactionsRequest(
+                request = kafka_python.ListTransactionsRequest(
                     state_filters=list(states), producer_id_filters=list(pids), max_version=0
                 )
                 answer = await line.ask(node, request)
@@ -322,18 +323,18 @@ class Requests:
             left.intersection_update(partition for those in leaders.values() for partition in those)
             for node, those in leaders.items():
                 topics = [
-                    library.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
-                    for topic, numbers in bodies.by_topic(those).items()
+                    kafka_python.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
+                    for topic, numbers in messages.by_topic(those).items()
                 ]
-                answer = await line.ask(node, library.DescribeProducersRequest(topics=topics))
-                for partition, each in bodies.each_partition(answer.topics):
+                answer = await line.ask(node, kafka_python.DescribeProducersRequest(topics=topics))
+                for partition, each in messages.each_partition(answer.topics):
                     if each.error_code in NO_LEADER:
-                        raise NotYetError(f"the leader of {bodies.title(partition)} is moving")
+                        raise NotYetError(f"the leader of {messages.title(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:
-                        found[partition] = [bodies.active(producer) for producer in each.active_producers]
+                        found[partition] = [messages.active(producer) for producer in each.active_producers]
                     elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
-                        raise refused(each.error_code, f"asking for the producers of {bodies.title(partition)}")
+                        raise refused(each.error_code, f"asking for the producers of {messages.title(partition)}")
             return found
 
         return self._asker.until(deadline, "asking for producers", attempt) if left else found
@@ -359,14 +360,14 @@ class Requests:
 
         async def attempt(line: Line) -> None:
             for node, those in (await line.leaders(left)).items():
-                answer = await line.ask(node, bodies.markers(pid, epoch, commit, coordinator_epoch, those))
-                for partition, each in bodies.each_partition(answer.markers[0].topics):
+                answer = await line.ask(node, messages.markers(pid, epoch, commit, coordinator_epoch, those))
+                for partition, each in messages.each_partition(answer.markers[0].topics):
                     if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
                         continue
-                    check(each.error_code, f"writing a transaction marker to {bodies.title(partition)}")
+                    check(each.error_code, f"writing a transaction marker to {messages.title(partition)}")
                     left.discard(partition)
             if left:
-                raise NotYetError(f"{bodies.title(min(left))} has no leader")
+                raise NotYetError(f"{messages.title(min(left))} has no leader")
 
         self._asker.until(deadline, "writing transaction markers", attempt)
 
@@ -401,19 +402,21 @@ class Requests:
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
     ) -> Answer:
-        kind = library.CreateTopicsRequest.CreatableTopic
+        kind = kafka_python.CreateTopicsRequest.CreatableTopic
         configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
         topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
-        request = partial(library.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
+        request = partial(kafka_python.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
         return self._of_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
 
     def delete_topic(self, name: str, deadline: Deadline) -> Answer:
-        request = partial(library.DeleteTopicsRequest, topic_names=[name], max_version=5)
+        request = partial(kafka_python.DeleteTopicsRequest, topic_names=[name], max_version=5)
         return self._of_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> Answer:
-        topic = library.CreatePartitionsRequest.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
-        request = partial(library.CreatePartitionsRequest, topics=[topic], validate_only=False)
+        topic = kafka_python.CreatePartitionsRequest.CreatePartitionsTopic(
+            name=name, count=partitions, assignments=None
+        )
+        request = partial(kafka_python.CreatePartitionsRequest, topics=[topic], validate_only=False)
         return self._of_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
 
     def _of_controller(
@@ -431,13 +434,13 @@ class Requests:
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[Answer, Mapping[str, str]]]:
         """The settings in effect of topics, or of one broker, which has to tell them itself."""
-        resource = library.DescribeConfigsRequest.DescribeConfigsResource
+        resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 
         async def attempt(line: Line) -> dict[str, tuple[Answer, Mapping[str, str]]]:
             await line.metadata()
             answer = await line.ask(
-                int(names[0]) if kind == BROKER else line.any, library.DescribeConfigsRequest(resources=asked)
+                int(names[0]) if kind == BROKER else line.any, kafka_python.DescribeConfigsRequest(resources=asked)
             )
             return {
                 each.resource_name: (
@@ -451,17 +454,17 @@ class Requests:
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> Answer:
         """Records of a partition before an offset."""
-        kind = library.DeleteRecordsRequest.DeleteRecordsTopic
+        kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
         number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
 
         async def attempt(line: Line) -> Answer:
             leaders = await line.leaders([partition])
             if not leaders:
-                return Answer(UNKNOWN_TOPIC, f"there is no {bodies.title(partition)}")
-            request = library.DeleteRecordsRequest(
+                return Answer(UNKNOWN_TOPIC, f"there is no {messages.title(partition)}")
+            request = kafka_python.DeleteRecordsRequest(
                 topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
             )
-            ((_, each),) = bodies.each_partition((await line.ask(next(iter(leaders)), request)).topics)
+            ((_, each),) = messages.each_partition((await line.ask(next(iter(leaders)), request)).topics)
             return Answer(each.error_code, error_name(each.error_code))
 
         return self._asker.until(deadline, "dropping old records", attempt)

@@ -17,12 +17,12 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
+from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.forgotten import mend_id
-from txnbridge_kafka.ends.history import NotYetError, last_outcome, outcome_by_start, steps
-from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, evidence_key, recorded_outcome
-from txnbridge_kafka.wire.answers import Described
-from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.outcome.hanging_transactions import mend_id
+from txnbridge_kafka.outcome.transaction_state_log import NotYetError, last_outcome, outcome_by_start, steps
+from txnbridge_kafka.write.owner import evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 

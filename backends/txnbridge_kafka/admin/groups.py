@@ -9,9 +9,9 @@ from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, Kaf
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
+from txnbridge_kafka.client.librdkafka import AdminClient, ignore, result_of, seconds
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.wire.clients import AdminClient, ignore, result_of, seconds
-from txnbridge_kafka.wire.errors import kafka_error, translate
+from txnbridge_kafka.errors import kafka_error, translate
 
 _MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
 _KINDS = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}

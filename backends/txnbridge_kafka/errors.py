@@ -47,6 +47,24 @@ _REFUSED = {
     KafkaError.INVALID_REQUEST,
 }
 
+_PASSING = {
+    KafkaError._STATE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._WAIT_COORD,
+    KafkaError._DESTROY,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.FENCED_MEMBER_EPOCH,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.UNSTABLE_OFFSET_COMMIT,
+}
+
 
 def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
     """The client's own error inside an exception of its own; None for any other exception."""
@@ -89,3 +107,9 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
 def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
     """An error that passes by itself, and has not by the deadline. To be raised `from` the client's own."""
     return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether an error of the client is about membership or a coordinator, which the client mends by itself."""
+    found = None if error is None else kafka_error(error)
+    return found is not None and (found.retriable() or found.code() in _PASSING)

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from confluent_kafka.admin._metadata import TopicMetadata
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_kafka.capabilities import longest_ms
+from txnbridge_kafka.client.responses import EPOCH_BUMPS
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.forgotten import places, survey
-from txnbridge_kafka.ends.history import STATE_TOPIC
-from txnbridge_kafka.limits import EPOCH_BUMPS, longest_ms
+from txnbridge_kafka.outcome.hanging_transactions import places, survey
+from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import OFFSETS_TOPIC
 
@@ -117,7 +118,7 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
 def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     """Transactions that are open in a partition although they have ended, or although nobody knows them."""
     found = survey(cluster, deadline)
-    for one in found.forgotten:
+    for one in found.hanging:
         yield Advice(
             "problem",
             f"transaction {one.told.id}",
@@ -134,5 +135,5 @@ def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     if found.unread:
         text = f"this user may not read {found.unread} of the partitions that it sees, so nothing is said of those"
         yield Advice("warning", "rights", text, "grant it Read on their topics")
-    if not (found.forgotten or found.unknown):
+    if not (found.hanging or found.unknown):
         yield Advice("ok", "markers", "what has ended has ended in all partitions that this user may read")

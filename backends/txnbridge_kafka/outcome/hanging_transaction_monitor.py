@@ -14,7 +14,7 @@ import weakref
 from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.forgotten import Held, held_open, mend_others
+from txnbridge_kafka.outcome.hanging_transactions import Held, held_open, mend_others
 
 _log = logging.getLogger("txnbridge")
 

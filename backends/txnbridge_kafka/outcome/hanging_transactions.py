@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.history import Ending, recorded_ends
-from txnbridge_kafka.owner import COMMITTED, Owner, evidence_key, recorded_outcome
+from txnbridge_kafka.outcome.transaction_state_log import Ending, recorded_ends
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
-from txnbridge_kafka.wire.answers import ActiveProducer, Described
+from txnbridge_kafka.write.owner import Owner, evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
@@ -47,7 +47,7 @@ class Survey:
     """What of a cluster this user may read: what was forgotten there, and what is open of producers that no coordinator
     knows, by their ids. `unread` partitions could not be looked at."""
 
-    forgotten: list[Forgotten]
+    hanging: list[Forgotten]
     unknown: dict[int, Held]
     unread: int
 
@@ -65,7 +65,7 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     again = _open_ones(requests.producers([one for pid in suspects for one in held[pid]], deadline))
     after = requests.describe(list(before), deadline)
     return Survey(
-        forgotten=[
+        hanging=[
             Forgotten(told, again[told.pid])
             for id, told in before.items()
             if told.pid in again and after.get(id) == told

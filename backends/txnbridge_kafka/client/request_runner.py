@@ -17,10 +17,11 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
+from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.connections import PATIENCE, Line
+from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.responses import NotYetError
 from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire import library
-from txnbridge_kafka.wire.answers import NotYetError
-from txnbridge_kafka.wire.line import PATIENCE, Line, Witness
 
 T = TypeVar("T")
 
@@ -67,16 +68,16 @@ class Asker:
                 return self._once(attempt, deadline.left() / 2 if patient else self._patience(deadline))
             except NotYetError as error:
                 reason, cause = str(error), error.__cause__
-            except library.errors.IncompatibleBrokerVersion as error:
+            except kafka_python.errors.IncompatibleBrokerVersion as error:
                 raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
             except _login_errors() as error:
                 name = type(error).__name__
                 raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
-            except library.errors.KafkaTimeoutError as error:
+            except kafka_python.errors.KafkaTimeoutError as error:
                 # An attempt that the deadline cut short tells less than one before it.
                 reason, cause = (_reason(error), error) if cause is None else (reason, cause)
-            except (library.errors.KafkaError, OSError) as error:
-                advice = self._advice if isinstance(error, library.errors.KafkaConnectionError) else ""
+            except (kafka_python.errors.KafkaError, OSError) as error:
+                advice = self._advice if isinstance(error, kafka_python.errors.KafkaConnectionError) else ""
                 reason, cause = _reason(error) + advice, error
             nobody = nobody + 1 if any(sign in reason for sign in _NOBODY) else 0
             if nobody >= len(self._servers) and time.monotonic() - begun >= nobody_for:
@@ -105,7 +106,7 @@ class Asker:
             line.forget()
             kept = True
             raise
-        except (library.errors.KafkaError, OSError):
+        except (kafka_python.errors.KafkaError, OSError):
             self._try_another(line.server)
             raise
         finally:
@@ -150,15 +151,15 @@ class Asker:
 
 def _login_errors() -> tuple[type[BaseException], ...]:
     return (
-        library.errors.SaslAuthenticationFailedError,
-        library.errors.UnsupportedSaslMechanismError,
-        library.errors.IllegalSaslStateError,
-        library.errors.AuthorizationError,
+        kafka_python.errors.SaslAuthenticationFailedError,
+        kafka_python.errors.UnsupportedSaslMechanismError,
+        kafka_python.errors.IllegalSaslStateError,
+        kafka_python.errors.AuthorizationError,
     )
 
 
 def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, library.errors.KafkaError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, kafka_python.errors.KafkaError) else f"{type(error).__name__}: {error}"
 
 
 def _pauses() -> Iterator[float]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from txnbridge.errors import AccessDenied, Fenced, TxnBridgeError
 from txnbridge.spi import Context, Deadline, Partition, Subscription
-from txnbridge_kafka.offsets import Offsets, is_another, made_anew
-from txnbridge_kafka.read.cursor import Wish
+from txnbridge_kafka.client.offsets import Offsets, is_another, made_anew
+from txnbridge_kafka.read.partition import Wish
 
 _log = logging.getLogger("txnbridge")
 

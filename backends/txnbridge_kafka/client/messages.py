@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from txnbridge.spi import Partition
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.wire import library
-from txnbridge_kafka.wire.answers import DONE, UNKNOWN_TOPIC, ActiveProducer, Committed, Described, Ended
+from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.group_membership import Member
+from txnbridge_kafka.client.responses import DONE, UNKNOWN_TOPIC, ActiveProducer, Committed, Described, Ended
 
 _READ_COMMITTED = 1
 _TOPIC_ID = "txnbridge-topic-id:"
@@ -17,11 +17,11 @@ _TOPIC_ID = "txnbridge-topic-id:"
 
 def features() -> Any:
     name = "txnbridge"
-    return library.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
+    return kafka_python.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
 
 
 def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
-    kind = library.ListOffsetsRequest.ListOffsetsTopic
+    kind = kafka_python.ListOffsetsRequest.ListOffsetsTopic
     topics = [
         kind(
             name=topic,
@@ -34,23 +34,23 @@ def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) ->
         )
         for topic, numbers in by_topic(partitions).items()
     ]
-    return library.ListOffsetsRequest(
+    return kafka_python.ListOffsetsRequest(
         replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics, min_version=2, max_version=6
     )
 
 
 def positions_of(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
     topics = [
-        library.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
+        kafka_python.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
         for topic, numbers in by_topic(partitions).items()
     ]
-    return library.OffsetFetchRequest(
+    return kafka_python.OffsetFetchRequest(
         group_id=group, topics=topics, require_stable=decided, min_version=7, max_version=7
     )
 
 
 def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
-    return library.AddOffsetsToTxnRequest(
+    return kafka_python.AddOffsetsToTxnRequest(
         transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
     )
 
@@ -58,7 +58,7 @@ def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
 def acknowledgement(
     id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], topic_ids: Mapping[Partition, str]
 ) -> Any:
-    kind = library.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    kind = kafka_python.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     topics = [
         kind(
             name=topic,
@@ -75,7 +75,7 @@ def acknowledgement(
         for topic, numbers in by_topic(offsets).items()
     ]
     # Only from version 3 on does the coordinator check that the member belongs to the group; 5 is another protocol.
-    return library.TxnOffsetCommitRequest(
+    return kafka_python.TxnOffsetCommitRequest(
         transactional_id=id,
         group_id=member.group,
         producer_id=pid,
@@ -103,7 +103,7 @@ def committed(partition: Any) -> Committed | None:
 
 
 def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
-    kind = library.WriteTxnMarkersRequest.WritableTxnMarker
+    kind = kafka_python.WriteTxnMarkersRequest.WritableTxnMarker
     topics = [
         kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
         for topic, numbers in by_topic(partitions).items()
@@ -115,7 +115,7 @@ def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitio
         topics=topics,
         coordinator_epoch=coordinator_epoch,
     )
-    return library.WriteTxnMarkersRequest(markers=[marker], min_version=1)
+    return kafka_python.WriteTxnMarkersRequest(markers=[marker], min_version=1)
 
 
 def described(state: Any) -> Described:

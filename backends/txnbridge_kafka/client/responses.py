@@ -16,7 +16,7 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Partition
-from txnbridge_kafka.wire import library
+from txnbridge_kafka.client import kafka_python
 
 DONE = 0
 INVALID_PRODUCER_EPOCH = 47
@@ -34,6 +34,17 @@ ANSWERS: Mapping[int, str] = {
     PRODUCER_FENCED: "timed out, or the id was opened again, perhaps after it had ended",
     TRANSACTION_ABORTABLE: "it can only be aborted",
 }
+
+# The coordinator's states of a transactional id, by what they mean for its last transaction.
+COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
+ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
+OPEN = "Ongoing"
+# The coordinator is writing the markers of these.
+ENDING = frozenset({"PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
+# A state that changes no more by itself.
+SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
+# From this level of the feature transaction.version on, ending a transaction raises the producer's epoch.
+EPOCH_BUMPS = 2
 
 # What has settings.
 TOPIC, BROKER = 2, 4
@@ -161,5 +172,5 @@ def refused(code: int, what: str) -> TxnBridgeError:
 
 
 def error_name(code: int) -> str:
-    kind = library.errors.for_code(code)
+    kind = kafka_python.errors.for_code(code)
     return f"{getattr(kind, 'message', None) or kind.__name__} (error {code})"

@@ -21,10 +21,10 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_kafka.client.librdkafka import PATIENCE, Consumer, Producer, ignore, seconds, settle
+from txnbridge_kafka.errors import kafka_error, translate
 from txnbridge_kafka.settings import Settings
 from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, Topics
-from txnbridge_kafka.wire.clients import PATIENCE, Consumer, Producer, ignore, seconds, settle
-from txnbridge_kafka.wire.errors import kafka_error, translate
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Advice, Deadline
-from txnbridge_kafka.administration.doctor import COORDINATION, judge
+from txnbridge_kafka.admin.doctor import COORDINATION, judge
 from txnbridge_kafka.cluster import Cluster
 
 # Connecting does not wait for what is mostly a warning; a broker that lives answers within milliseconds.

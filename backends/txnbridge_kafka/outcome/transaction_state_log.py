@@ -15,10 +15,10 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import StorageFailed
 from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client.librdkafka import Consumer
 from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.errors import translate
 from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
-from txnbridge_kafka.wire.clients import Consumer
-from txnbridge_kafka.wire.errors import translate
 
 STATE_TOPIC = "__transaction_state"
 _ONGOING = 1

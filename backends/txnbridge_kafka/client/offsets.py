@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from confluent_kafka import KafkaError
-
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.wire.answers import EARLIEST, LATEST, Committed
-from txnbridge_kafka.wire.errors import kafka_error
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import EARLIEST, LATEST, Committed
 
 
 class Offsets:
@@ -81,28 +78,3 @@ def made_anew(owner: str, partition: Partition, at: int) -> str:
         f" the topic that is there now. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) says where to"
         " go on in it"
     )
-
-
-def is_passing(error: BaseException | None) -> bool:
-    """Whether an error of the client is about membership or a coordinator, which the client mends by itself."""
-    found = None if error is None else kafka_error(error)
-    return found is not None and (found.retriable() or found.code() in _PASSING)
-
-
-_PASSING = {
-    KafkaError._STATE,
-    KafkaError._TIMED_OUT,
-    KafkaError._TRANSPORT,
-    KafkaError._WAIT_COORD,
-    KafkaError._DESTROY,
-    KafkaError.REBALANCE_IN_PROGRESS,
-    KafkaError.ILLEGAL_GENERATION,
-    KafkaError.UNKNOWN_MEMBER_ID,
-    KafkaError.STALE_MEMBER_EPOCH,
-    KafkaError.FENCED_MEMBER_EPOCH,
-    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-    KafkaError.COORDINATOR_NOT_AVAILABLE,
-    KafkaError.NOT_COORDINATOR,
-    KafkaError.REQUEST_TIMED_OUT,
-    KafkaError.UNSTABLE_OFFSET_COMMIT,
-}

@@ -32,14 +32,14 @@ from txnbridge.spi import (
     TokenState,
     TopicInfo,
 )
-from txnbridge_kafka.administration import doctor
-from txnbridge_kafka.administration.groups import Groups
+from txnbridge_kafka.admin import doctor
+from txnbridge_kafka.admin.groups import Groups
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, Described
 from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.endings import end_prepared, ending_of
-from txnbridge_kafka.ends.forgotten import mend_id
-from txnbridge_kafka.owner import ABORTED, COMMITTED, OPEN, PREPARE
+from txnbridge_kafka.outcome.hanging_transactions import mend_id
+from txnbridge_kafka.outcome.outcome import end_prepared, ending_of
 from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.write.owner import PREPARE
 from txnbridge_kafka.write.prepared import token_of
 
 # What has begun and not ended, as coordinators call it.

@@ -11,13 +11,6 @@ from typing import Any
 from txnbridge.errors import AccessDenied, EvidenceLost, Fenced
 from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
 
-# What the coordinator's states mean for the transaction that they are about.
-COMMITTED = frozenset({"PrepareCommit", "CompleteCommit"})
-ABORTED = frozenset({"PrepareAbort", "CompleteAbort", "PrepareEpochFence"})
-OPEN = "Ongoing"
-# Nothing will change by itself any more.
-SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
-
 _log = logging.getLogger("txnbridge")
 
 # Kinds of ledger records. "prepare" has a meaning for the ledger itself.
