@@ -23,7 +23,6 @@ from tests.in_time import within
 from txnbridge.errors import (
     AccessDenied,
     DeadlineExceeded,
-    Fenced,
     InvalidOption,
     InvalidState,
     NotFound,
@@ -706,11 +705,10 @@ def test_without_the_right_to_the_decision_log_a_group_reads_and_says_so_once(cl
 
 def test_another_members_record_in_between_is_no_error(cluster, join, group):
     class Contended(Openings):
-        def opened(self, data, deadline):
-            super().opened({"partitions": 2, "positions": [None, 7]}, deadline)
-            if len(self.all) == 1:
-                raise Fenced("another one has opened it")
-            return super().opened(data, deadline)
+        def open_behind(self, before, data, deadline):
+            if not self.all:
+                self.opened({"partitions": 2, "positions": [None, 7]}, deadline)
+            return super().open_behind(before, data, deadline)
 
     topic = cluster.topic(2)
     cluster.ledgers[f"group/{group}/{topic}"] = ledger = Contended()

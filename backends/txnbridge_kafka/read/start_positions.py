@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from txnbridge.errors import AccessDenied, Fenced, TxnBridgeError
-from txnbridge.spi import Context, Deadline, Partition, Subscription
+from txnbridge.errors import AccessDenied, TxnBridgeError
+from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
 from txnbridge_kafka.client.offsets import Offsets, is_another, made_anew
 from txnbridge_kafka.read.partition import Wish
 
@@ -125,8 +126,9 @@ class GroupStarts(Starts):
         self._look_at: float | None = None  # when to look for an end that was forgotten
         self._counts = counts
         self._group = str(subscription.group)
-        self._ledgers = {
-            topic: context.ledger(context.application, f"group/{self._group}/{topic}") for topic in subscription.topics
+        self._records = {
+            topic: LedgerValue(context.ledger(context.application, f"group/{self._group}/{topic}"))
+            for topic in subscription.topics
         }
         self._denied = False
         self.unchecked = set(subscription.topics)  # whose records may not cover all that has begun
@@ -190,7 +192,7 @@ class GroupStarts(Starts):
 
     def _begin(self, topic: str, numbers: Sequence[int], wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
         """Partitions for which the group has no position: they begin, or it was lost."""
-        there, began = self._read_record(topic, deadline) or (self._counts[topic], ())
+        there, began = self._read_record(topic, deadline)
         told: dict[Partition, int] = {}
         lost: dict[Partition, Lost] = {}
         old: list[Partition] = []
@@ -213,37 +215,41 @@ class GroupStarts(Starts):
         return self.first(partitions, deadline)
 
     def record(self, topics: Iterable[str], deadline: Deadline) -> None:
-        """See to it that the records of topics cover every partition that has begun."""
+        """Make the records of topics cover every partition in which the group has a position."""
         for topic in topics:
-            while not self._denied and not self._is_recorded(topic, deadline):
-                pass  # another member may have written less at the same moment, hence a look behind each record
+            if not self._denied:
+                self._complete_record(topic, deadline)
             self.unchecked.discard(topic)
             self.owed.discard(topic)
 
-    def _is_recorded(self, topic: str, deadline: Deadline) -> bool:
+    def _complete_record(self, topic: str, deadline: Deadline) -> None:
         count = self._offsets.counts([topic], deadline)[topic]
-        positions = self._offsets.committed(self._group, [(topic, number) for number in range(count)], deadline)
-        there, began = self._read_record(topic, deadline) or (self._counts[topic], ())
-        record = [*began, *[None] * (count - len(began))]
-        complete = [positions.get((topic, n)) if at is None else at for n, at in enumerate(record)]
-        if complete == record or self._denied:
-            return True
-        try:
-            self._ledgers[topic].opened({"partitions": there, "positions": complete}, deadline)
-        except Fenced:
-            pass  # by another member's record
-        except AccessDenied as error:
-            self._go_on_without(error)
-        return False
+        committed = self._offsets.committed(self._group, [(topic, number) for number in range(count)], deadline)
 
-    def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]] | None:
-        """How many partitions the topic had when the group began, and where each began."""
+        def complete(record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            partitions, positions = self._from_record(topic, record)
+            padded = [*positions, *[None] * (count - len(positions))]
+            completed = [committed.get((topic, n)) if at is None else at for n, at in enumerate(padded)]
+            return None if completed == padded else {"partitions": partitions, "positions": completed}
+
         try:
-            opening = None if self._denied else self._ledgers[topic].newest_opening(deadline)
+            self._records[topic].update(complete, deadline)
         except AccessDenied as error:
             self._go_on_without(error)
-            return None
-        return None if opening is None else (int(opening[1]["partitions"]), list(opening[1]["positions"]))
+
+    def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
+        """Return how many partitions the topic had when the group began, and where each began."""
+        record = None
+        try:
+            record = None if self._denied else self._records[topic].read(deadline)
+        except AccessDenied as error:
+            self._go_on_without(error)
+        return self._from_record(topic, record)
+
+    def _from_record(self, topic: str, record: Mapping[str, Any] | None) -> tuple[int, Sequence[int | None]]:
+        if record is None:
+            return self._counts[topic], ()
+        return int(record["partitions"]), list(record["positions"])
 
     def _go_on_without(self, error: AccessDenied) -> None:
         self._denied = True
