@@ -26,20 +26,20 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_kafka.admin.admin import KafkaAdmin
-from txnbridge_kafka.admin.preflight import look_at_topics
+from txnbridge_kafka.admin.preflight import check_topics_at_connect
 from txnbridge_kafka.capabilities import CAPABILITIES, message_bytes, without_log
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.decision_log import KafkaLog
-from txnbridge_kafka.outcome.hanging_transaction_monitor import Watch
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.decision_log import KafkaDecisionLog
+from txnbridge_kafka.outcome.hanging_transaction_monitor import HangingTransactionMonitor
 from txnbridge_kafka.outcome.outcome import end_prepared, plain_status, prepared_status
 from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.read.reader import KafkaReader
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics, longest_transaction_ms
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics, longest_transaction_ms
 from txnbridge_kafka.write.opening import open_id
-from txnbridge_kafka.write.owner import Owner
-from txnbridge_kafka.write.prepared import Pool
+from txnbridge_kafka.write.owner import KafkaOwner
+from txnbridge_kafka.write.prepared import PreparedIdPool
 from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -51,18 +51,18 @@ _NOBODY_SECONDS = 1.0
 class KafkaBroker(Broker):
     """Opened by `KafkaBackend.open`."""
 
-    def __init__(self, settings: Settings, context: Context, deadline: Deadline) -> None:
+    def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._log = settings.log_topic(context.application)
         requests = Requests(settings)
-        self._cluster = Cluster(settings, requests, Topics(settings, requests), context.events)
+        self._cluster = KafkaCluster(settings, requests, KafkaTopics(settings, requests), context.events)
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline, nobody_for=_NOBODY_SECONDS)
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
-            self._useless = look_at_topics(self._cluster, self._log, overview, deadline)
+            self._useless = check_topics_at_connect(self._cluster, self._log, overview, deadline)
         except BaseException:
             self._cluster.requests.close()
             raise
@@ -72,9 +72,9 @@ class KafkaBroker(Broker):
             prepared_seconds=self._longest_ms / 1000,
             prepared_transactions=settings.prepared_ids,
         )
-        self._watch = Watch(self._cluster)
-        self._owner: Owner | None = None
-        self._pool: Pool | None = None
+        self._watch = HangingTransactionMonitor(self._cluster)
+        self._owner: KafkaOwner | None = None
+        self._pool: PreparedIdPool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
 
     def _check_times(self) -> None:
@@ -91,10 +91,10 @@ class KafkaBroker(Broker):
                 advice = self._useless[name]
                 raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
 
-    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
+    def _owner_of(self, identity: Identity, ledger: Ledger) -> KafkaOwner:
         self._watch.start()
         if self._owner is None:
-            self._owner = Owner(identity, ledger, self._settings.prepared_ids)
+            self._owner = KafkaOwner(identity, ledger, self._settings.prepared_ids)
         return self._owner
 
     # --- writing --------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class KafkaBroker(Broker):
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         owner = self._owner_of(identity, ledger)
         if self._pool is None:
-            self._pool = Pool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
+            self._pool = PreparedIdPool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
         return self._pool.take(deadline)
 
     def _prepared_ms(self) -> int:
@@ -158,7 +158,7 @@ class KafkaBroker(Broker):
         return KafkaAdmin(self._cluster, self._context)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        return KafkaLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
+        return KafkaDecisionLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
 
     def close(self, deadline: Deadline) -> None:
         self._watch.close()

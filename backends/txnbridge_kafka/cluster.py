@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from txnbridge.spi import Emitter, Partition
-from txnbridge_kafka.client.offsets import Offsets
+from txnbridge_kafka.client.offsets import KafkaOffsets
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KafkaCluster:
     """The settings, and the ways to ask."""
 
-    settings: Settings
+    settings: KafkaSettings
     requests: Requests
-    topics: Topics
+    topics: KafkaTopics
     events: Emitter
-    places: set[Partition] = field(default_factory=set)  # where this bridge writes and reads
+    watched_partitions: set[Partition] = field(default_factory=set)  # where this bridge writes and reads
 
     @cached_property
-    def offsets(self) -> Offsets:
+    def offsets(self) -> KafkaOffsets:
         """Where partitions begin and end."""
-        return Offsets(self.requests)
+        return KafkaOffsets(self.requests)

@@ -21,10 +21,10 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
-from txnbridge_kafka.client.librdkafka import PATIENCE, Consumer, Producer, ignore, seconds, settle
+from txnbridge_kafka.client.librdkafka import PATIENCE, ConfluentConsumer, ConfluentProducer, ignore, seconds, settle
 from txnbridge_kafka.errors import kafka_error, translate
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, Topics
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, KafkaTopics
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ _NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
-class KafkaLog(DecisionLog):
+class KafkaDecisionLog(DecisionLog):
     """One log. A position is the record's offset.
 
     Opening it creates its topic if that is missing. Raises `InvalidOption` for a topic that would lose records
@@ -65,15 +65,15 @@ class KafkaLog(DecisionLog):
     origin = (0,)
 
     def __init__(
-        self, settings: Settings, name: str, deadline: Deadline, events: Emitter, topics: Topics | None = None
+        self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
     ) -> None:
         """`topics` is what others have connected already, and saves connecting once more."""
         self._settings = settings
-        self._topics = topics or Topics(settings)
+        self._topics = topics or KafkaTopics(settings)
         self._topic = settings.log_topic(name)
         self._lock = threading.Lock()
-        self._producer: Producer | None = None
-        self._readers: list[Consumer] = []  # those that nobody reads with
+        self._producer: ConfluentProducer | None = None
+        self._readers: list[ConfluentConsumer] = []  # those that nobody reads with
         with events.step("step:log", log=name):
             self._open(deadline)
 
@@ -186,14 +186,14 @@ class KafkaLog(DecisionLog):
                     self._producer = None
         return reports[0] if reports else None
 
-    def _take_producer(self, deadline: Deadline) -> Producer:
+    def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
         """The one that is in use, or a new one if broker and topic are there: what fails here was not sent."""
         with self._lock:
             producer = self._producer
         if producer is not None:
             return producer
         self._bounds(deadline)
-        producer = Producer(
+        producer = ConfluentProducer(
             {
                 **self._client_settings(),
                 "acks": "all",
@@ -228,7 +228,9 @@ class KafkaLog(DecisionLog):
             reader.unassign()
             self._give_back(reader)
 
-    def _records(self, reader: Consumer, at: int, stop: int, deadline: Deadline) -> Iterator[tuple[Position, bytes]]:
+    def _records(
+        self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
         late: Deadline | None = None  # by when more must have come
         while messages := self._fetch(reader, late, deadline):
             for message in messages:
@@ -248,7 +250,7 @@ class KafkaLog(DecisionLog):
                     reader.assign([self._at(at)])
                     break
 
-    def _fetch(self, reader: Consumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
+    def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
         """What is there, at least one record or the reason why not; nothing if none came in time.
 
         Raises `DeadlineExceeded`.
@@ -270,11 +272,11 @@ class KafkaLog(DecisionLog):
                 f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
             )
 
-    def _take_reader(self, deadline: Deadline) -> Consumer:
+    def _take_reader(self, deadline: Deadline) -> ConfluentConsumer:
         with self._lock:
             if self._readers:
                 return self._readers.pop()
-        reader = Consumer(
+        reader = ConfluentConsumer(
             {
                 **self._client_settings(),
                 "group.id": LOG_GROUP,
@@ -294,7 +296,7 @@ class KafkaLog(DecisionLog):
         settle(reader, self._topic, deadline)
         return reader
 
-    def _give_back(self, reader: Consumer) -> None:
+    def _give_back(self, reader: ConfluentConsumer) -> None:
         with self._lock:
             self._readers.append(reader)
 
@@ -319,12 +321,7 @@ class KafkaLog(DecisionLog):
 
     def _client_settings(self) -> dict[str, Any]:
         # What a user sets for producers and consumers is for messages: lingering, say, would delay each decision.
-        return {
-            **self._settings.client,
-            "log_level": self._settings.log_level,
-            "logger": _log,
-            "error_cb": ignore,
-        }
+        return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
 
     def _in_our_words(self, error: KafkaException, what: str) -> TxnBridgeError:
         found = kafka_error(error)

@@ -15,11 +15,11 @@ from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
-from txnbridge_kafka.client.librdkafka import AdminClient, ignore, look_at
+from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import BROKER, DONE, TOPIC, Answer
+from txnbridge_kafka.client.responses import BROKER, DONE, TOPIC, RequestResult
 from txnbridge_kafka.errors import kafka_error, translate
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 
 OFFSETS_TOPIC = "__consumer_offsets"
 
@@ -53,14 +53,14 @@ _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 _log = logging.getLogger("txnbridge.kafka.client")
 
 
-class Topics:
+class KafkaTopics:
     """The topics of a cluster. Any thread may call; nothing is connected before the first call."""
 
-    def __init__(self, settings: Settings, requests: Requests | None = None) -> None:
+    def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
         self._settings = settings
         self._requests = requests
         self._lock = threading.Lock()
-        self._client: AdminClient | None = None
+        self._client: ConfluentAdminClient | None = None
 
     def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
         """How many partitions a topic has; a missing one is created where that is allowed. Raises `NotFound`.
@@ -98,7 +98,7 @@ class Topics:
     def count(self, topic: str, deadline: Deadline) -> int:
         """How many partitions a broker says that a topic has; 0 if it knows none of that name."""
         what = f"looking at topic {topic!r}"
-        found = self._asked(lambda: look_at(self._admin(), deadline, topic), deadline, what).topics[topic]
+        found = self._asked(lambda: refresh_metadata(self._admin(), deadline, topic), deadline, what).topics[topic]
         if found.error is None or found.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
             return len(found.partitions)
         if found.error.code() in _MISSING:
@@ -117,7 +117,7 @@ class Topics:
     def overview(self, deadline: Deadline) -> ClusterMetadata:
         """The living brokers and every topic, by one question."""
         found: ClusterMetadata = self._asked(
-            lambda: look_at(self._admin(), deadline), deadline, "listing brokers and topics"
+            lambda: refresh_metadata(self._admin(), deadline), deadline, "listing brokers and topics"
         )
         return found
 
@@ -246,12 +246,12 @@ class Topics:
         with closing(Requests(self._settings)) as requests:
             yield requests
 
-    def _admin(self) -> AdminClient:
+    def _admin(self) -> ConfluentAdminClient:
         with self._lock:
             if self._client is None:
                 # Nobody polls it, so its lines would pile up; its errors say the same.
                 told = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
-                self._client = AdminClient(told)
+                self._client = ConfluentAdminClient(told)
             return self._client
 
     def _asked(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
@@ -267,13 +267,13 @@ class Topics:
                     raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
             time.sleep(_LOOK_SECONDS)
 
-    def _change(self, ask: Callable[[Requests], Answer], deadline: Deadline, what: str) -> None:
+    def _change(self, ask: Callable[[Requests], RequestResult], deadline: Deadline, what: str) -> None:
         try:
             self._administer(ask, deadline)
         except KafkaException as error:
             raise translate(error, what) from error
 
-    def _administer(self, ask: Callable[[Requests], Answer], deadline: Deadline) -> None:
+    def _administer(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
         """Ask until it is done. Raises the client's own error."""
         while True:
             with self._asking() as requests:
@@ -286,12 +286,12 @@ class Topics:
             time.sleep(_LOOK_SECONDS)
 
 
-def longest_transaction_ms(topics: Topics, brokers: Iterable[int], deadline: Deadline) -> int:
+def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
     """Return how long a transaction may live on every one of these brokers that answers."""
     return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
 
 
-def _exception(answer: Answer) -> KafkaException:
+def _exception(answer: RequestResult) -> KafkaException:
     return KafkaException(KafkaError(answer.code, answer.text))
 
 

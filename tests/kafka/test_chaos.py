@@ -11,7 +11,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_kafka.broker import KafkaBroker
-from txnbridge_kafka.client.offsets import Offsets
+from txnbridge_kafka.client.offsets import KafkaOffsets
 from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
@@ -122,7 +122,7 @@ def who_stands_where(bridge: Bridge) -> str:
     group = "copiers"
     assert isinstance(bridge._connection.broker, KafkaBroker)
     cluster, deadline = bridge._connection.broker._cluster, Deadline(60)
-    offsets = Offsets(cluster.requests)
+    offsets = KafkaOffsets(cluster.requests)
     partitions = [(topic, number) for topic in ("source", "target") for number in range(PARTITIONS)]
     own = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     held = cluster.requests.producers([*partitions, own], deadline)

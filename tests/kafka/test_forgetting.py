@@ -11,7 +11,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of
@@ -129,18 +129,18 @@ def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
     make_admin(unverified).create_topic(owner, 1, Deadline(LONG))
     producer = producer_of(unverified, owner)
     write(producer, owner, b"1")
-    last = Witness.last
+    last = CoordinatorSession.last_transaction
 
-    def dies(self: Witness, deadline: Deadline) -> None:
+    def dies(self: CoordinatorSession, deadline: Deadline) -> None:
         """It has ended the transaction, and leaves it open in a partition."""
-        monkeypatch.setattr(Witness, "last", last)
+        monkeypatch.setattr(CoordinatorSession, "last_transaction", last)
         assert last(self, deadline) is not None
         producer.produce(owner, b"2", partition=0)
         assert producer.flush(LONG) == 0
         commit_one(unverified, owner, b"later")
         assert visible(unverified, owner) == ([b"1"] if commit else [])
 
-    monkeypatch.setattr(Witness, "last", dies)
+    monkeypatch.setattr(CoordinatorSession, "last_transaction", dies)
     with txnbridge.connect(unverified.url) as bridge:
         (told,) = describe(bridge, owner).values()
         how = {"id": owner, "pid": told.pid, "epoch": told.epoch, "start": told.start}

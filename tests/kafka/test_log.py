@@ -17,8 +17,8 @@ from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, Config
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
 from txnbridge_conformance import faults
-from txnbridge_kafka.decision_log import KafkaLog
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.decision_log import KafkaDecisionLog
+from txnbridge_kafka.settings import KafkaSettings
 
 from tests.in_time import takes
 from tests.kafka.test_admin import as_guest, grant, guarded  # noqa: F401
@@ -44,11 +44,13 @@ def client_settings(url):
 def settings_for(url, raw=None, **client):
     bootstrap = url.removeprefix("kafka://")
     quick = {"reconnect.backoff.max.ms": "200"}  # what waits for a broker that comes back need not wait longer
-    return Settings(bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, raw or {}, 30, None, "tests", 0)
+    return KafkaSettings(
+        bootstrap, {"bootstrap.servers": bootstrap, **quick, **client}, raw or {}, 30, None, "tests", 0
+    )
 
 
 def open_log(url, name, timeout=30, raw=None, **client):
-    return KafkaLog(settings_for(url, raw, **client), name, Deadline(timeout), Emitter("tests", []))
+    return KafkaDecisionLog(settings_for(url, raw, **client), name, Deadline(timeout), Emitter("tests", []))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import send
 from txnbridge_kafka.client.responses import ActiveProducer
 from txnbridge_kafka.outcome import hanging_transactions
-from txnbridge_kafka.outcome.transaction_state_log import Ending
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
 from txnbridge_kafka.topics import offsets_partition
 
 import txnbridge
@@ -113,8 +113,11 @@ def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatc
     for _ in range(2):
         held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
     there = frozenset({(held.topic, 0)})
-    ends = [Ending(told.pid, told.epoch, True, there), Ending(told.pid, told.epoch + 2, False, there)]
-    monkeypatch.setattr(hanging_transactions, "recorded_ends", lambda *_: ends)
+    ends = [
+        RecordedDecision(told.pid, told.epoch, True, there),
+        RecordedDecision(told.pid, told.epoch + 2, False, there),
+    ]
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: ends)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -124,14 +127,14 @@ def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_
     partitions = [("topic", number) for number in range(3)]
     held = {where: ActiveProducer(7, 5, 0, 0, 0) for where in partitions}
     ends = [
-        Ending(7, 5, True, frozenset(partitions)),
-        Ending(7, 5, False, frozenset(partitions[1:])),
-        Ending(7, 6, True, frozenset(partitions[2:])),  # its end has raised the epoch
-        Ending(7, 7, False, frozenset(partitions)),
-        Ending(8, 5, False, frozenset(partitions)),
+        RecordedDecision(7, 5, True, frozenset(partitions)),
+        RecordedDecision(7, 5, False, frozenset(partitions[1:])),
+        RecordedDecision(7, 6, True, frozenset(partitions[2:])),  # its end has raised the epoch
+        RecordedDecision(7, 7, False, frozenset(partitions)),
+        RecordedDecision(8, 5, False, frozenset(partitions)),
     ]
-    assert hanging_transactions.last_ends(held, ends) == dict(zip(partitions, ends[:3], strict=True))
-    assert hanging_transactions.last_ends(held, ends[3:]) == {}
+    assert hanging_transactions.last_decisions(held, ends) == dict(zip(partitions, ends[:3], strict=True))
+    assert hanging_transactions.last_decisions(held, ends[3:]) == {}
 
 
 def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(
@@ -139,10 +142,10 @@ def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_cou
 ) -> None:
     held = hold(True)
 
-    def deny(*_: object) -> list[Ending]:
+    def deny(*_: object) -> list[RecordedDecision]:
         raise AccessDenied("this user may not read it")
 
-    monkeypatch.setattr(hanging_transactions, "recorded_ends", deny)
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", deny)
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         send(bridge, held.topic, b"again")
     assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
@@ -153,7 +156,7 @@ def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
 ) -> None:
     held = hold(True)
     held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
-    monkeypatch.setattr(hanging_transactions, "recorded_ends", lambda *_: [])
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])
     with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
         with pytest.raises(StorageFailed, match="nobody knows how it ended"):
             send(bridge, held.topic, b"never")

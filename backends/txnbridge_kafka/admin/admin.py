@@ -33,12 +33,12 @@ from txnbridge.spi import (
     TopicInfo,
 )
 from txnbridge_kafka.admin import doctor
-from txnbridge_kafka.admin.groups import Groups
-from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, Described
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.outcome.hanging_transactions import mend_id
+from txnbridge_kafka.admin.groups import KafkaGroups
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
 from txnbridge_kafka.outcome.outcome import end_prepared, ending_of
-from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import PREPARE
 from txnbridge_kafka.write.prepared import token_of
 
@@ -57,7 +57,7 @@ class _Prepared:
     entry: LedgerEntry
     ledger: Ledger
 
-    def is_about(self, found: Described) -> bool:
+    def is_about(self, found: TransactionDescription) -> bool:
         data = self.entry.data
         return (data["id"], data["pid"], data["start"]) == (found.id, found.pid, found.start)
 
@@ -65,7 +65,7 @@ class _Prepared:
 class KafkaAdmin(Admin):
     """Works on the whole cluster: other programs' transactions are seen and ended too."""
 
-    def __init__(self, cluster: Cluster, context: Context) -> None:
+    def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
         self._settings = cluster.settings
         self._requests = cluster.requests
@@ -138,15 +138,15 @@ class KafkaAdmin(Admin):
     # --- groups ----------------------------------------------------------------------------------------------------
 
     def groups(self, deadline: Deadline) -> dict[str, int]:
-        return Groups(self._cluster, deadline).members()
+        return KafkaGroups(self._cluster, deadline).members()
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
-        return Groups(self._cluster, deadline).look(name)
+        return KafkaGroups(self._cluster, deadline).look(name)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
     ) -> dict[Partition, Position]:
-        return Groups(self._cluster, deadline).reset(name, to, topics)
+        return KafkaGroups(self._cluster, deadline).reset(name, to, topics)
 
     # --- transactions ----------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class KafkaAdmin(Admin):
         records = self._records(deadline)
         return [self._shown(found, records.of(found), deadline) for found in self._unended(deadline, owners)]
 
-    def _unended(self, deadline: Deadline, owners: str = "") -> list[Described]:
+    def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
         # Each that is described may be looked up in every decision log.
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
@@ -162,7 +162,7 @@ class KafkaAdmin(Admin):
         # What has ended in between is left out.
         return [found for found in described.values() if found.state in _UNENDED]
 
-    def _shown(self, found: Described, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+    def _shown(self, found: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
         if prepared is None:
             token, transaction, messages = None, found.id, None
         else:
@@ -210,7 +210,7 @@ class KafkaAdmin(Admin):
 
     def _look_up(
         self, transaction: str, records: _Records, deadline: Deadline
-    ) -> tuple[Described | None, _Prepared | None]:
+    ) -> tuple[TransactionDescription | None, _Prepared | None]:
         """What the coordinator knows under a writer's id, and the prepare record of that or of a transaction's id."""
         prepared = records.named(transaction)
         if prepared is not None:
@@ -218,7 +218,7 @@ class KafkaAdmin(Admin):
         found = self._requests.describe([transaction], deadline).get(transaction)
         return found, None if found is None else records.of(found)
 
-    def _abort(self, found: Described, deadline: Deadline) -> Outcome:
+    def _abort(self, found: TransactionDescription, deadline: Deadline) -> Outcome:
         """Fence the id, which aborts what is open on it as one act: its writer may live, and would commit the rest.
 
         It may also have ended the transaction itself since, so what is true is read after that.
@@ -241,7 +241,7 @@ class KafkaAdmin(Admin):
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
-        written = mend_id(self._cluster, id, deadline)
+        written = write_missing_markers_of_id(self._cluster, id, deadline)
         if not written:
             return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
         return f"wrote the forgotten markers of {id}: {', '.join(written)}"
@@ -256,7 +256,7 @@ class KafkaAdmin(Admin):
             lambda: doctor.check_settings(self._cluster, deadline),
             lambda: doctor.check_topics(self._cluster, deadline),
             lambda: doctor.check_open(self.transactions(deadline), self._settings),
-            lambda: doctor.check_forgotten(self._cluster, deadline),
+            lambda: doctor.check_hanging(self._cluster, deadline),
         )
         for part in parts:
             try:
@@ -268,7 +268,7 @@ class KafkaAdmin(Admin):
 class _Records:
     """The prepare records of all applications of a cluster, looked up as needed."""
 
-    def __init__(self, topics: Topics, logs: str, context: Context, deadline: Deadline) -> None:
+    def __init__(self, topics: KafkaTopics, logs: str, context: Context, deadline: Deadline) -> None:
         self._topics = topics
         self._logs_begin = logs
         self._context = context
@@ -277,7 +277,7 @@ class _Records:
         self._found: dict[str, list[_Prepared]] = {}
         self.unread: TxnBridgeError | None = None  # why a log could not be read
 
-    def of(self, found: Described) -> _Prepared | None:
+    def of(self, found: TransactionDescription) -> _Prepared | None:
         """The record of what a writer of prepared transactions has open, or has ended last."""
         writer = _WRITER.fullmatch(found.id)
         if writer is None or not writer["prepared"] or found.state == "Empty":
@@ -320,7 +320,7 @@ def owner_of(id: str) -> str:
     return id if writer is None else writer["owner"]
 
 
-def _outcome(found: Described) -> Outcome:
+def _outcome(found: TransactionDescription) -> Outcome:
     if found.state in COMMITTED:
         return Outcome.COMMITTED
     assert found.state in ABORTED, found.state

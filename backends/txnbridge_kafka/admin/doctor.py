@@ -11,10 +11,10 @@ from confluent_kafka.admin._metadata import TopicMetadata
 from txnbridge.spi import Advice, Deadline, OpenTransaction
 from txnbridge_kafka.capabilities import longest_ms
 from txnbridge_kafka.client.responses import EPOCH_BUMPS
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.outcome.hanging_transactions import places, survey
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import listed, survey
 from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import OFFSETS_TOPIC
 
 COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
@@ -24,7 +24,7 @@ _COPIES, _IN_SYNC = 3, 2
 _LATE_MS = 30_000
 
 
-def check_settings(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     """What the brokers allow, and what the cluster has agreed on."""
     version = cluster.requests.transaction_version(deadline)
     if version >= EPOCH_BUMPS:
@@ -39,7 +39,7 @@ def check_settings(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
     yield from _times(cluster, deadline)
 
 
-def _times(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     settings = cluster.settings
     wanted = settings.timeout + (settings.hold or 0)
     for number, found in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
@@ -56,7 +56,7 @@ def _times(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
             )
 
 
-def check_topics(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     """How safe the topics are on which every promise stands."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
@@ -98,7 +98,7 @@ def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, 
         yield "warning", text, "set unclean.leader.election.enable=false"
 
 
-def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:
+def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
     """What holds readers back, and for how long still."""
     now = int(time.time() * 1000)
     for one in transactions:
@@ -115,21 +115,21 @@ def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> I
         yield Advice(level, f"transaction {one.transaction}", text, remedy)
 
 
-def check_forgotten(cluster: Cluster, deadline: Deadline) -> Iterator[Advice]:
+def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     """Transactions that are open in a partition although they have ended, or although nobody knows them."""
     found = survey(cluster, deadline)
     for one in found.hanging:
         yield Advice(
             "problem",
             f"transaction {one.told.id}",
-            f"has ended, and the broker forgot that in {places(one.held)}: readers wait there for ever",
+            f"has ended, and the broker forgot that in {listed(one.held)}: readers wait there for ever",
             f"stop its writer, then: txnbridge transactions repair {shlex.quote(one.told.id)} --yes --reason TEXT",
         )
     for pid, held in found.unknown.items():
         yield Advice(
             "problem",
             f"producer {pid}",
-            f"has a transaction open in {places(held)}, and no coordinator knows it: readers wait there for ever",
+            f"has a transaction open in {listed(held)}, and no coordinator knows it: readers wait there for ever",
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if found.unread:

@@ -9,21 +9,21 @@ from confluent_kafka import ConsumerGroupTopicPartitions, ConsumerGroupType, Kaf
 
 from txnbridge.errors import InvalidState, NotFound
 from txnbridge.spi import Deadline, GroupInfo, GroupMember, Partition, Position
-from txnbridge_kafka.client.librdkafka import AdminClient, ignore, result_of, seconds
-from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, result_of, seconds
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import kafka_error, translate
 
 _MEMBERS = {KafkaError.NON_EMPTY_GROUP, KafkaError.UNKNOWN_MEMBER_ID}
 _KINDS = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
-class Groups:
+class KafkaGroups:
     """The groups of a cluster, for as long as one question lasts."""
 
-    def __init__(self, cluster: Cluster, deadline: Deadline) -> None:
+    def __init__(self, cluster: KafkaCluster, deadline: Deadline) -> None:
         self._cluster = cluster
         self._deadline = deadline
-        self._client = AdminClient({**cluster.settings.client, "log_level": 0, "error_cb": ignore})
+        self._client = ConfluentAdminClient({**cluster.settings.client, "log_level": 0, "error_cb": ignore})
 
     def members(self) -> dict[str, int]:
         """Every group and how many members it has."""
@@ -63,7 +63,7 @@ class Groups:
         # A transaction that has acknowledged and not ended would set the group back to its own when it does.
         if len(self._cluster.offsets.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
             raise InvalidState(f"a transaction that has not ended has acknowledged messages for {name!r}: end it first")
-        reached = self._places(wanted, to)
+        reached = self._offsets_at(wanted, to)
         told = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in reached.items()])
         answer = self._client.alter_consumer_group_offsets([told], request_timeout=seconds(self._deadline))[name]
         found = self._result(answer, f"setting group {name!r}", name)
@@ -72,7 +72,7 @@ class Groups:
                 raise self._refusal(KafkaException(each.error), f"setting group {name!r}", name)
         return {partition: (at,) for partition, at in reached.items()}
 
-    def _places(self, partitions: list[Partition], to: str | int) -> dict[Partition, int]:
+    def _offsets_at(self, partitions: list[Partition], to: str | int) -> dict[Partition, int]:
         offsets = self._cluster.offsets
         if isinstance(to, int):
             return {p: first for p, (first, _) in offsets.since(partitions, to, self._deadline).items()}

@@ -9,7 +9,7 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Advice, Deadline
 from txnbridge_kafka.admin.doctor import COORDINATION, judge
-from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.cluster import KafkaCluster
 
 # Connecting does not wait for what is mostly a warning; a broker that lives answers within milliseconds.
 _SECONDS = 2.0
@@ -17,7 +17,9 @@ _SECONDS = 2.0
 _log = logging.getLogger("txnbridge")
 
 
-def look_at_topics(cluster: Cluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
+def check_topics_at_connect(
+    cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline
+) -> dict[str, Advice]:
     """Warn of weak topics of Kafka's own and of this log, as far as this user may see them.
 
     Returns those in which nothing can be stored, by name. In a cluster of one broker nothing else could be better.

@@ -12,14 +12,7 @@ from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.kafka_python import loop, quiet
-from txnbridge_kafka.client.responses import (
-    DONE,
-    EPOCH_BUMPS,
-    NO_LEADER,
-    UNKNOWN_TOPIC,
-    NotYetError,
-    check,
-)
+from txnbridge_kafka.client.responses import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, NotYetError, check
 
 T = TypeVar("T")
 
@@ -33,14 +26,14 @@ _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErr
 PATIENCE = 5.0
 
 
-class Line:
+class Connections:
     """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
 
     Nothing runs while nobody drives it. What it logs is dropped: it would be one line for each attempt at a broker
     that is away, and its debug lines hold passwords. What matters is in the errors.
     """
 
-    any = "bootstrap-0"  # kafka-python's name of the server that it was given
+    bootstrap_node = "bootstrap-0"  # kafka-python's name of the server that it was given
 
     def __init__(self, server: str, config: Mapping[str, Any]) -> None:
         self.server = server
@@ -51,7 +44,7 @@ class Line:
             self._net = loop(self._sockets)
             self._manager = kafka_python.KafkaConnectionManager(self._net, **{**config, "bootstrap_servers": server})
 
-    def run(self, attempt: Callable[[Line], Awaitable[T]], seconds: float) -> T:
+    def run(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
         with quiet():
             future = self._manager.call_soon(attempt, self)
             self._net.poll(timeout_ms=seconds * 1000, future=future)
@@ -67,7 +60,7 @@ class Line:
         result: T = future.value
         return result
 
-    def catch_up(self) -> None:
+    def notice_closed(self) -> None:
         """Take notice of connections that were closed while nobody looked."""
         with quiet():
             self._net.poll(timeout_ms=0)
@@ -88,14 +81,14 @@ class Line:
         except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
 
-    async def ask(self, node: Any, request: Any) -> Any:
+    async def send(self, node: Any, request: Any) -> Any:
         connection = await self.connect(node)
         return await connection.send_request(request)
 
-    async def metadata(self, topics: Iterable[str] = (), node: Any = any) -> Any:
+    async def metadata(self, topics: Iterable[str] = (), node: Any = bootstrap_node) -> Any:
         """An answer to a metadata request; from it the connections learn where the nodes are."""
         asked = [kafka_python.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
-        answer = await self.ask(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
+        answer = await self.send(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
         return answer
 
@@ -115,12 +108,12 @@ class Line:
         unknown = [id for id in ids if (kind, id) not in self._coordinators]
         if unknown:
             if len(self._coordinators) > _MOST_KNOWN:
-                self.forget()
+                self.forget_coordinators()
                 unknown = list(ids)
             request = kafka_python.FindCoordinatorRequest(
                 key_type=kind, coordinator_keys=unknown, min_version=4, max_version=4
             )
-            for each in (await self.ask(self.any, request)).coordinators:
+            for each in (await self.send(self.bootstrap_node, request)).coordinators:
                 check(each.error_code, f"looking for the coordinator of {each.key!r}")
                 self._coordinators[kind, each.key] = each.node_id
         found: dict[int, list[str]] = defaultdict(list)
@@ -130,7 +123,7 @@ class Line:
             await self.metadata()
         return found
 
-    def forget(self) -> None:
+    def forget_coordinators(self) -> None:
         """What was told may not be so any more."""
         self._coordinators.clear()
 
@@ -145,7 +138,7 @@ class Line:
                 partition = (topic.name, each.partition_index)
                 if partition in wanted:
                     if each.leader_id < 0:
-                        raise NotYetError(f"{messages.title(partition)} has no leader")
+                        raise NotYetError(f"{messages.partition_name(partition)} has no leader")
                     found[each.leader_id].append(partition)
         return found
 
@@ -161,7 +154,7 @@ class Line:
 
     async def transaction_version(self, node: Any) -> int:
         """The finalised level, as a node says now."""
-        levels = (await self.ask(node, messages.features())).finalized_features or ()
+        levels = (await self.send(node, messages.features())).finalized_features or ()
         return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
 
     async def bumps_epochs(self, node: Any) -> bool:

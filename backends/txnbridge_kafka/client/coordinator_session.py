@@ -9,37 +9,47 @@ from typing import Any
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python, messages
-from txnbridge_kafka.client.connections import PATIENCE, Line
-from txnbridge_kafka.client.responses import ENDING, TRANSACTIONAL_ID_NOT_FOUND, Described, NotYetError, check
+from txnbridge_kafka.client.connections import PATIENCE, Connections
+from txnbridge_kafka.client.responses import (
+    ENDING,
+    TRANSACTIONAL_ID_NOT_FOUND,
+    NotYetError,
+    TransactionDescription,
+    check,
+)
 
 # Markers are written within milliseconds, where nothing is in their way.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-class Witness:
+class CoordinatorSession:
     """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
 
     Who answers on it has lived since it was made. So when it says that a transaction which ended meanwhile is complete,
     its markers are written. One that was killed and has come back says the same, and may have forgotten them.
     """
 
-    def __init__(self, id: str, line: Line, connection: Any, give_back: Callable[[Line], None]) -> None:
+    def __init__(
+        self, id: str, connections: Connections, connection: Any, give_back: Callable[[Connections], None]
+    ) -> None:
         self._id = id
-        self._line: Line | None = line  # None once the connection is lost, or given back
+        self._connections: Connections | None = connections  # None once the connection is lost, or given back
         self._connection = connection
         self._give_back = give_back
-        self.first: Described | None = None  # what the coordinator said to begin with; None if it does not know the id
+        self.first_description: TransactionDescription | None = (
+            None  # what the coordinator said to begin with; None if it does not know the id
+        )
 
-    def last(self, deadline: Deadline) -> Described | None:
+    def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
         """The id's last transaction, once its markers are written; None if nobody is left who could tell."""
         pause = _FIRST_LOOK
-        while self._line is not None:
+        while self._connections is not None:
             try:
-                self._line.catch_up()
-                found = self._line.run(self.ask, min(deadline.left(), PATIENCE))
+                self._connections.notice_closed()
+                found = self._connections.run(self.describe, min(deadline.left(), PATIENCE))
             except (kafka_python.errors.KafkaError, OSError, TxnBridgeError, NotYetError):
-                self._line.close()
-                self._line = None
+                self._connections.close()
+                self._connections = None
                 break
             if found is None or found.state not in ENDING:
                 return found
@@ -48,7 +58,7 @@ class Witness:
             pause = min(pause * 2, _LAST_LOOK)
         return None
 
-    async def ask(self, _: Line) -> Described | None:
+    async def describe(self, _: Connections) -> TransactionDescription | None:
         answer = await self._connection.send_request(
             kafka_python.DescribeTransactionsRequest(transactional_ids=[self._id])
         )
@@ -60,6 +70,6 @@ class Witness:
 
     def close(self) -> None:
         """Ask no more. Safe to repeat."""
-        line, self._line = self._line, None
-        if line is not None:
-            self._give_back(line)
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            self._give_back(connections)

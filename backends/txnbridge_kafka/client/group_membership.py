@@ -11,7 +11,7 @@ _MARK = b"CGMDv2:"
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupMembership:
     """A consumer as its group's coordinator knows it; one that is in no group has generation -1 and no name."""
 
     group: str
@@ -20,7 +20,7 @@ class Member:
     instance: str | None
 
 
-def member_of(metadata: bytes) -> Member:
+def membership_of(metadata: bytes) -> GroupMembership:
     """What confluent-kafka says of a consumer (`consumer_group_metadata`), which only tells itself what is in it.
 
     Raises `BackendMissing` for another format than that of the versions that we take.
@@ -34,7 +34,7 @@ def member_of(metadata: bytes) -> Member:
         instance = None if rest == b"\1" else rest[1:-1].decode()
         if instance is not None and (rest[:1], rest[-1:]) != (b"\0", b"\0"):
             raise ValueError
-        return Member(group.decode(), generation, name.decode(), instance)
+        return GroupMembership(group.decode(), generation, name.decode(), instance)
     except (ValueError, struct.error) as error:
         raise BackendMissing(
             "this version of confluent-kafka describes the members of a group in a way that is not known here; install"

@@ -64,11 +64,7 @@ with warnings.catch_warnings():
             ListTransactionsRequest,
         )
         from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest  # type: ignore[import-untyped]
-        from kafka.protocol.metadata import (  # type: ignore[import-untyped]
-            ApiVersionsRequest,
-            FindCoordinatorRequest,
-            MetadataRequest,
-        )
+        from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest  # type: ignore[import-untyped]
         from kafka.protocol.producer import (  # type: ignore[import-untyped]
             AddOffsetsToTxnRequest,
             EndTxnRequest,

@@ -23,7 +23,7 @@ from confluent_kafka.admin._metadata import ClusterMetadata
 
 from txnbridge.errors import DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 
 # A program that configures no logging is not to find the clients' lines on its screen.
 logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
@@ -59,10 +59,10 @@ def settle(client: Any, topic: str, deadline: Deadline) -> None:
     """
     with suppress(KafkaException):
         for _ in range(2):
-            look_at(client, deadline, topic)
+            refresh_metadata(client, deadline, topic)
 
 
-def look_at(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
+def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
     """What the client learns of a topic, or of all; asked anew where an answer is missing. Raises `KafkaException`."""
     while True:
         try:
@@ -83,25 +83,27 @@ def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
 
 
-class Producer(confluent_kafka.Producer):
+class ConfluentProducer(confluent_kafka.Producer):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         _clients.add(self)
 
 
-class Consumer(confluent_kafka.Consumer):
+class ConfluentConsumer(confluent_kafka.Consumer):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         _clients.add(self)
 
 
-class AdminClient(confluent_kafka.admin.AdminClient):
+class ConfluentAdminClient(confluent_kafka.admin.AdminClient):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
         _clients.add(self)
 
 
-def make_producer(settings: Settings, failed: Callable[[KafkaError], object], own: Mapping[str, Any]) -> Producer:
+def make_producer(
+    settings: KafkaSettings, failed: Callable[[KafkaError], object], own: Mapping[str, Any]
+) -> ConfluentProducer:
     """A producer of messages; it tells `failed` of each that it could not store. Raises `InvalidOption`.
 
     `failed` may be no method of whoever holds the producer: that would be part of a cycle, and the producer would live
@@ -113,7 +115,7 @@ def make_producer(settings: Settings, failed: Callable[[KafkaError], object], ow
             failed(error)
 
     try:
-        return Producer(
+        return ConfluentProducer(
             {
                 "queue.buffering.max.kbytes": _BUFFER_KBYTES,
                 **settings.client,

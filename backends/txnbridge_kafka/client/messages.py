@@ -8,8 +8,15 @@ from typing import Any
 
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python
-from txnbridge_kafka.client.group_membership import Member
-from txnbridge_kafka.client.responses import DONE, UNKNOWN_TOPIC, ActiveProducer, Committed, Described, Ended
+from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.responses import (
+    DONE,
+    UNKNOWN_TOPIC,
+    ActiveProducer,
+    CommittedOffset,
+    EndTxnResult,
+    TransactionDescription,
+)
 
 _READ_COMMITTED = 1
 _TOPIC_ID = "txnbridge-topic-id:"
@@ -56,7 +63,12 @@ def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
 
 
 def acknowledgement(
-    id: str, pid: int, epoch: int, member: Member, offsets: Mapping[Partition, int], topic_ids: Mapping[Partition, str]
+    id: str,
+    pid: int,
+    epoch: int,
+    member: GroupMembership,
+    offsets: Mapping[Partition, int],
+    topic_ids: Mapping[Partition, str],
 ) -> Any:
     kind = kafka_python.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     topics = [
@@ -94,12 +106,12 @@ def metadata_of(topic_id: str | None) -> str:
     return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
 
 
-def committed(partition: Any) -> Committed | None:
+def committed(partition: Any) -> CommittedOffset | None:
     if partition.committed_offset < 0:
         return None
     metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka stores the end of its C string, too
     known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
-    return Committed(partition.committed_offset, known)
+    return CommittedOffset(partition.committed_offset, known)
 
 
 def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
@@ -118,8 +130,8 @@ def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitio
     return kafka_python.WriteTxnMarkersRequest(markers=[marker], min_version=1)
 
 
-def described(state: Any) -> Described:
-    return Described(
+def described(state: Any) -> TransactionDescription:
+    return TransactionDescription(
         id=state.transactional_id,
         state=state.transaction_state,
         pid=state.producer_id,
@@ -130,10 +142,10 @@ def described(state: Any) -> Described:
     )
 
 
-def ended(answer: Any, pid: int, epoch: int, only_once: bool) -> Ended:
+def ended(answer: Any, pid: int, epoch: int, only_once: bool) -> EndTxnResult:
     if answer.API_VERSION >= 5 and answer.error_code == DONE:
-        return Ended(DONE, answer.producer_id, answer.producer_epoch, only_once)
-    return Ended(answer.error_code, pid, epoch, only_once)
+        return EndTxnResult(DONE, answer.producer_id, answer.producer_epoch, only_once)
+    return EndTxnResult(answer.error_code, pid, epoch, only_once)
 
 
 def active(producer: Any) -> ActiveProducer:
@@ -170,5 +182,5 @@ def each_partition(topics: Iterable[Any]) -> Iterator[tuple[Partition, Any]]:
             yield (topic.name, each.partition_index), each
 
 
-def title(partition: Partition) -> str:
+def partition_name(partition: Partition) -> str:
     return f"{partition[0]}[{partition[1]}]"

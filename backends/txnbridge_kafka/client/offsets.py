@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import EARLIEST, LATEST, Committed
+from txnbridge_kafka.client.responses import EARLIEST, LATEST, CommittedOffset
 
 
-class Offsets:
+class KafkaOffsets:
     """Questions, by our own requests: the client's own for administrators may end the process, or never answer, when a
     broker dies while it is asked.
 
@@ -52,7 +52,7 @@ class Offsets:
 
     def committed_with_topics(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
-    ) -> Mapping[Partition, Committed | None]:
+    ) -> Mapping[Partition, CommittedOffset | None]:
         """As `committed`, with the ids of the topics that the positions belong to."""
         return self._requests.positions(group, list(partitions), deadline, decided=decided)
 
@@ -65,12 +65,12 @@ class Offsets:
         return self._requests.counts(list(topics), deadline)
 
 
-def is_another(now: str | None, before: str | None) -> bool:
+def is_another_topic(now: str | None, before: str | None) -> bool:
     """Return whether two ids of a topic are known, and of different topics."""
     return bool(now) and bool(before) and now != before
 
 
-def made_anew(owner: str, partition: Partition, at: int) -> str:
+def recreated_text(owner: str, partition: Partition, at: int) -> str:
     """Return the text for a position that belongs to a topic which is there no more."""
     topic, number = partition
     return (

@@ -18,10 +18,10 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python
-from txnbridge_kafka.client.connections import PATIENCE, Line
-from txnbridge_kafka.client.coordinator_session import Witness
+from txnbridge_kafka.client.connections import PATIENCE, Connections
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 from txnbridge_kafka.client.responses import NotYetError
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
 
@@ -36,22 +36,22 @@ _IDLE = 4
 _MOST_BYTES = 256 << 20
 
 
-class Asker:
+class RequestRunner:
     """Connections for any number of threads, each of which asks on one of its own."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
         self._config = {"receive_message_max_bytes": _MOST_BYTES, **settings.raw}
         self._advice = f"; {settings.advice}" if settings.advice else ""
-        self._idle: list[Line] = []
+        self._idle: list[Connections] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    def until(
+    def repeat(
         self,
         deadline: Deadline,
         what: str,
-        attempt: Callable[[Line], Awaitable[T]],
+        attempt: Callable[[Connections], Awaitable[T]],
         nobody_for: float = math.inf,
         patient: bool = False,
     ) -> T:
@@ -95,44 +95,44 @@ class Asker:
         left = deadline.left()
         return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
-    def _once(self, attempt: Callable[[Line], Awaitable[T]], seconds: float) -> T:
+    def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
         """One attempt. Its connections are kept if it was answered, and dropped if not; a witness keeps them itself."""
-        line = self._take()
+        connections = self._take()
         kept = lent = False
         try:
-            result = line.run(attempt, seconds)
-            kept, lent = True, isinstance(result, Witness)
+            result = connections.run(attempt, seconds)
+            kept, lent = True, isinstance(result, CoordinatorSession)
         except (TxnBridgeError, NotYetError):
-            line.forget()
+            connections.forget_coordinators()
             kept = True
             raise
         except (kafka_python.errors.KafkaError, OSError):
-            self._try_another(line.server)
+            self._try_another(connections.server)
             raise
         finally:
             if not kept:
-                line.close()
+                connections.close()
             elif not lent:
-                self.give_back(line)
+                self.give_back(connections)
         return result
 
-    def _take(self) -> Line:
+    def _take(self) -> Connections:
         with self._lock:
             if self._closed:
                 raise InvalidState("the connection to Kafka is closed")
-            line = self._idle.pop() if self._idle else None
+            connections = self._idle.pop() if self._idle else None
             server = self._servers[0]
-        if line is not None:
-            line.catch_up()
-            return line
-        return Line(server, self._config)
+        if connections is not None:
+            connections.notice_closed()
+            return connections
+        return Connections(server, self._config)
 
-    def give_back(self, line: Line) -> None:
+    def give_back(self, connections: Connections) -> None:
         with self._lock:
             if not self._closed and len(self._idle) < _IDLE:
-                self._idle.append(line)
+                self._idle.append(connections)
                 return
-        line.close()
+        connections.close()
 
     def _try_another(self, server: str) -> None:
         """A server that did not answer comes last from now on."""
@@ -145,8 +145,8 @@ class Asker:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
+        for connections in idle:
+            connections.close()
 
 
 def _login_errors() -> tuple[type[BaseException], ...]:

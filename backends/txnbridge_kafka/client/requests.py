@@ -10,10 +10,10 @@ from typing import Any
 from txnbridge.errors import OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client import kafka_python, messages
-from txnbridge_kafka.client.connections import Line
-from txnbridge_kafka.client.coordinator_session import Witness
-from txnbridge_kafka.client.group_membership import Member
-from txnbridge_kafka.client.request_runner import Asker
+from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.responses import (
     ACK_LATER,
     ANSWERS,
@@ -27,19 +27,19 @@ from txnbridge_kafka.client.responses import (
     UNKNOWN_TOPIC,
     UNSTABLE,
     UNTOUCHED,
-    Acknowledged,
     ActiveProducer,
-    Answer,
-    Committed,
-    Described,
-    Ended,
-    Listed,
+    CommittedOffset,
+    EndTxnResult,
     NotYetError,
+    OffsetCommitResult,
+    RequestResult,
+    TransactionDescription,
+    TransactionListing,
     check,
     error_name,
     refused,
 )
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 
 
 class Requests:
@@ -50,21 +50,21 @@ class Requests:
     too old, and what is said at each.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         kafka_python.check_version()
         kafka_python.silence()
-        self._asker = Asker(settings)
+        self._runner = RequestRunner(settings)
 
-    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
         """What the coordinators say of transactional ids; one that they do not know is absent."""
-        found: dict[str, Described] = {}
+        found: dict[str, TransactionDescription] = {}
         left = list(dict.fromkeys(ids))
         if not left:
             return found
 
-        async def attempt(line: Line) -> dict[str, Described]:
-            for node, keys in (await line.coordinators(left)).items():
-                answer = await line.ask(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
+        async def attempt(connections: Connections) -> dict[str, TransactionDescription]:
+            for node, keys in (await connections.coordinators(left)).items():
+                answer = await connections.send(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
                 for each in answer.transaction_states:
                     if each.error_code in NOT_NOW:
                         continue
@@ -77,21 +77,23 @@ class Requests:
                 raise NotYetError(f"the coordinator of {left[0]!r} is moving")
             return found
 
-        return self._asker.until(deadline, "describing transactions", attempt)
+        return self._runner.repeat(deadline, "describing transactions", attempt)
 
-    def witness(self, id: str, deadline: Deadline) -> Witness:
+    def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
         """Connect to the coordinator of a transactional id, to ask it later on this connection and no other."""
 
-        async def attempt(line: Line) -> Witness:
-            witness = Witness(id, line, await line.connect(await line.coordinator(id)), self._asker.give_back)
-            witness.first = await witness.ask(line)
-            return witness
+        async def attempt(connections: Connections) -> CoordinatorSession:
+            session = CoordinatorSession(
+                id, connections, await connections.connect(await connections.coordinator(id)), self._runner.give_back
+            )
+            session.first_description = await session.describe(connections)
+            return session
 
-        return self._asker.until(deadline, f"asking the coordinator of {id!r}", attempt)
+        return self._runner.repeat(deadline, f"asking the coordinator of {id!r}", attempt)
 
     def end(
-        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
-    ) -> Ended:
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
+    ) -> EndTxnResult:
         """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
 
         The same decision may be repeated. A commit also shuts the producer out, where the cluster can do that. An abort
@@ -103,17 +105,17 @@ class Requests:
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
 
-        async def attempt(line: Line) -> Ended:
+        async def attempt(connections: Connections) -> EndTxnResult:
             nonlocal asked
-            node = await line.coordinator(id)
-            may_shut_out = commit if shut_out is None else shut_out
-            newest = 5 if may_shut_out and await line.bumps_epochs(node) else 4
+            node = await connections.coordinator(id)
+            may_shut_out = commit if bump_epoch is None else bump_epoch
+            newest = 5 if may_shut_out and await connections.bumps_epochs(node) else 4
             request = kafka_python.EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )
-            await line.connect(node)
+            await connections.connect(node)
             before, asked = asked, True
-            answer = await line.ask(node, request)
+            answer = await connections.send(node, request)
             if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
                 asked = before  # this one was not carried out, and never will be
             if answer.error_code in DENIED:
@@ -123,7 +125,7 @@ class Requests:
             return messages.ended(answer, pid, epoch, only_once=not before)
 
         try:
-            return self._asker.until(deadline, what, attempt)
+            return self._runner.repeat(deadline, what, attempt)
         except TxnBridgeError as error:
             if asked:
                 raise OutcomeUnknown(f"{what}: the coordinator was asked and gave no final answer") from error
@@ -133,7 +135,7 @@ class Requests:
         """Open a transactional id, which ends what is open on it and shuts its owner out: its new pid and epoch."""
         what = f"opening the transactional id {id!r}"
 
-        async def attempt(line: Line) -> tuple[int, int]:
+        async def attempt(connections: Connections) -> tuple[int, int]:
             request = kafka_python.InitProducerIdRequest(
                 transactional_id=id,
                 transaction_timeout_ms=timeout_ms,
@@ -141,11 +143,11 @@ class Requests:
                 producer_epoch=-1,
                 max_version=4,  # 5 adds an answer for clients that can recover from it; 6 is another protocol
             )
-            answer = await line.ask(await line.coordinator(id), request)
+            answer = await connections.send(await connections.coordinator(id), request)
             check(answer.error_code, what)
             return answer.producer_id, answer.producer_epoch
 
-        return self._asker.until(deadline, what, attempt)
+        return self._runner.repeat(deadline, what, attempt)
 
     def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
         """Add a group's offsets to a transaction without writing any: an empty transaction becomes an open one.
@@ -154,48 +156,52 @@ class Requests:
         """
         what = f"adding a group to the transaction of {id!r}"
 
-        async def attempt(line: Line) -> None:
-            answer = await line.ask(await line.coordinator(id), messages.group_added(id, pid, epoch, group))
+        async def attempt(connections: Connections) -> None:
+            answer = await connections.send(
+                await connections.coordinator(id), messages.group_added(id, pid, epoch, group)
+            )
             check(answer.error_code, what)
 
-        self._asker.until(deadline, what, attempt)
+        self._runner.repeat(deadline, what, attempt)
 
     def acknowledge(
         self,
         id: str,
         pid: int,
         epoch: int,
-        member: Member,
+        member: GroupMembership,
         offsets: Mapping[Partition, int],
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
-    ) -> Acknowledged:
+    ) -> OffsetCommitResult:
         """Put a group's positions into a transaction, with the ids of their topics.
 
         Raises `DeadlineExceeded` if no final answer came.
         """
         added, out, lost = False, False, False
 
-        async def ask(line: Line, node: int, request: Any) -> Any:
+        async def send(connections: Connections, node: int, request: Any) -> Any:
             nonlocal out, lost
-            await line.connect(node)
+            await connections.connect(node)
             lost, out = lost or out, True
-            answer = await line.ask(node, request)
+            answer = await connections.send(node, request)
             out = False
             return answer
 
-        async def attempt(line: Line) -> int:
+        async def attempt(connections: Connections) -> int:
             nonlocal added
             if not added:
-                node = await line.coordinator(id)
-                answer = await ask(line, node, messages.group_added(id, pid, epoch, member.group))
+                node = await connections.coordinator(id)
+                answer = await send(connections, node, messages.group_added(id, pid, epoch, member.group))
                 if answer.error_code in NOT_NOW:
                     raise NotYetError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
-            node = await line.group_coordinator(member.group)
-            answer = await ask(line, node, messages.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {}))
+            node = await connections.group_coordinator(member.group)
+            answer = await send(
+                connections, node, messages.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {})
+            )
             refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
             if final := refusals - ACK_LATER:
                 return int(min(final))
@@ -203,8 +209,8 @@ class Requests:
                 raise NotYetError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
             return DONE
 
-        code = self._asker.until(deadline, f"acknowledging for group {member.group!r}", attempt)
-        return Acknowledged(code, lost)
+        code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
+        return OffsetCommitResult(code, lost)
 
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
         """Of each partition the first offset stamped at or after a time in milliseconds, -1 if there is none.
@@ -217,57 +223,57 @@ class Requests:
             return found
         what = "reading where partitions begin and end"
 
-        async def attempt(line: Line) -> dict[Partition, int]:
+        async def attempt(connections: Connections) -> dict[Partition, int]:
             left = times.keys() - found.keys()
-            leaders = await line.leaders(left)
+            leaders = await connections.leaders(left)
             if missing := left.difference(*leaders.values()):
-                await line.counts({topic for topic, _ in missing})
-                raise NotYetError(f"there is no {messages.title(min(missing))}")
+                await connections.counts({topic for topic, _ in missing})
+                raise NotYetError(f"there is no {messages.partition_name(min(missing))}")
             later = set()
             for node, those in leaders.items():
                 for partition, each in messages.each_partition(
-                    (await line.ask(node, messages.times_of(those, times))).topics
+                    (await connections.send(node, messages.times_of(those, times))).topics
                 ):
                     if each.error_code in LEADER_LATER:
                         later.add(each.error_code)
                     else:
-                        check(each.error_code, f"{what}, {messages.title(partition)}")
+                        check(each.error_code, f"{what}, {messages.partition_name(partition)}")
                         found[partition] = each.offset
             if later:
                 raise NotYetError(f"a leader said {error_name(min(later))}")
             return found
 
-        return self._asker.until(deadline, what, attempt)
+        return self._runner.repeat(deadline, what, attempt)
 
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
-    ) -> dict[Partition, Committed | None]:
+    ) -> dict[Partition, CommittedOffset | None]:
         """The positions of a group, None for a partition that has none.
 
         With `decided` without those that a transaction is about to change.
         """
         what = f"reading the positions of group {group!r}"
 
-        async def attempt(line: Line) -> dict[Partition, Committed | None]:
-            node = await line.group_coordinator(group)
-            answer = await line.ask(node, messages.positions_of(group, partitions, decided))
+        async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
+            node = await connections.group_coordinator(group)
+            answer = await connections.send(node, messages.positions_of(group, partitions, decided))
             check(answer.error_code, what)
-            found: dict[Partition, Committed | None] = {}
+            found: dict[Partition, CommittedOffset | None] = {}
             for partition, each in messages.each_partition(answer.topics):
                 if each.error_code != UNSTABLE:
-                    check(each.error_code, f"{what}, {messages.title(partition)}")
+                    check(each.error_code, f"{what}, {messages.partition_name(partition)}")
                     found[partition] = messages.committed(each)
             return found
 
-        return self._asker.until(deadline, what, attempt) if partitions else {}
+        return self._runner.repeat(deadline, what, attempt) if partitions else {}
 
     def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
         """How many partitions each topic has. Raises `NotFound`."""
 
-        async def attempt(line: Line) -> dict[str, int]:
-            return await line.counts(topics)
+        async def attempt(connections: Connections) -> dict[str, int]:
+            return await connections.counts(topics)
 
-        return self._asker.until(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
+        return self._runner.repeat(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
         """Return the id of each topic: one that is made later under the same name has another.
@@ -277,36 +283,38 @@ class Requests:
         """
         wanted = sorted(set(topics))
 
-        async def attempt(line: Line) -> dict[str, str]:
-            first = await line.metadata(wanted)
+        async def attempt(connections: Connections) -> dict[str, str]:
+            first = await connections.metadata(wanted)
             found = messages.topic_ids(first)
             for node in messages.leaders(first) if len(first.brokers) > 1 else ():
-                told = messages.topic_ids(await line.metadata(wanted, node))
+                told = messages.topic_ids(await connections.metadata(wanted, node))
                 if strange := [topic for topic, id in told.items() if found.get(topic, id) != id]:
                     raise NotYetError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
             return found
 
-        return self._asker.until(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
+        return self._runner.repeat(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
 
-    def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
+    def transactions(
+        self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
+    ) -> list[TransactionListing]:
         """Every transactional id that any broker coordinates; only those in one of `states`, of one of `pids`."""
         what = "listing transactions"
 
-        async def attempt(line: Line) -> list[Listed]:
-            found: dict[str, Listed] = {}
-            for node in await line.nodes():
+        async def attempt(connections: Connections) -> list[TransactionListing]:
+            found: dict[str, TransactionListing] = {}
+            for node in await connections.nodes():
                 request = kafka_python.ListTransactionsRequest(
                     state_filters=list(states), producer_id_filters=list(pids), max_version=0
                 )
-                answer = await line.ask(node, request)
+                answer = await connections.send(node, request)
                 check(answer.error_code, what)
                 for each in answer.transaction_states:
-                    found[each.transactional_id] = Listed(
+                    found[each.transactional_id] = TransactionListing(
                         each.transactional_id, each.producer_id, each.transaction_state
                     )
             return list(found.values())
 
-        return self._asker.until(deadline, what, attempt)
+        return self._runner.repeat(deadline, what, attempt)
 
     def producers(
         self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
@@ -318,26 +326,28 @@ class Requests:
         found: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
-        async def attempt(line: Line) -> dict[Partition, list[ActiveProducer]]:
-            leaders = await line.leaders(left)
+        async def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
+            leaders = await connections.leaders(left)
             left.intersection_update(partition for those in leaders.values() for partition in those)
             for node, those in leaders.items():
                 topics = [
                     kafka_python.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
                     for topic, numbers in messages.by_topic(those).items()
                 ]
-                answer = await line.ask(node, kafka_python.DescribeProducersRequest(topics=topics))
+                answer = await connections.send(node, kafka_python.DescribeProducersRequest(topics=topics))
                 for partition, each in messages.each_partition(answer.topics):
                     if each.error_code in NO_LEADER:
-                        raise NotYetError(f"the leader of {messages.title(partition)} is moving")
+                        raise NotYetError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:
                         found[partition] = [messages.active(producer) for producer in each.active_producers]
                     elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
-                        raise refused(each.error_code, f"asking for the producers of {messages.title(partition)}")
+                        raise refused(
+                            each.error_code, f"asking for the producers of {messages.partition_name(partition)}"
+                        )
             return found
 
-        return self._asker.until(deadline, "asking for producers", attempt) if left else found
+        return self._runner.repeat(deadline, "asking for producers", attempt) if left else found
 
     def write_markers(
         self,
@@ -358,35 +368,35 @@ class Requests:
             heard = [each for those in self.producers(partitions, deadline).values() for each in those]
             coordinator_epoch = max([0, *(each.coordinator_epoch for each in heard if each.pid == pid)])
 
-        async def attempt(line: Line) -> None:
-            for node, those in (await line.leaders(left)).items():
-                answer = await line.ask(node, messages.markers(pid, epoch, commit, coordinator_epoch, those))
+        async def attempt(connections: Connections) -> None:
+            for node, those in (await connections.leaders(left)).items():
+                answer = await connections.send(node, messages.markers(pid, epoch, commit, coordinator_epoch, those))
                 for partition, each in messages.each_partition(answer.markers[0].topics):
                     if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
                         continue
-                    check(each.error_code, f"writing a transaction marker to {messages.title(partition)}")
+                    check(each.error_code, f"writing a transaction marker to {messages.partition_name(partition)}")
                     left.discard(partition)
             if left:
-                raise NotYetError(f"{messages.title(min(left))} has no leader")
+                raise NotYetError(f"{messages.partition_name(min(left))} has no leader")
 
-        self._asker.until(deadline, "writing transaction markers", attempt)
+        self._runner.repeat(deadline, "writing transaction markers", attempt)
 
     def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
         """How many partitions of a topic every living broker knows the leader of; 0 if one does not know the topic."""
 
-        async def attempt(line: Line) -> int:
-            answers = [(await line.metadata([topic], node)).topics[0] for node in await line.nodes()]
+        async def attempt(connections: Connections) -> int:
+            answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
             return min(len([1 for each in answer.partitions if each.leader_id >= 0]) for answer in answers)
 
-        return self._asker.until(deadline, f"asking every broker for topic {topic!r}", attempt)
+        return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
 
     def transaction_version(self, deadline: Deadline) -> int:
         """The level of Kafka's feature transaction.version that the cluster has finalised; 0 where there is none."""
 
-        async def attempt(line: Line) -> int:
-            return await line.transaction_version(line.any)
+        async def attempt(connections: Connections) -> int:
+            return await connections.transaction_version(connections.bootstrap_node)
 
-        return self._asker.until(deadline, "asking for the cluster's features", attempt)
+        return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
     def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
         """The cluster's own id.
@@ -394,25 +404,25 @@ class Requests:
         Raises `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
         """
 
-        async def attempt(line: Line) -> str:
-            return str((await line.metadata()).cluster_id)
+        async def attempt(connections: Connections) -> str:
+            return str((await connections.metadata()).cluster_id)
 
-        return self._asker.until(deadline, "asking for the cluster's id", attempt, nobody_for)
+        return self._runner.repeat(deadline, "asking for the cluster's id", attempt, nobody_for)
 
     def create_topic(
         self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
-    ) -> Answer:
+    ) -> RequestResult:
         kind = kafka_python.CreateTopicsRequest.CreatableTopic
         configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
         topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
         request = partial(kafka_python.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
         return self._of_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
 
-    def delete_topic(self, name: str, deadline: Deadline) -> Answer:
+    def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
         request = partial(kafka_python.DeleteTopicsRequest, topic_names=[name], max_version=5)
         return self._of_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
 
-    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> Answer:
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
         topic = kafka_python.CreatePartitionsRequest.CreatePartitionsTopic(
             name=name, count=partitions, assignments=None
         )
@@ -421,54 +431,55 @@ class Requests:
 
     def _of_controller(
         self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
-    ) -> Answer:
-        async def attempt(line: Line) -> Answer:
-            node = (await line.metadata()).controller_id
-            answer = await line.ask(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
+    ) -> RequestResult:
+        async def attempt(connections: Connections) -> RequestResult:
+            node = (await connections.metadata()).controller_id
+            answer = await connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
             (each,) = results(answer)
-            return Answer(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
+            return RequestResult(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
 
-        return self._asker.until(deadline, what, attempt, patient=True)
+        return self._runner.repeat(deadline, what, attempt, patient=True)
 
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
-    ) -> dict[str, tuple[Answer, Mapping[str, str]]]:
+    ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
         """The settings in effect of topics, or of one broker, which has to tell them itself."""
         resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 
-        async def attempt(line: Line) -> dict[str, tuple[Answer, Mapping[str, str]]]:
-            await line.metadata()
-            answer = await line.ask(
-                int(names[0]) if kind == BROKER else line.any, kafka_python.DescribeConfigsRequest(resources=asked)
+        async def attempt(connections: Connections) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
+            await connections.metadata()
+            answer = await connections.send(
+                int(names[0]) if kind == BROKER else connections.bootstrap_node,
+                kafka_python.DescribeConfigsRequest(resources=asked),
             )
             return {
                 each.resource_name: (
-                    Answer(each.error_code, each.error_message or error_name(each.error_code)),
+                    RequestResult(each.error_code, each.error_message or error_name(each.error_code)),
                     {entry.name: entry.value for entry in each.configs if entry.value is not None},
                 )
                 for each in answer.results
             }
 
-        return self._asker.until(deadline, "asking for settings", attempt) if names else {}
+        return self._runner.repeat(deadline, "asking for settings", attempt) if names else {}
 
-    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> Answer:
+    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> RequestResult:
         """Records of a partition before an offset."""
         kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
         number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
 
-        async def attempt(line: Line) -> Answer:
-            leaders = await line.leaders([partition])
+        async def attempt(connections: Connections) -> RequestResult:
+            leaders = await connections.leaders([partition])
             if not leaders:
-                return Answer(UNKNOWN_TOPIC, f"there is no {messages.title(partition)}")
+                return RequestResult(UNKNOWN_TOPIC, f"there is no {messages.partition_name(partition)}")
             request = kafka_python.DeleteRecordsRequest(
                 topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
             )
-            ((_, each),) = messages.each_partition((await line.ask(next(iter(leaders)), request)).topics)
-            return Answer(each.error_code, error_name(each.error_code))
+            ((_, each),) = messages.each_partition((await connections.send(next(iter(leaders)), request)).topics)
+            return RequestResult(each.error_code, error_name(each.error_code))
 
-        return self._asker.until(deadline, "dropping old records", attempt)
+        return self._runner.repeat(deadline, "dropping old records", attempt)
 
     def close(self) -> None:
         """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
-        self._asker.close()
+        self._runner.close()

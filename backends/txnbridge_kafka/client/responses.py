@@ -69,7 +69,7 @@ _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 
 
 @dataclass(frozen=True)
-class Described:
+class TransactionDescription:
     """What the coordinator says of a transactional id.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
@@ -86,7 +86,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndTxnResult:
     """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on.
 
     `only_once`: no other copy of the request can have arrived or be on its way.
@@ -99,18 +99,18 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Acknowledged:
+class OffsetCommitResult:
     """The last word to an acknowledgement: 0, or the code of its refusal.
 
-    `again`: an answer was lost, so another copy of a request may still arrive, in whatever transaction.
+    `answer_lost`: an answer was lost, so another copy of a request may still arrive, in whatever transaction.
     """
 
     code: int
-    again: bool
+    answer_lost: bool
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedOffset:
     """A group's position in a partition, and the id of the topic that it was acknowledged in, where that is known."""
 
     at: int
@@ -128,7 +128,7 @@ class ActiveProducer:
     coordinator_epoch: int
 
 
-class Answer(NamedTuple):
+class RequestResult(NamedTuple):
     """A code, 0 for done, and what the broker says of it."""
 
     code: int
@@ -136,7 +136,7 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listed:
+class TransactionListing:
     """One line of a coordinator's list of transactional ids."""
 
     id: str

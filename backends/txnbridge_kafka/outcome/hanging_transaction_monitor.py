@@ -13,8 +13,8 @@ import weakref
 
 from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.outcome.hanging_transactions import Held, held_open, mend_others
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import Held, open_transactions, write_missing_markers_of_others
 
 _log = logging.getLogger("txnbridge")
 
@@ -26,10 +26,10 @@ _LONGEST_LOOK = 10.0
 _SHARE, _SELDOM_SECONDS = 0.01, 30.0
 
 
-class Watch:
+class HangingTransactionMonitor:
     """Over `cluster.places`, in a thread of its own from the first `start` on until it is closed or dropped."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: KafkaCluster) -> None:
         self._cluster = cluster
         self._ended = threading.Event()
         self._guard = threading.Lock()
@@ -67,7 +67,7 @@ class Watch:
         return True
 
     def _mend(self, deadline: Deadline) -> list[str]:
-        now = held_open(self._cluster, list(self._cluster.places), deadline, readable_only=True)
+        now = open_transactions(self._cluster, list(self._cluster.watched_partitions), deadline, readable_only=True)
         before, self._before = self._before, now
         still: list[Partition] = [
             where
@@ -75,10 +75,10 @@ class Watch:
             for where, active in held.items()
             if (then := before.get(pid, {}).get(where)) and then.start_offset == active.start_offset
         ]
-        return mend_others(self._cluster, still, deadline) if still else []
+        return write_missing_markers_of_others(self._cluster, still, deadline) if still else []
 
 
-def _run(watch_of: weakref.ref[Watch], ended: threading.Event) -> None:
+def _run(watch_of: weakref.ref[HangingTransactionMonitor], ended: threading.Event) -> None:
     going_on, took = True, 0.0
     while going_on and not ended.wait(max(_EVERY_SECONDS, min(took / _SHARE, _SELDOM_SECONDS))):
         if (watch := watch_of()) is None:

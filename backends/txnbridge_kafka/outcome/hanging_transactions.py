@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, Described
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.outcome.transaction_state_log import Ending, recorded_ends
+from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
-from txnbridge_kafka.write.owner import Owner, evidence_key, recorded_outcome
+from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
@@ -35,24 +35,24 @@ Held = Mapping[Partition, ActiveProducer]
 
 
 @dataclass(frozen=True)
-class Forgotten:
+class HangingTransaction:
     """What the coordinator calls ended, and where it is open."""
 
-    told: Described
+    told: TransactionDescription
     held: Held
 
 
 @dataclass(frozen=True)
-class Survey:
+class HangingSurvey:
     """What of a cluster this user may read: what was forgotten there, and what is open of producers that no coordinator
     knows, by their ids. `unread` partitions could not be looked at."""
 
-    hanging: list[Forgotten]
+    hanging: list[HangingTransaction]
     unknown: dict[int, Held]
     unread: int
 
 
-def survey(cluster: Cluster, deadline: Deadline) -> Survey:
+def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
     """Ask every leader for what is open, and the coordinators about it."""
     requests = cluster.requests
     everywhere = _everywhere(cluster, deadline)
@@ -64,9 +64,9 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     suspects = {told.pid for told in before.values()}
     again = _open_ones(requests.producers([one for pid in suspects for one in held[pid]], deadline))
     after = requests.describe(list(before), deadline)
-    return Survey(
+    return HangingSurvey(
         hanging=[
-            Forgotten(told, again[told.pid])
+            HangingTransaction(told, again[told.pid])
             for id, told in before.items()
             if told.pid in again and after.get(id) == told
         ],
@@ -75,7 +75,9 @@ def survey(cluster: Cluster, deadline: Deadline) -> Survey:
     )
 
 
-def mend_id(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None) -> list[str]:
+def write_missing_markers_of_id(
+    cluster: KafkaCluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None
+) -> list[str]:
     """Write the markers of an id that were forgotten, in these partitions or anywhere, and say which.
 
     Raises `NotFound`, and `InvalidState` without a proof of each: then nothing was written.
@@ -87,10 +89,10 @@ def mend_id(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Parti
         raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
     asked = cluster.requests.producers(_everywhere(cluster, deadline) if where is None else where, deadline)
     held = _open_ones(asked).get(told.pid, {})
-    ends = last_ends(held, recorded_ends(cluster, id, deadline) if held else ())
+    ends = last_decisions(held, recorded_decisions(cluster, id, deadline) if held else ())
     if held.keys() - ends:
         raise InvalidState(
-            f"how the transaction of {id} in {places(held.keys() - ends)} ended is not in its coordinator's log any"
+            f"how the transaction of {id} in {listed(held.keys() - ends)} ended is not in its coordinator's log any"
             " more: its owner may know from the decision log, and mends it before its next message there"
         )
     if cluster.requests.describe([id], deadline).get(id) != told:
@@ -98,33 +100,33 @@ def mend_id(cluster: Cluster, id: str, deadline: Deadline, where: Sequence[Parti
     return _write(cluster, told, _decided(ends), deadline)
 
 
-def mend_group(cluster: Cluster, group: str, deadline: Deadline) -> list[str]:
+def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
     """Write the markers, forgotten where a group's positions are kept, that make it wait for an end that was decided.
 
     Raises as `mend_others`.
     """
     place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
-    return mend_others(cluster, [place], deadline)
+    return write_missing_markers_of_others(cluster, [place], deadline)
 
 
-def mend_others(cluster: Cluster, where: Sequence[Partition], deadline: Deadline) -> list[str]:
+def write_missing_markers_of_others(cluster: KafkaCluster, where: Sequence[Partition], deadline: Deadline) -> list[str]:
     """Write the markers that were forgotten there, and wherever else the same transaction was, and say which.
 
     Who has forgotten them, and its producer, may both be gone: then nobody else would look.
     Raises `StorageFailed` if nobody knows how one ended, and `AccessDenied` with what an administrator can do.
     """
     requests = cluster.requests
-    if not (pids := list(held_open(cluster, where, deadline))):
+    if not (pids := list(open_transactions(cluster, where, deadline))):
         return []
     before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
     written: list[str] = []
     failed: StorageFailed | None = None
     for id, told in before.items():
-        if told.pid not in held_open(cluster, where, deadline):
+        if told.pid not in open_transactions(cluster, where, deadline):
             continue  # it has just ended
         try:
-            known = recorded_ends(cluster, id, deadline)
-            held = held_open(cluster, where, deadline).get(told.pid, {})
+            known = recorded_decisions(cluster, id, deadline)
+            held = open_transactions(cluster, where, deadline).get(told.pid, {})
             if held and requests.describe([id], deadline).get(id) == told:
                 written += _finish(cluster, told, held, known, deadline)
         except StorageFailed as error:
@@ -137,25 +139,31 @@ def mend_others(cluster: Cluster, where: Sequence[Partition], deadline: Deadline
     return written
 
 
-def _finish(cluster: Cluster, told: Described, held: Held, known: Sequence[Ending], deadline: Deadline) -> list[str]:
+def _finish(
+    cluster: KafkaCluster,
+    told: TransactionDescription,
+    held: Held,
+    known: Sequence[RecordedDecision],
+    deadline: Deadline,
+) -> list[str]:
     """With the proof that it has ended, and known how. Its id is opened first: a producer that lives begins nothing
     there meanwhile, is told that it was shut out, and opens its id again.
     """
-    if unknown := held.keys() - last_ends(held, known):
-        raise StorageFailed(f"how the transaction of {told.id} in {places(unknown)} ended is not known any more")
+    if unknown := held.keys() - last_decisions(held, known):
+        raise StorageFailed(f"how the transaction of {told.id} in {listed(unknown)} ended is not known any more")
     cluster.requests.fence(told.id, told.timeout, deadline)
     where = sorted({partition for end in known if end.pid == told.pid for partition in end.partitions})
     everywhere = _open_ones(cluster.requests.producers(where, deadline)).get(told.pid, {})
     # The owner of the id may have opened a newer one since.
-    ends = last_ends({at: active for at, active in everywhere.items() if active.epoch <= told.epoch}, known)
+    ends = last_decisions({at: active for at, active in everywhere.items() if active.epoch <= told.epoch}, known)
     return [f"{told.id}: {each}" for each in _write(cluster, told, _decided(ends), deadline)]
 
 
-def mend_own(
-    cluster: Cluster,
-    owner: Owner,
-    opened: Described,
-    past: Described,
+def write_missing_markers_of_owner(
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    opened: TransactionDescription,
+    previous: TransactionDescription,
     partitions: Sequence[Partition],
     deadline: Deadline,
 ) -> None:
@@ -173,51 +181,51 @@ def mend_own(
     held = {where: active for where, active in of_id.items() if active.epoch < opened.epoch}
     if not held:
         return
-    ends = _own_ends(cluster, owner, past, held, deadline)
+    ends = _own_ends(cluster, owner, previous, held, deadline)
     with cluster.events.step("step:repair", id=opened.id, partitions=len(held)):
         written = _write(cluster, opened, ends, deadline)
     _log.warning("%s: the broker had forgotten markers, which are written now: %s", opened.id, ", ".join(written))
 
 
 def _own_ends(
-    cluster: Cluster, owner: Owner, past: Described, held: Held, deadline: Deadline
+    cluster: KafkaCluster, owner: KafkaOwner, previous: TransactionDescription, held: Held, deadline: Deadline
 ) -> dict[Partition, tuple[int, bool]]:
     """The epoch and the decision of each: as the coordinator's log has them.
 
     Without the right to that, or if it says nothing of their time any more, as the coordinator said before the opening,
     or as that was recorded: about another transaction of the same epoch, if other programs write under this id.
     """
-    known: Sequence[Ending] = ()
+    known: Sequence[RecordedDecision] = ()
     try:
-        known = recorded_ends(cluster, past.id, deadline)
+        known = recorded_decisions(cluster, previous.id, deadline)
     except AccessDenied as error:
         _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
-    ends = _decided(last_ends(held, known))
+    ends = _decided(last_decisions(held, known))
     for where, active in held.items():
         if where in ends:
             continue
-        commit = None if _of_its_time(active, known) else _as_recorded(owner, past, active.epoch, deadline)
+        commit = None if _of_its_time(active, known) else _as_recorded(owner, previous, active.epoch, deadline)
         if commit is None:
             raise StorageFailed(
-                f"{places([where])} holds an open transaction of an earlier owner of {past.id} of which nobody knows"
+                f"{listed([where])} holds an open transaction of an earlier owner of {previous.id}, and nobody knows"
                 " how it ended; see `txnbridge doctor`"
             )
         ends[where] = active.epoch, commit
     return ends
 
 
-def _as_recorded(owner: Owner, past: Described, epoch: int, deadline: Deadline) -> bool | None:
-    if epoch == past.epoch and past.state in ("CompleteCommit", "CompleteAbort"):
-        return past.state in COMMITTED
+def _as_recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
+    if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
+        return previous.state in COMMITTED
     if owner.opening is None:
         return None
-    state = recorded_outcome(owner.ledger, evidence_key(past.id, past.pid, f"epoch {epoch}"), deadline)
+    state = recorded_outcome(owner.ledger, evidence_key(previous.id, previous.pid, f"epoch {epoch}"), deadline)
     return None if state is None else state == "committed"
 
 
-def last_ends(held: Held, known: Sequence[Ending]) -> dict[Partition, Ending]:
+def last_decisions(held: Held, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
     """Of each partition that is held open, where it is known, the last end there: a later one would have ended it."""
-    ends: dict[Partition, Ending] = {}
+    ends: dict[Partition, RecordedDecision] = {}
     for where, active in held.items():
         for end in _of_its_time(active, known):
             if where in end.partitions:
@@ -225,18 +233,18 @@ def last_ends(held: Held, known: Sequence[Ending]) -> dict[Partition, Ending]:
     return ends
 
 
-def _decided(ends: Mapping[Partition, Ending]) -> dict[Partition, tuple[int, bool]]:
+def _decided(ends: Mapping[Partition, RecordedDecision]) -> dict[Partition, tuple[int, bool]]:
     """The epoch and the decision of each, as markers have them."""
     return {where: (end.epoch, end.commit) for where, end in ends.items()}
 
 
-def _of_its_time(active: ActiveProducer, known: Sequence[Ending]) -> list[Ending]:
+def _of_its_time(active: ActiveProducer, known: Sequence[RecordedDecision]) -> list[RecordedDecision]:
     # An end may raise the epoch by one, and its markers carry the new one.
     return [end for end in known if end.pid == active.pid and end.epoch - active.epoch in (0, 1)]
 
 
 def _write(
-    cluster: Cluster, of: Described, ends: Mapping[Partition, tuple[int, bool]], deadline: Deadline
+    cluster: KafkaCluster, of: TransactionDescription, ends: Mapping[Partition, tuple[int, bool]], deadline: Deadline
 ) -> list[str]:
     """Write markers, and say which."""
     grouped: dict[tuple[int, bool], list[Partition]] = defaultdict(list)
@@ -244,20 +252,20 @@ def _write(
         grouped[end].append(where)
     for (epoch, commit), those in sorted(grouped.items()):
         cluster.requests.write_markers(of.pid, epoch, commit, those, deadline)
-    return [f"{'commit' if commit else 'abort'} in {places(those)}" for (_, commit), those in sorted(grouped.items())]
+    return [f"{'commit' if commit else 'abort'} in {listed(those)}" for (_, commit), those in sorted(grouped.items())]
 
 
-def places(partitions: Collection[Partition]) -> str:
+def listed(partitions: Collection[Partition]) -> str:
     return ", ".join(f"{topic}[{number}]" for topic, number in sorted(partitions))
 
 
-def _everywhere(cluster: Cluster, deadline: Deadline) -> list[Partition]:
+def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
     topics = cluster.topics.all(deadline)
     return [(name, number) for name, topic in topics.items() for number in topic.partitions]
 
 
-def held_open(
-    cluster: Cluster, where: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+def open_transactions(
+    cluster: KafkaCluster, where: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, Held]:
     """What is open in these partitions, by producer id. Raises `AccessDenied`, or leaves out what may not be read."""
     return _open_ones(cluster.requests.producers(where, deadline, readable_only=readable_only))
@@ -273,5 +281,5 @@ def _open_ones(asked: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int,
     return dict(held)
 
 
-def _ended(described: Mapping[str, Described]) -> dict[str, Described]:
+def _ended(described: Mapping[str, TransactionDescription]) -> dict[str, TransactionDescription]:
     return {id: told for id, told in described.items() if told.state in _ENDED}

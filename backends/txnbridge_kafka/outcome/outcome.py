@@ -17,11 +17,16 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
-from txnbridge_kafka.client.coordinator_session import Witness
-from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, Described
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.outcome.hanging_transactions import mend_id
-from txnbridge_kafka.outcome.transaction_state_log import NotYetError, last_outcome, outcome_by_start, steps
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
+from txnbridge_kafka.outcome.transaction_state_log import (
+    NotRecordedYetError,
+    last_outcome,
+    outcome_by_start,
+    state_records,
+)
 from txnbridge_kafka.write.owner import evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
@@ -35,7 +40,7 @@ _UNREADABLE = (
 )
 
 
-def plain_status(cluster: Cluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
+def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
     """What became of a transaction that was not prepared, and of which everything was stored before its commit.
 
     All transactions of one opening share producer id and epoch; being stored, this one was the coordinator's last.
@@ -63,17 +68,19 @@ def plain_status(cluster: Cluster, ledger: Ledger, how: Mapping[str, Any], deadl
     return _written_down(cluster, id, pid, epoch, start, deadline)
 
 
-def ending_of(cluster: Cluster, found: Described, deadline: Deadline) -> Status:
+def ending_of(cluster: KafkaCluster, found: TransactionDescription, deadline: Deadline) -> Status:
     """What became of a transaction that was seen open, once its id has been fenced."""
     return _written_down(cluster, found.id, found.pid, found.epoch, found.start, deadline)
 
 
-def _written_down(cluster: Cluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline) -> Status:
+def _written_down(
+    cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
+) -> Status:
     """By the coordinator's own log, read after the id was fenced: what an opener saw before that proves nothing."""
     try:
-        known = steps(cluster, id, deadline)
+        known = state_records(cluster, id, deadline)
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
-    except NotYetError:
+    except NotRecordedYetError:
         return Status(TokenState.UNKNOWN, reason="its coordinator has not written down yet how it ended")
     except AccessDenied:
         return Status(TokenState.UNKNOWN, reason=_UNREADABLE, permanent=True)
@@ -84,7 +91,7 @@ def _written_down(cluster: Cluster, id: str, pid: int, epoch: int, start: int | 
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
-def _status(found: Described) -> Status:
+def _status(found: TransactionDescription) -> Status:
     if found.state in COMMITTED:
         return Status(TokenState.COMMITTED)
     if found.state == OPEN:
@@ -92,7 +99,7 @@ def _status(found: Described) -> Status:
     return Status(TokenState.ABORTED)
 
 
-def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
     """What became of a prepared transaction: the coordinator's start time tells it from any other of its id."""
     id, pid, epoch, start = read_how(token.how)
     found = cluster.requests.describe([id], deadline).get(id)
@@ -106,15 +113,15 @@ def prepared_status(cluster: Cluster, token: Token, ledger: Ledger, deadline: De
     return _written_down(cluster, id, pid, epoch, start, deadline)
 
 
-def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
+def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
     """Ask for an end, and say what is true, also where another process was first. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
-    with closing(cluster.requests.witness(id, deadline)) as witness:
+    with closing(cluster.requests.coordinator_session(id, deadline)) as session:
         with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
             ended = cluster.requests.end(id, pid, epoch, commit, deadline)
             told["code"] = ended.code
         if ended.code == 0:
-            _see_to_markers(cluster, id, witness, deadline)
+            _see_to_markers(cluster, id, session, deadline)
     if ended.code == 0:
         return Outcome.COMMITTED if commit else Outcome.ABORTED
     # Refused: it had ended before, or its id was opened again. The code alone does not tell how it ended.
@@ -128,20 +135,20 @@ def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, d
     raise OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open")
 
 
-def _see_to_markers(cluster: Cluster, id: str, witness: Witness, deadline: Deadline) -> None:
+def _see_to_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
     """A broker that is killed while it ends a transaction may forget to say so to some partitions, which then hold
     their readers back for good: write it there instead. Whatever comes of this, the end that was asked for is durable.
     """
     try:
-        if witness.last(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
+        if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return
     except DeadlineExceeded:
         return  # its coordinator lives, and goes on by itself
-    where = witness.first.partitions if witness.first is not None else ()
+    where = session.first_description.partitions if session.first_description is not None else ()
     try:
-        with closing(cluster.requests.witness(id, deadline)) as afterwards:
-            afterwards.last(deadline)
-        if written := mend_id(cluster, id, deadline, where):
+        with closing(cluster.requests.coordinator_session(id, deadline)) as afterwards:
+            afterwards.last_transaction(deadline)
+        if written := write_missing_markers_of_id(cluster, id, deadline, where):
             _log.warning("%s: the broker had forgotten markers, which are written now: %s", id, ", ".join(written))
     except TxnBridgeError as error:
         _log.warning(

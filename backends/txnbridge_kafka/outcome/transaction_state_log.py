@@ -15,8 +15,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import StorageFailed
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.client.librdkafka import Consumer
-from txnbridge_kafka.cluster import Cluster
+from txnbridge_kafka.client.librdkafka import ConfluentConsumer
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 
 @dataclass(frozen=True)
-class Ending:
+class RecordedDecision:
     """One decision about one transaction, and the epoch that its markers carry."""
 
     pid: int
@@ -40,7 +40,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Step:
+class StateRecord:
     """One step of an id as its coordinator wrote it down: `status` is the protocol's number for a state."""
 
     pid: int
@@ -51,10 +51,10 @@ class Step:
 
 
 # The coordinator has forgotten the id.
-_EXPIRED = Step(-1, -1, 6, frozenset(), -1)
+_EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
 
-def steps(cluster: Cluster, id: str, deadline: Deadline) -> list[Step]:
+def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
     """Every step of this id that the log still has, oldest first: all from one of them on.
 
     Raises `AccessDenied` if this user may not read it, `NotFound` if there is no such log.
@@ -68,19 +68,19 @@ def steps(cluster: Cluster, id: str, deadline: Deadline) -> list[Step]:
     ]
 
 
-def recorded_ends(cluster: Cluster, id: str, deadline: Deadline) -> list[Ending]:
+def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
     """Every decision about transactions of this id that the log still has, oldest first.
 
     Raises `AccessDenied` if this user may not read it.
     """
     return [
-        Ending(step.pid, step.epoch, step.status == _PREPARE_COMMIT, step.partitions)
-        for step in steps(cluster, id, deadline)
+        RecordedDecision(step.pid, step.epoch, step.status == _PREPARE_COMMIT, step.partitions)
+        for step in state_records(cluster, id, deadline)
         if step.status in (_PREPARE_COMMIT, _PREPARE_ABORT)
     ]
 
 
-def outcome_by_start(known: Sequence[Step], pid: int, start: int) -> bool | None:
+def outcome_by_start(known: Sequence[StateRecord], pid: int, start: int) -> bool | None:
     """Whether the transaction with this start was committed; None if that is not there."""
     for step in known:
         if (step.pid, step.start) == (pid, start) and step.status in _COMMITTED | _ABORTED:
@@ -88,7 +88,7 @@ def outcome_by_start(known: Sequence[Step], pid: int, start: int) -> bool | None
     return None
 
 
-def last_outcome(known: Sequence[Step], pid: int, epoch: int) -> bool | None:
+def last_outcome(known: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
     """Whether the last transaction of an opening was committed, of which something was stored.
 
     None if that is not there. Raises `NotYetError` as long as it may still be written: no later step is there.
@@ -98,20 +98,20 @@ def last_outcome(known: Sequence[Step], pid: int, epoch: int) -> bool | None:
         return None
     last, later = known[own[-1]], known[own[-1] + 1 :]
     if not later:
-        raise NotYetError
+        raise NotRecordedYetError
     if last.status == _ONGOING:
         # What fences an id, and a time-out, abort what is open under an epoch of their own.
-        shut_out = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
-        return False if shut_out else None
+        bump_epoch = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
+        return False if bump_epoch else None
     return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
 
 
-class NotYetError(Exception):
+class NotRecordedYetError(Exception):
     """The coordinator has not written it down yet."""
 
 
-def _records(cluster: Cluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
-    reader = Consumer(
+def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
+    reader = ConfluentConsumer(
         {
             **cluster.settings.client,
             "group.id": LOG_GROUP,
@@ -148,18 +148,18 @@ def _key(id: str) -> bytes:
     return struct.pack(">hh", 0, len(name)) + name
 
 
-def _step(value: bytes) -> Step:
+def _step(value: bytes) -> StateRecord:
     try:
         version, pid, epoch, _timeout, status = struct.unpack_from(">hqhib", value)
-        fields = _Fields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
+        fields = _RecordFields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
         partitions = frozenset(fields.partitions())
         _changed, start = fields.times()
-        return Step(pid, epoch, status, partitions, start)
+        return StateRecord(pid, epoch, status, partitions, start)
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise StorageFailed(f"a record of {STATE_TOPIC} has a form that is not known here") from error
 
 
-class _Fields:
+class _RecordFields:
     """The rest of a record. Its flexible form counts in few bytes, from one, with none for a missing list."""
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:

@@ -1,1 +1,5 @@
-"""The reading side: `reader` is one consumer, `partition` one partition of it, `start_positions` finds its start."""
+"""The reading side: `reader` is one consumer, `assignment` holds its partitions, and `partition` is one of them.
+
+`start_positions` says where partitions begin, `start_lookup` asks for that in the background, and `rebalance` follows
+the group.
+"""

@@ -13,103 +13,104 @@ from confluent_kafka import TopicPartition
 
 from txnbridge.spi import NO_HEADERS, Headers, Message, Partition
 
-_COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
+_COUNTS = 1000  # delivery counts that are kept without asking whether they are still needed
 
 
 @dataclass(frozen=True, eq=False)
-class Wish:
-    """What is to be settled about a partition: where a seek wants it to go on, or what the broker does not have.
+class SeekRequest:
+    """A question that the broker has to answer before a partition can be read: whether it has the offset to go on at.
 
-    `topic_id` is of the topic that the offset belongs to; None for an offset that holds in whatever topic is there.
+    `target` is the offset that a seek asks for, `refused` an offset that the broker did not have; with neither, the
+    partition has just been assigned. `topic_id` is the id of the topic that the offset belongs to, None for an offset
+    that holds in whatever topic has the name now.
     """
 
     target: int | None = None
-    since: tuple[int, int] | None = None  # a point in time that the target stands for, and where the log ended then
+    since: tuple[int, int] | None = None  # the time that `target` stands for, and the end of the log at the seek
     refused: int | None = None
     topic_id: str | None = None
 
 
-class State(Enum):
-    """Where a partition goes on with its reader, and what becomes of that.
+class PartitionReadState(Enum):
+    """Whether a partition is being read.
 
-    | it is   | it happens that                                        | then it is |
-    |---------|--------------------------------------------------------|------------|
-    | COMING  | it is found where it goes on, and the listener told    | SEEKING    |
-    | SEEKING | the client reads from there                            | READING    |
-    | SEEKING | only the user can say where it goes on                 | LOST       |
-    | READING | a seek, or the broker does not have where it goes on   | SEEKING    |
-    | LOST    | a seek                                                 | SEEKING    |
+    | state    | event                                                     | next state |
+    |----------|-----------------------------------------------------------|------------|
+    | ASSIGNED | its start is found, and the listener is told of it        | SEEKING    |
+    | SEEKING  | the client reads from there                               | READING    |
+    | SEEKING  | only the user can say where to go on                      | LOST       |
+    | READING  | a seek, or the broker does not have the offset to read at | SEEKING    |
+    | LOST     | a seek                                                    | SEEKING    |
     """
 
-    COMING = "nobody knows of it yet"
-    SEEKING = "its wish is to be settled"
-    READING = "where it goes on is certain, and the client reads there"
-    LOST = "it cannot go on without being told where"
+    ASSIGNED = "the listener does not know of it yet"
+    SEEKING = "its seek request is not answered yet"
+    READING = "the client reads it"
+    LOST = "it is not read before the user says where to go on"
 
 
-class Cursor:
-    """One stay of one partition with a reader: where it goes on, and what was handed out.
+class KafkaPartition:
+    """One assignment of one partition to a reader: the offset to go on at, and what was handed out.
 
-    `next` is the offset to hand out next, None until that is known.
+    `next` is the offset to hand out next, None until it is known.
     """
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
-        self.state = State.COMING
+        self.state = PartitionReadState.ASSIGNED
         self.source: object = None
         self.next: int | None = None
         self.topic_id: str | None = None  # of the topic that `next` belongs to, where topics have ids
-        self.wish = Wish()
+        self.request = SeekRequest()
         self.why_lost = ""
-        self.placed = False  # it is among the partitions that the client reads, wherever
-        # Up to an offset nothing stamped before a time is handed out, until something stamped later has been: by the
-        # broker's count a marker of a transaction may be what is stamped later.
+        self.placed = False  # whether the client reads this partition, at whatever offset
+        # After a seek to a time: (time, end). Below `end`, messages stamped before `time` are skipped until one is
+        # stamped later, because the broker's search by time also finds the control markers of transactions.
         self.since: tuple[int, int] | None = None
-        # So far the client has come to an end without a message: what was aborted does not move its own position. None
-        # once something was dropped that the client takes for handed out: then its own position says nothing.
+        # The offset up to which the client came without a message: aborted messages do not move the client's own
+        # position. None once a message was dropped here: the client's position, which is behind it, is too high then.
         self.reached: int | None = 0
         self._first: int | None = None
         self._handed = -1
         self._times: dict[int, int] = {}
 
     @property
-    def told(self) -> bool:
-        """Whether the listener knows of it."""
-        return self.state is not State.COMING
+    def announced(self) -> bool:
+        """Return whether the listener knows of the partition."""
+        return self.state is not PartitionReadState.ASSIGNED
 
     def was_handed_out(self, offset: int) -> bool:
-        """Whether an offset lies within what this stay has handed out, its end included."""
+        """Return whether an offset lies within what was handed out in this assignment, or at its end."""
         return self._first is not None and self._first <= offset <= self._handed
 
-    def come(self, source: object) -> None:
+    def announce(self, source: object) -> None:
         self.source = source
-        self.state = State.SEEKING
+        self.state = PartitionReadState.SEEKING
 
-    def seek(self, wish: Wish) -> None:
-        """Hand out nothing until it is settled where it goes on."""
-        self.wish = wish
-        self.since = wish.since
-        if self.told:
-            self.state = State.SEEKING
+    def seek(self, request: SeekRequest) -> None:
+        """Hand out nothing until the request is answered."""
+        self.request = request
+        self.since = request.since
+        if self.announced:
+            self.state = PartitionReadState.SEEKING
 
     def lose(self, why: str, at: int) -> None:
-        """Hand out nothing until a seek says where it goes on."""
+        """Hand out nothing until a seek says where to go on."""
         self.next = at
-        self.state, self.why_lost = State.LOST, why
+        self.state, self.why_lost = PartitionReadState.LOST, why
 
-    def read(self) -> None:
-        """The client reads where it goes on."""
-        self.state = State.READING
+    def start_reading(self) -> None:
+        self.state = PartitionReadState.READING
 
     def at_next(self) -> TopicPartition:
-        """What the client calls this partition, with where it goes on."""
+        """Return the client's name of this partition, with the offset to go on at."""
         return TopicPartition(*self.partition, self.next or 0)
 
     def hand_out(self, run: Sequence[Any]) -> list[Message]:
-        """Messages of this partition, in order, as ours."""
+        """Return the client's messages of this partition, in order, as ours."""
         behind = run[-1].offset() + 1
         if self.since is not None:
-            run = self._reach(self.since, run)
+            run = self._skip_before(self.since, run)
             if not run:
                 self.next = behind
                 return []
@@ -127,7 +128,7 @@ class Cursor:
                     message.value(),
                     none if (headers := message.headers()) is None else _headers(headers),
                     message.timestamp()[1],
-                    1 if offset >= handed else self._count(offset),
+                    1 if offset >= handed else self._delivery_count(offset),
                     source,
                 ),
             )
@@ -139,19 +140,19 @@ class Cursor:
         self._handed = max(handed, behind)
         return messages
 
-    def _reach(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
-        """The messages from the first one on that is stamped at or after a time."""
+    def _skip_before(self, since: tuple[int, int], run: Sequence[Any]) -> Sequence[Any]:
+        """Return the messages from the first one on that is stamped at or after a time."""
         time, end = since
-        reached = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
-        if reached:
+        rest = list(dropwhile(lambda message: message.timestamp()[1] < time and message.offset() < end, run))
+        if rest:
             self.since = None
-        return reached
+        return rest
 
-    def _count(self, offset: int) -> int:
-        """How many times an offset that was handed out before is handed out with this one."""
+    def _delivery_count(self, offset: int) -> int:
+        """Count one more delivery of an offset that was handed out before, and return how many there were."""
         count = self._times[offset] = self._times.get(offset, 1) + 1
         if len(self._times) > _COUNTS:
-            # The lowest were given back longest ago, or are acknowledged by now.
+            # The lowest offsets were given back longest ago, or are acknowledged by now.
             for old in sorted(self._times)[: _COUNTS // 2]:
                 del self._times[old]
         return count
@@ -162,19 +163,20 @@ def _headers(pairs: Sequence[tuple[str, bytes | None]]) -> Headers:
 
 
 def split(batch: Sequence[Any], topics: Collection[str]) -> Iterator[tuple[Partition, Sequence[Any]]]:
-    """A batch that is not empty, from these topics, as runs of messages of one partition."""
-    # These loops run in C: they cost a tenth of what handing out does, a name twice as much as a number.
+    """Split a batch that is not empty, of messages of these topics, into runs of messages of one partition."""
+    # These loops run in C and cost a tenth of handing the messages out. Comparing topics costs twice as much as
+    # comparing partition numbers.
     if len(set(map(Raw.partition, batch))) == 1 and (len(topics) == 1 or len(set(map(Raw.topic, batch))) == 1):
-        yield _name(batch[0]), batch  # as it is nearly always
+        yield _partition_of(batch[0]), batch  # the common case
     else:
-        for partition, run in groupby(batch, _name):
+        for partition, run in groupby(batch, _partition_of):
             yield partition, list(run)
 
 
 def has_errors(batch: Sequence[Any]) -> bool:
-    """Whether something in a batch is no message."""
+    """Return whether a batch holds an error in place of a message."""
     return any(map(Raw.error, batch))
 
 
-def _name(message: Any) -> Partition:
+def _partition_of(message: Any) -> Partition:
     return message.topic(), message.partition()

@@ -1,4 +1,4 @@
-"""Where the reading of a partition starts, and goes on."""
+"""The offsets at which the reading of partitions starts, and goes on after a seek."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
-from txnbridge_kafka.client.offsets import Offsets, is_another, made_anew
-from txnbridge_kafka.read.partition import Wish
+from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
+from txnbridge_kafka.read.partition import SeekRequest
 
 _log = logging.getLogger("txnbridge")
 
-# How soon is asked again for positions that an open transaction may change: it ends within milliseconds, mostly.
+# The pause before positions are asked for again that an open transaction may change: most end within milliseconds.
 _PAUSE = 0.02
-# Still undecided after that long, its end may have been forgotten.
+# After so long an undecided position may be due to a hanging transaction (hazard H9).
 _PATIENCE = 3.0
-_LONGEST_LOOK = 10.0  # meanwhile nothing is asked about other partitions that have just come
+_LONGEST_SEARCH = 10.0  # meanwhile nothing is asked about other partitions that were just assigned
 
 
 @dataclass(frozen=True)
-class Lost:
-    """Nobody but the user can say where a partition goes on: why, and where it stood."""
+class LostPosition:
+    """A partition that only the user can let go on: the reason, and the offset where it stood."""
 
     why: str
     at: int
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where partitions go on: `known` as it is, `begun` only once it is committed as the group's position."""
+class ResolvedOffsets:
+    """The answers to seek requests. Offsets `to_commit` are read from only after they are the group's position."""
 
-    known: Mapping[Partition, int | Lost]
-    begun: Mapping[Partition, int] = field(default_factory=dict)
-    topic_ids: Mapping[str, str] = field(default_factory=dict)  # of topics that have one, as it was before all that
+    offsets: Mapping[Partition, int | LostPosition]
+    to_commit: Mapping[Partition, int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)  # where topics have ids, as they were before the look-up
 
 
-class Starts:
-    """Without a group: where the subscription says."""
+class KafkaStartPositions:
+    """The start positions of a reader without a group: where its subscription says."""
 
-    def __init__(self, offsets: Offsets, subscription: Subscription) -> None:
+    def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
         self._offsets = offsets
         self._subscription = subscription
 
     def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        """Where the subscription lets partitions begin that are there already."""
+        """Return the offsets at which the subscription lets existing partitions begin."""
         match self._subscription.start:
             case "earliest":
                 return self._offsets.begins(partitions, deadline)
@@ -58,72 +58,77 @@ class Starts:
                 since = self._offsets.since(partitions, int(timestamp), deadline)
                 return {partition: first for partition, (first, _end) in since.items()}
 
-    def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
-        """What is new since the start is read from its beginning, whatever the start was: it has all come since."""
-        topic_ids, wishes = self._there(wishes, deadline)
-        told = {partition: wish.target for partition, wish in wishes.items() if wish.target is not None}
-        new = self._offsets.begins([partition for partition in wishes if partition not in told], deadline)
-        known = {**told, **new, **self._refused(wishes, deadline), **self._made_anew(wishes, topic_ids)}
-        return Found(known, topic_ids=topic_ids)
+    def resolve(self, requests: Mapping[Partition, SeekRequest], deadline: Deadline) -> ResolvedOffsets:
+        """Answer seek requests. A partition that was added since the reader's start is read from its beginning."""
+        topic_ids, requests = self._of_known_topics(requests, deadline)
+        targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
+        added = self._offsets.begins([partition for partition in requests if partition not in targets], deadline)
+        refused, recreated = self._refused(requests, deadline), self._recreated(requests, topic_ids)
+        return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
 
     def owner(self) -> str:
-        """Whose position it is, for errors."""
+        """Return the name of the position's owner, for errors."""
         return "this reader's position"
 
-    def _there(
-        self, wishes: Mapping[Partition, Wish], deadline: Deadline
-    ) -> tuple[Mapping[str, str], Mapping[Partition, Wish]]:
-        """Return the ids of the topics, and the wishes about topics that the broker knows now.
+    def _of_known_topics(
+        self, requests: Mapping[Partition, SeekRequest], deadline: Deadline
+    ) -> tuple[Mapping[str, str], Mapping[Partition, SeekRequest]]:
+        """Return the ids of the topics, and the requests about topics that the broker knows now.
 
         A broker that has just started answers before it knows its topics; the others are asked about again.
         """
-        topic_ids = self._offsets.topic_ids({topic for topic, _ in wishes}, deadline)
-        return topic_ids, {partition: wish for partition, wish in wishes.items() if partition[0] in topic_ids}
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
+        return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
 
-    def _made_anew(self, wishes: Mapping[Partition, Wish], topic_ids: Mapping[str, str]) -> Mapping[Partition, Lost]:
-        """Return the partitions whose offsets belong to a topic that is there no more."""
+    def _recreated(
+        self, requests: Mapping[Partition, SeekRequest], topic_ids: Mapping[str, str]
+    ) -> Mapping[Partition, LostPosition]:
+        """Return the partitions whose offset belongs to a topic that was deleted and created again since."""
         return {
-            partition: self.made_anew(partition, wish.target or wish.refused or 0)
-            for partition, wish in wishes.items()
-            if is_another(topic_ids.get(partition[0]), wish.topic_id)
+            partition: self.recreated(partition, request.target or request.refused or 0)
+            for partition, request in requests.items()
+            if is_another_topic(topic_ids.get(partition[0]), request.topic_id)
         }
 
-    def made_anew(self, partition: Partition, at: int) -> Lost:
-        return Lost(made_anew(self.owner(), partition, at), at)
+    def recreated(self, partition: Partition, at: int) -> LostPosition:
+        return LostPosition(recreated_text(self.owner(), partition, at), at)
 
-    def _refused(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Mapping[Partition, int | Lost]:
-        """The positions that the broker does not have, each with what it has."""
-        refused = {partition: wish.refused for partition, wish in wishes.items() if wish.refused is not None}
+    def _refused(
+        self, requests: Mapping[Partition, SeekRequest], deadline: Deadline
+    ) -> Mapping[Partition, int | LostPosition]:
+        """Return the offsets that the broker refused: as they are if it has them now, else as lost."""
+        refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
         return {
             partition: at
             if begins[partition] <= at <= ends[partition]
-            else Lost(out_of_range(self.owner(), partition, at, begins[partition], ends[partition]), at)
+            else LostPosition(out_of_range_text(self.owner(), partition, at, begins[partition], ends[partition]), at)
             for partition, at in refused.items()
         }
 
 
-class GroupStarts(Starts):
-    """In a group: where the group stands.
+class KafkaGroupStartPositions(KafkaStartPositions):
+    """The start positions of a group's member: where the group stands.
 
-    Where it begins is committed, and recorded in the decision log, before anything is handed out. By the commit nothing
-    is skipped if the first batch aborts. By the record a group whose positions the broker has forgotten is told from a
-    new one: it holds how many partitions a topic had when the group began, and where each that there is now began, None
-    for one that had not by then.
+    The offset at which a group begins a partition is committed, and recorded in the decision log, before a message of
+    it is handed out. Because of the commit nothing is skipped if the first batch aborts (hazard H23). Because of the
+    record a group whose positions the broker has dropped is not taken for a new group (hazard H24). The record of a
+    topic has the number of partitions at the group's beginning, and for each partition that the topic has now the
+    offset at which the group began it, None if the group had not begun it when the record was written.
     """
 
     def __init__(
         self,
-        offsets: Offsets,
+        offsets: KafkaOffsets,
         subscription: Subscription,
         context: Context,
         counts: Mapping[str, int],
-        mend: Callable[[Deadline], list[str]],
+        write_missing_markers: Callable[[Deadline], list[str]],
         deadline: Deadline,
     ) -> None:
         super().__init__(offsets, subscription)
-        self._mend = mend
-        self._look_at: float | None = None  # when to look for an end that was forgotten
+        self._write_missing_markers = write_missing_markers
+        self._search_at: float | None = None  # when to search for a hanging transaction
         self._counts = counts
         self._group = str(subscription.group)
         self._records = {
@@ -131,53 +136,53 @@ class GroupStarts(Starts):
             for topic in subscription.topics
         }
         self._denied = False
-        self.unchecked = set(subscription.topics)  # whose records may not cover all that has begun
-        self.owed: set[str] = set()  # whose records certainly do not
+        self.unchecked = set(subscription.topics)  # topics whose records may not cover every begun partition
+        self.owed: set[str] = set()  # topics whose records certainly do not
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
-        # "latest" means now, not whenever the group has been shared out.
+        # "latest" means now, not when the group's members have got their partitions.
         self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
 
     def owner(self) -> str:
         return f"the position of group {self._group!r}"
 
-    def settle(self, wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
-        """Without the partitions of which nobody can tell yet, because an open transaction has acknowledged some."""
-        topic_ids, wishes = self._there(wishes, deadline)
-        committed = self._offsets.committed_with_topics(self._group, wishes, deadline, decided=True)
-        if len(committed) < len(wishes):
+    def resolve(self, requests: Mapping[Partition, SeekRequest], deadline: Deadline) -> ResolvedOffsets:
+        """Answer seek requests, but for partitions whose position an open transaction may still change."""
+        topic_ids, requests = self._of_known_topics(requests, deadline)
+        committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
+        if len(committed) < len(requests):
             time.sleep(min(_PAUSE, deadline.left()))
-            self._look_for_forgotten(deadline)
+            self._search_for_hanging_transactions(deadline)
         else:
-            self._look_at = None
-        known: dict[Partition, int | Lost] = {}
+            self._search_at = None
+        offsets: dict[Partition, int | LostPosition] = {}
         missing: dict[str, list[int]] = {}
-        for (topic, number), found in committed.items():
-            target = wishes[topic, number].target
-            strange = found is not None and is_another(topic_ids[topic], found.topic_id)
-            if found is None or (strange and target is not None):
+        for (topic, number), position in committed.items():
+            target = requests[topic, number].target
+            recreated = position is not None and is_another_topic(topic_ids[topic], position.topic_id)
+            if position is None or (recreated and target is not None):
                 missing.setdefault(topic, []).append(number)
-            elif strange:
-                known[topic, number] = self.made_anew((topic, number), found.at)
+            elif recreated:
+                offsets[topic, number] = self.recreated((topic, number), position.at)
             else:
-                # What was acknowledged is not read again.
-                known[topic, number] = max(found.at, target or 0)
-        begun: dict[Partition, int] = {}
+                # What the group has acknowledged is not read again.
+                offsets[topic, number] = max(position.at, target or 0)
+        to_commit: dict[Partition, int] = {}
         for topic, numbers in missing.items():
-            begins = self._begin(topic, numbers, wishes, deadline)
-            known.update(begins.known)
-            begun.update(begins.begun)
-        known.update(self._refused({p: wish for p, wish in wishes.items() if p in known}, deadline))
-        lost = self._made_anew(wishes, topic_ids)
-        return Found({**known, **lost}, {p: at for p, at in begun.items() if p not in lost}, topic_ids)
+            begun = self._begin(topic, numbers, requests, deadline)
+            offsets.update(begun.offsets)
+            to_commit.update(begun.to_commit)
+        offsets.update(self._refused({p: request for p, request in requests.items() if p in offsets}, deadline))
+        lost = self._recreated(requests, topic_ids)
+        return ResolvedOffsets({**offsets, **lost}, {p: at for p, at in to_commit.items() if p not in lost}, topic_ids)
 
-    def _look_for_forgotten(self, deadline: Deadline) -> None:
+    def _search_for_hanging_transactions(self, deadline: Deadline) -> None:
         now = time.monotonic()
-        if self._look_at is None or now < self._look_at:
-            self._look_at = self._look_at or now + _PATIENCE
+        if self._search_at is None or now < self._search_at:
+            self._search_at = self._search_at or now + _PATIENCE
             return
-        self._look_at = math.inf  # without the rights to mend it we look no more: each try shuts a living producer out
+        self._search_at = math.inf  # without the right to write markers each further try would fence a living producer
         try:
-            for written in self._mend(Deadline(min(deadline.left(), _LONGEST_LOOK))):
+            for written in self._write_missing_markers(Deadline(min(deadline.left(), _LONGEST_SEARCH))):
                 _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
         except AccessDenied as error:
             _log.warning(
@@ -188,26 +193,28 @@ class GroupStarts(Starts):
             return
         except TxnBridgeError as error:
             _log.debug("whether an end was forgotten that group %r waits for is asked again: %s", self._group, error)
-        self._look_at = time.monotonic() + _PATIENCE
+        self._search_at = time.monotonic() + _PATIENCE
 
-    def _begin(self, topic: str, numbers: Sequence[int], wishes: Mapping[Partition, Wish], deadline: Deadline) -> Found:
-        """Partitions for which the group has no position: they begin, or it was lost."""
-        there, began = self._read_record(topic, deadline)
-        told: dict[Partition, int] = {}
-        lost: dict[Partition, Lost] = {}
+    def _begin(
+        self, topic: str, numbers: Sequence[int], requests: Mapping[Partition, SeekRequest], deadline: Deadline
+    ) -> ResolvedOffsets:
+        """Answer for partitions in which the group has no position: they begin, or their position was lost."""
+        count, began = self._read_record(topic, deadline)
+        targets: dict[Partition, int] = {}
+        lost: dict[Partition, LostPosition] = {}
         old: list[Partition] = []
-        new: list[Partition] = []
+        added: list[Partition] = []
         for number in numbers:
             partition = topic, number
             at = began[number] if number < len(began) else None
-            if (target := wishes[partition].target) is not None:
-                told[partition] = target
+            if (target := requests[partition].target) is not None:
+                targets[partition] = target
             elif at is not None:
-                lost[partition] = Lost(_expired(self._group, partition, at), at)
+                lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
             else:
-                # What has been added to the topic since the group began is read from its beginning.
-                (old if number < there else new).append(partition)
-        return Found(lost, {**told, **self._first(old, deadline), **self._offsets.begins(new, deadline)})
+                # A partition that was added to the topic since the group began is read from its beginning.
+                (old if number < count else added).append(partition)
+        return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._offsets.begins(added, deadline)})
 
     def _first(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, int]:
         if self._latest is not None:
@@ -238,7 +245,7 @@ class GroupStarts(Starts):
             self._go_on_without(error)
 
     def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
-        """Return how many partitions the topic had when the group began, and where each began."""
+        """Return how many partitions the topic had when the group began, and where the group began each."""
         record = None
         try:
             record = None if self._denied else self._records[topic].read(deadline)
@@ -261,8 +268,8 @@ class GroupStarts(Starts):
         )
 
 
-def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """The text for a position that the broker does not have."""
+def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
+    """Return the text for a position that the broker does not have."""
     topic, number = partition
     if at < begin:
         return (
@@ -275,7 +282,7 @@ def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int
     )
 
 
-def _expired(group: str, partition: Partition, began: int) -> str:
+def _expired_text(group: str, partition: Partition, began: int) -> str:
     topic, number = partition
     return (
         f"group {group!r} began to read {topic}[{number}] at {began}, but the broker has no position of it any more: it"

@@ -17,7 +17,7 @@ PORT = 9092  # of a host without one, as everywhere with Kafka
 
 
 @dataclass(frozen=True)
-class Settings:
+class KafkaSettings:
     """Everything that the rest of the backend asks about how to reach and use a cluster."""
 
     bootstrap: str  # "host:port,host:port"
@@ -53,7 +53,7 @@ class Settings:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = Settings("", {}, {}, 0, None, "", 0)
+_DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
     "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin: the decision logs"),
@@ -171,7 +171,7 @@ _AS_IT_IS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
+def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSettings:
     """What a URL, our options and the client's own say together.
 
     Raises `InvalidOption` for a setting that nobody knows, that belongs to the backend, or whose value is wrong.
@@ -187,7 +187,7 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
     client, producer, consumer = _sorted({**_defaults(context.timeout), **told})
     raw = security.raw(client)
     _ask_the_client(client, producer, consumer, options["group_protocol"])
-    return Settings(
+    return KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, **client},
         raw=raw,

@@ -24,11 +24,7 @@ _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _OAUTH = "OAUTHBEARER"
 _SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
 _ENDPOINT = "sasl.oauthbearer.token.endpoint.url"
-_OAUTH_NEEDS = (
-    _ENDPOINT,
-    "sasl.oauthbearer.client.id",
-    "sasl.oauthbearer.client.secret",
-)
+_OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret")
 
 
 def secrets(client: Mapping[str, str]) -> Iterator[str]:

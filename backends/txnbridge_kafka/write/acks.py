@@ -1,16 +1,21 @@
-"""What proves that a consumer may acknowledge for its group."""
+"""Acknowledgements: positions of groups, written in a transaction with a proof of membership."""
 
 from __future__ import annotations
 
-from txnbridge.spi import Partition
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+
+from txnbridge.errors import PositionLost
+from txnbridge.spi import Deadline, Partition, Position
+from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
 
 
-class AckContext:
-    """What acknowledgements need besides positions: the group, and its members' proof of membership.
+class KafkaAckContext:
+    """What a reader adds to an acknowledgement besides positions: its group, and the member's proof of membership.
 
-    The proof is that of the reader's last delivery. It is not taken later than that, because a member that was thrown
-    out has one that a broker accepts from anyone; and not earlier, because the group is shared out anew time and again
-    while a partition stays where it is.
+    The proof is that of the reader's last delivery. A later proof would be wrong, because that of a member that was
+    thrown out is one that a broker accepts from anyone. An earlier one would be refused, because the group's generation
+    changes time and again while a partition stays with its member.
     """
 
     __slots__ = ("group", "metadata", "topic_ids")
@@ -19,3 +24,35 @@ class AckContext:
         self.group = group
         self.metadata: object = None
         self.topic_ids: dict[Partition, str] = {}  # of the topic that each partition is read in, where it has an id
+
+
+class TransactionAcks:
+    """The acknowledgements of one transaction, by group: the next offset to read of each partition."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, tuple[KafkaAckContext, dict[Partition, int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __iter__(self) -> Iterator[tuple[KafkaAckContext, Mapping[Partition, int]]]:
+        return iter(self._groups.values())
+
+    def add(self, context: KafkaAckContext, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        _, offsets = self._groups.get(context.group, (context, {}))
+        self._groups[context.group] = context, offsets
+        for partition, acked in positions.items():
+            offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
+
+    def clear(self) -> None:
+        self._groups = {}
+
+
+def check_topics(
+    client: KafkaOffsets, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
+) -> None:
+    """Raise `PositionLost` if a topic was deleted and created again since its messages were read."""
+    ids = client.topic_ids({topic for topic, _ in offsets}, deadline)
+    for partition, offset in offsets.items():
+        if is_another_topic(ids.get(partition[0]), context.topic_ids.get(partition)):
+            raise PositionLost(recreated_text(f"the position of group {context.group!r}", partition, offset))

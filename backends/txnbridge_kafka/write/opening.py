@@ -15,8 +15,8 @@ from typing import Any
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
 from txnbridge_kafka.client.responses import OPEN, SETTLED
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.write.owner import PREPARE, Owner
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.write.owner import PREPARE, KafkaOwner
 from txnbridge_kafka.write.prepared import is_pool_id
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -28,7 +28,7 @@ _AT_ONCE = 16
 _LOOKED_FOR = 64
 
 
-def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
+def open_id(cluster: KafkaCluster, owner: KafkaOwner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
     """Say in the log that the id is ours, end what is left of older owners, and open every writer.
 
     Without the right to the log the broker alone fences; the owner says what that leaves open.
@@ -52,7 +52,11 @@ def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], dead
 
 
 def _tell_of_the_living(
-    cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], before: Mapping[str, Any], deadline: Deadline
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    writers: Sequence[KafkaWriter],
+    before: Mapping[str, Any],
+    deadline: Deadline,
 ) -> None:
     """Warn of an older owner that is in a transaction. Of one that is not, nobody knows whether it is alive."""
     now = time.time() * 1000
@@ -70,21 +74,21 @@ def _age(now: float, then: int) -> str:
     return f"{max(0.0, now - then) / 1000:.0f} s ago"
 
 
-def _open(cluster: Cluster, owner: Owner, writer: KafkaWriter, deadline: Deadline) -> None:
-    writer.past = past = cluster.requests.describe([writer.id], deadline).get(writer.id)
-    if past is not None and past.state not in SETTLED:
+def _open(cluster: KafkaCluster, owner: KafkaOwner, writer: KafkaWriter, deadline: Deadline) -> None:
+    writer.session.previous_transaction = previous = cluster.requests.describe([writer.id], deadline).get(writer.id)
+    if previous is not None and previous.state not in SETTLED:
         # The client of the writer would wait for the end of an abort ten times as long.
         _fence(cluster, owner, writer.id, deadline)
     writer.open(deadline)
 
 
-def _fence(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
+def _fence(cluster: KafkaCluster, owner: KafkaOwner, id: str, deadline: Deadline) -> None:
     owner.check(deadline)  # a process that slept since it opened the id would shut out the next owner
     with cluster.events.step("step:fence", id=id):
         cluster.requests.fence(id, int(cluster.settings.timeout * 1000), deadline)
 
 
-def _end_unprepared(cluster: Cluster, owner: Owner, deadline: Deadline) -> None:
+def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline) -> None:
     """Of the ids for prepared transactions, of every earlier owner: abort what is open and has no prepare record that
     counts.
     """

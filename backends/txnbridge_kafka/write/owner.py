@@ -17,7 +17,7 @@ _log = logging.getLogger("txnbridge")
 PREPARE, OUTCOME = "prepare", "outcome"
 
 
-class Owner:
+class KafkaOwner:
     """Knows whether this process is still the owner, and records what opening an id destroys at the coordinator."""
 
     def __init__(self, identity: Identity, ledger: Ledger, prepared_ids: int) -> None:
@@ -84,7 +84,7 @@ class Owner:
                 f"{self.name} was opened by {host or 'another process'} since: this owner must stop", newer=host
             )
 
-    def note_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
+    def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
         """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it.
 
         Only of what this owner itself has begun: of what another one may have begun since it was looked at, it would

@@ -12,17 +12,11 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from txnbridge.errors import (
-    DeadlineExceeded,
-    Fenced,
-    InvalidState,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge.errors import DeadlineExceeded, Fenced, InvalidState, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
-from txnbridge_kafka.client.responses import COMMITTED, OPEN, Described
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.write.owner import PREPARE, Owner, evidence_key
+from txnbridge_kafka.client.responses import COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.write.owner import PREPARE, KafkaOwner, evidence_key
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
@@ -42,19 +36,21 @@ def is_pool_id(id: str, name: str) -> bool:
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
-class PreparedWriter(KafkaWriter):
+class KafkaPreparedWriter(KafkaWriter):
     """Carries one transaction, which is prepared or aborted, and is then let go of."""
 
-    def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
+    def __init__(
+        self, pool: PreparedIdPool, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int
+    ) -> None:
         super().__init__(cluster, owner, id, timeout_ms)
         self._pool = pool
 
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
-        if timeout_ms != self._timeout_ms:
+        if timeout_ms != self.session.timeout_ms:
             # The broker takes the time-out when an id is opened.
-            self._timeout_ms = timeout_ms
-            self._stale = "another time-out was asked for"
+            self.session.timeout_ms = timeout_ms
+            self.session.stale = "another time-out was asked for"
         super().begin(begin)
 
     def open(self, deadline: Deadline) -> None:
@@ -67,27 +63,24 @@ class PreparedWriter(KafkaWriter):
             except BaseException:
                 self._take_another_id()
                 raise
-            assert self._producer is not None
-            if not self._producer.doubt():
+            if not self._producer().taint_reason():
                 return
             self._take_another_id()
             deadline.check("opening an id for a prepared transaction")
 
     def _take_another_id(self) -> None:
-        self._drop()
-        self.id = self._pool.another(self.id)
-        self._opened = self.past = None
+        self.session.use_id(self._pool.another(self.id))
 
     def evidence(self) -> Evidence:
         plain = super().evidence()
         if self._start is None:
             return plain
         how = {name: value for name, value in plain.how.items() if name != "asked"}
-        return replace(plain, how={**how, "start": self._start}, expires_at=self._start + self._timeout_ms)
+        return replace(plain, how={**how, "start": self._start}, expires_at=self._start + self.session.timeout_ms)
 
     def prepare(self, deadline: Deadline) -> None:
-        assert self._producer is not None and self._opened is not None
-        opened = self._opened
+        opened = self.session.opened
+        assert opened is not None
         nothing = not self.messages and not self._acks
         self._store(deadline)
         if nothing:
@@ -97,12 +90,12 @@ class PreparedWriter(KafkaWriter):
         found = self._cluster.requests.describe([self.id], deadline).get(self.id)
         if found is None or found.state != OPEN or (found.pid, found.epoch) != (opened.pid, opened.epoch):
             self._owner.check(deadline)
-            self._abort_from_outside(deadline)
+            self.session.abort_from_outside(deadline)
             raise TransactionTimedOut("the transaction was ended before it was prepared: its time was over")
         self._start = found.start
         with self._cluster.events.step("step:record", self._begun.transaction):
             self._record(deadline)
-        self._drop()
+        self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
         """From here on the next owner spares it. Raises `Fenced`, and aborts, if there is one already."""
@@ -116,7 +109,7 @@ class PreparedWriter(KafkaWriter):
         try:
             self._owner.ledger.record(PREPARE, self._begun.transaction, data, deadline)
         except Fenced:
-            self._abort_from_outside(deadline)
+            self.session.abort_from_outside(deadline)
             raise
 
     def commit(self, deadline: Deadline) -> None:
@@ -127,10 +120,10 @@ class PreparedWriter(KafkaWriter):
         self._pool.release(self)
 
 
-class Pool:
+class PreparedIdPool:
     """The ids of prepared transactions of one owner: opened ahead, one at a time, never while unresolved."""
 
-    def __init__(self, cluster: Cluster, owner: Owner, timeout_ms: int, longest_ms: int) -> None:
+    def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
         self._owner = owner
         self._timeout_ms = timeout_ms
@@ -139,7 +132,7 @@ class Pool:
         self._numbers = count()
         self._taken: set[str] = set()
         self._next = 0
-        self._ready: deque[PreparedWriter] = deque()
+        self._ready: deque[KafkaPreparedWriter] = deque()
         self._lock = threading.Lock()
         self._ahead: threading.Thread | None = None
         self._closed = False
@@ -150,7 +143,7 @@ class Pool:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
-    def take(self, deadline: Deadline) -> PreparedWriter:
+    def take(self, deadline: Deadline) -> KafkaPreparedWriter:
         """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
         self._owner.open_once(deadline)
         with self._lock:
@@ -170,7 +163,7 @@ class Pool:
         self._open_ahead()
         return writer
 
-    def _take_or_open(self, deadline: Deadline) -> PreparedWriter | None:
+    def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
         """A writer on a fresh id; None if every id holds an unresolved transaction."""
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
@@ -187,7 +180,7 @@ class Pool:
             self._taken.add(new)
         return new
 
-    def release(self, writer: PreparedWriter) -> None:
+    def release(self, writer: KafkaPreparedWriter) -> None:
         with self._lock:
             self._taken.discard(writer.id)
 
@@ -225,18 +218,18 @@ class Pool:
                 return
         writer.close()
 
-    def _open_one(self, deadline: Deadline) -> PreparedWriter | None:
+    def _open_one(self, deadline: Deadline) -> KafkaPreparedWriter | None:
         """A writer on an id that holds nothing unresolved; None if there is none at the moment."""
         free = self._find_free(deadline)
         if free is None:
             return None
         id, before = free
-        writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
+        writer = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
         try:
-            writer.past = before
+            writer.session.previous_transaction = before
             if before is not None and before.state in ("CompleteCommit", "CompleteAbort"):
                 key = evidence_key(id, before.pid, f"start {before.start}")
-                self._owner.note_outcome(key, before.state in COMMITTED, deadline)
+                self._owner.record_outcome(key, before.state in COMMITTED, deadline)
             self._owner.check(deadline)
             writer.open(deadline)
         except BaseException:
@@ -244,7 +237,7 @@ class Pool:
             raise
         return writer
 
-    def _find_free(self, deadline: Deadline) -> tuple[str, Described | None] | None:
+    def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
         """The next id that holds nothing unresolved, marked as taken; None if there is none."""
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
@@ -285,7 +278,7 @@ class Pool:
         return f"{text}: commit or abort some, or connect with a larger prepared_ids"
 
 
-def token_of(entry: LedgerEntry, cluster: Cluster, deadline: Deadline) -> Token:
+def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
     """The token that was given out when this record was written."""
     data: Mapping[str, Any] = entry.data
     return Token(

@@ -10,9 +10,9 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import DeadlineExceeded
 from txnbridge.spi import Deadline
-from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, look_at, make_producer, seconds, settle
+from txnbridge_kafka.client.librdkafka import LEAST_SECONDS, make_producer, refresh_metadata, seconds, settle
 from txnbridge_kafka.errors import kafka_error, too_late, translate
-from txnbridge_kafka.settings import Settings
+from txnbridge_kafka.settings import KafkaSettings
 
 _log = logging.getLogger("txnbridge.kafka.client")
 _log.addHandler(logging.NullHandler())  # a program that configures no logging is not to find this on its screen
@@ -31,7 +31,7 @@ _CONSEQUENCES = {KafkaError._STATE, KafkaError._FATAL, KafkaError._PURGE_QUEUE, 
 _THRESHOLDS = {3: logging.ERROR, 4: logging.WARNING, 5: logging.INFO, 6: logging.INFO, 7: logging.DEBUG}
 
 
-class Watch:
+class ClientLogMonitor:
     """The client's log, read for what makes a writer doubtful: a connection that dropped, a request that timed out.
 
     A request of this transaction may then still be on its way, and would take effect on the next one, because the
@@ -39,7 +39,7 @@ class Watch:
     """
 
     def __init__(self, log_level: int) -> None:
-        self.doubt = ""
+        self.taint_reason = ""
         self._threshold = _THRESHOLDS.get(log_level, logging.CRITICAL)
 
     def log(self, level: int, text: str, *parts: str) -> None:
@@ -49,7 +49,7 @@ class Watch:
         if kind == "REQTMOUT" or (kind == "FAIL" and not any(harmless in line for harmless in _NEVER_CONNECTED)):
             # The first is kept. The client is thrown away for it, which matters: librdkafka does not log the same
             # failure of one connection again within half a minute.
-            self.doubt = self.doubt or line
+            self.taint_reason = self.taint_reason or line
         if level >= self._threshold:
             _log.log(level, "%s", line)
 
@@ -61,12 +61,12 @@ class TransactionalProducer:
     asked before, which the writer knows.
     """
 
-    def __init__(self, settings: Settings, id: str, timeout_ms: int) -> None:
+    def __init__(self, settings: KafkaSettings, id: str, timeout_ms: int) -> None:
         self.id = id
         self.timeout_ms = timeout_ms
         self._log_topic = settings.log_topic(settings.application)
         self.failures: list[KafkaError] = []
-        self.watch = Watch(settings.log_level)
+        self.log_monitor = ClientLogMonitor(settings.log_level)
         own = {
             "transactional.id": id,
             "transaction.timeout.ms": timeout_ms,
@@ -74,16 +74,16 @@ class TransactionalProducer:
             # With less the client would not say that a connection dropped.
             "log_level": 6,
             "log.connection.close": True,
-            "logger": self.watch,
+            "logger": self.log_monitor,
         }
         self._client = make_producer(settings, self.failures.append, own)
         self.produce: Callable[..., None] = self._client.produce
         self.poll: Callable[[float], int] = self._client.poll
 
-    def look_at(self, topic: str, deadline: Deadline) -> None:
+    def refresh_metadata(self, topic: str, deadline: Deadline) -> None:
         """Let the client know a topic's partitions, of which it would otherwise learn within a minute."""
         try:
-            look_at(self._client, deadline, topic)
+            refresh_metadata(self._client, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
 
@@ -136,7 +136,7 @@ class TransactionalProducer:
         # One that has failed may not begin, and says why. Nothing is sent.
         return (self.begin() or error) if error.code() in _CONSEQUENCES else error
 
-    def doubt(self) -> str:
+    def taint_reason(self) -> str:
         """Why this producer should not be used for another transaction; empty if nothing speaks against it.
 
         One poll, because the log reaches us with it.
@@ -147,7 +147,7 @@ class TransactionalProducer:
             return str(_require(error))
         if self.failures:
             return f"a delivery failed: {self.failures[0].str()}"
-        return self.watch.doubt
+        return self.log_monitor.taint_reason
 
     def drop(self) -> None:
         """Let go without ending what is open: closing would abort it, and wait for that without limit."""

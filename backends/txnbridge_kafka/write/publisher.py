@@ -10,10 +10,18 @@ from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, DeliveryFailed, InvalidState, NotSupported
 from txnbridge.spi import Deadline, Publisher, RawHeaders
-from txnbridge_kafka.client.librdkafka import Producer, look_at, make_producer, milliseconds, seconds, settle, too_large
+from txnbridge_kafka.client.librdkafka import (
+    ConfluentProducer,
+    make_producer,
+    milliseconds,
+    refresh_metadata,
+    seconds,
+    settle,
+    too_large,
+)
 from txnbridge_kafka.errors import DENIED, kafka_error, translate
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics
 
 _log = logging.getLogger("txnbridge.kafka.client.publisher")
 # The client calls a setting experimental that it has had, unchanged, since it has been idempotent.
@@ -35,12 +43,12 @@ class KafkaPublisher(Publisher):
     more is taken. Other partitions may have stored messages that were sent later, before the refusal came.
     """
 
-    def __init__(self, settings: Settings, topics: Topics) -> None:
+    def __init__(self, settings: KafkaSettings, topics: KafkaTopics) -> None:
         self._topics = topics
         self._partitions: dict[str, int] = {}  # of the topics that were looked at
         self._failures: list[KafkaError] = []
         self._unserved = 0
-        self._producer: Producer | None = make_producer(settings, self._failures.append, _own(settings))
+        self._producer: ConfluentProducer | None = make_producer(settings, self._failures.append, _own(settings))
 
     # --- sending --------------------------------------------------------------------------------------------------
 
@@ -74,7 +82,7 @@ class KafkaPublisher(Publisher):
 
     def _take(
         self,
-        producer: Producer,
+        producer: ConfluentProducer,
         topic: str,
         value: bytes | None,
         key: bytes | None,
@@ -99,11 +107,11 @@ class KafkaPublisher(Publisher):
             self._fail(found)
         return True
 
-    def _catch_up(self, producer: Producer, topic: str, partition: int, deadline: Deadline) -> None:
+    def _catch_up(self, producer: ConfluentProducer, topic: str, partition: int, deadline: Deadline) -> None:
         """Let the client see a topic or a partition that was added since it last looked. Raises `NotFound`."""
         self._partitions[topic] = self._topics.require(topic, max(partition, 0), deadline)
         try:
-            look_at(producer, deadline, topic)
+            refresh_metadata(producer, deadline, topic)
         except KafkaException as error:
             raise translate(error, f"looking at topic {topic!r}") from error
         time.sleep(_PAUSE)
@@ -119,7 +127,7 @@ class KafkaPublisher(Publisher):
                     f"{left} messages were not stored within {deadline.seconds:g} s; they may yet be"
                 )
 
-    def _serve(self, producer: Producer, wait: float, flush: bool = False) -> int:
+    def _serve(self, producer: ConfluentProducer, wait: float, flush: bool = False) -> int:
         """Hear what became of messages; how many are left. Raises `DeliveryFailed`."""
         self._unserved = 0
         try:
@@ -142,7 +150,7 @@ class KafkaPublisher(Publisher):
         self._let_go()
         self._ready()
 
-    def _ready(self) -> Producer:
+    def _ready(self) -> ConfluentProducer:
         if self._failures:
             first = self._failures[0]
             kind = AccessDenied if first.code() in DENIED else DeliveryFailed
@@ -176,7 +184,7 @@ class KafkaPublisher(Publisher):
             producer.purge()
 
 
-def _own(settings: Settings) -> dict[str, Any]:
+def _own(settings: KafkaSettings) -> dict[str, Any]:
     return {
         "acks": "all",
         "enable.idempotence": True,
