@@ -1,4 +1,4 @@
-"""What Kafka promises through us, and how a URL becomes a connection."""
+"""The backend that the core finds: how a URL becomes a connection to Kafka."""
 
 from __future__ import annotations
 

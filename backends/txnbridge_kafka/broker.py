@@ -26,7 +26,7 @@ from txnbridge.spi import (
     Writer,
 )
 from txnbridge_kafka.admin.admin import KafkaAdmin
-from txnbridge_kafka.admin.preflight import check_topics_at_connect
+from txnbridge_kafka.admin.preflight import check_topics
 from txnbridge_kafka.capabilities import CAPABILITIES, message_bytes, without_log
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.cluster import KafkaCluster
@@ -44,12 +44,12 @@ from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
-# A URL that is wrong, or a broker that does not run, mostly stays so: a user who mistyped a port hears of it soon.
+# A wrong URL, or a broker that does not run, mostly stays so: the user of a mistyped port learns of it soon.
 _NOBODY_SECONDS = 1.0
 
 
 class KafkaBroker(Broker):
-    """Opened by `KafkaBackend.open`."""
+    """The connection that `KafkaBackend.open` makes."""
 
     def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
@@ -62,7 +62,7 @@ class KafkaBroker(Broker):
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
-            self._useless = check_topics_at_connect(self._cluster, self._log, overview, deadline)
+            self._unwritable = check_topics(self._cluster, self._log, overview, deadline)
         except BaseException:
             self._cluster.requests.close()
             raise
@@ -72,7 +72,7 @@ class KafkaBroker(Broker):
             prepared_seconds=self._longest_ms / 1000,
             prepared_transactions=settings.prepared_ids,
         )
-        self._watch = HangingTransactionMonitor(self._cluster)
+        self._monitor = HangingTransactionMonitor(self._cluster)
         self._owner: KafkaOwner | None = None
         self._pool: PreparedIdPool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
@@ -87,12 +87,12 @@ class KafkaBroker(Broker):
 
     def _check_topics(self, *needed: str) -> None:
         for name in needed:
-            if name in self._useless:
-                advice = self._useless[name]
+            if name in self._unwritable:
+                advice = self._unwritable[name]
                 raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> KafkaOwner:
-        self._watch.start()
+        self._monitor.start()
         if self._owner is None:
             self._owner = KafkaOwner(identity, ledger, self._settings.prepared_ids)
         return self._owner
@@ -110,7 +110,7 @@ class KafkaBroker(Broker):
             open_id(self._cluster, owner, writers, deadline)
             if owner.denied:
                 self.capabilities = self.capabilities.but(without_log(owner.denied))
-        # Without an id of its own nobody has to be fenced, and each is opened when it is first used.
+        # Nobody has to be fenced from an id that the bridge made up: each is opened when it is first used.
         return list(writers)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
@@ -132,7 +132,7 @@ class KafkaBroker(Broker):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        self._watch.start()
+        self._monitor.start()
         return KafkaReader(self._settings, subscription, listener, self._context, self._cluster, deadline)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class KafkaBroker(Broker):
         return KafkaDecisionLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
 
     def close(self, deadline: Deadline) -> None:
-        self._watch.close()
+        self._monitor.close()
         for publisher in list(self._publishers):
             try:
                 publisher.close(deadline)

@@ -1,4 +1,4 @@
-"""What every part of a bridge to one cluster shares."""
+"""The things that all parts of a bridge to one cluster share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from txnbridge_kafka.topics import KafkaTopics
 
 @dataclass(frozen=True)
 class KafkaCluster:
-    """The settings, and the ways to ask."""
+    """The settings of a cluster, and the means to ask it."""
 
     settings: KafkaSettings
     requests: Requests
     topics: KafkaTopics
     events: Emitter
-    watched_partitions: set[Partition] = field(default_factory=set)  # where this bridge writes and reads
+    watched_partitions: set[Partition] = field(default_factory=set)  # the partitions that this bridge writes and reads
 
     @cached_property
     def offsets(self) -> KafkaOffsets:
-        """Where partitions begin and end."""
         return KafkaOffsets(self.requests)

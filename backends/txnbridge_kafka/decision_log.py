@@ -32,14 +32,14 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 _LONGEST_NAME = 249
 _NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
-_READ_AT_ONCE = 100  # records in memory at once, beside those that the client has fetched ahead
-# Several threads may wait for reports, and each one's poll also serves the others': how late one notices that.
+_READ_AT_ONCE = 100  # records in memory at once, besides those that the client has fetched ahead
+# Several threads may wait for reports, and each one's poll serves the others' too: how late one notices that.
 _SLICE = 0.01
-# A partition's new leader learns from the others' next questions, two a second, up to where the log is safe to show.
+# A partition's new leader learns from the followers' fetches, two a second, up to where records may be shown.
 _LATE = 2.0
 # A broker that has just started answers before it knows its topics.
 _PAUSE = 0.05
-# With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
+# After these answers a record is certainly not stored. Any other failure may follow a lost answer.
 _NOT_STORED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.CLUSTER_AUTHORIZATION_FAILED,
@@ -50,16 +50,16 @@ _NOT_STORED = {
 }
 _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
 _GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
-# The client looks for the coordinator of a group that it never joins, and may do without the right to it.
+# The client looks for the coordinator of a group that it never joins, and works without the right to it.
 _NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
 _NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
 
 
 class KafkaDecisionLog(DecisionLog):
-    """One log. A position is the record's offset.
+    """One decision log. A position is a record's offset.
 
-    Opening it creates its topic if that is missing. Raises `InvalidOption` for a topic that would lose records
-    or their order, `AccessDenied` saying what an administrator must create and grant.
+    Opening the log creates its topic if that is missing. Raise `InvalidOption` for a topic that would lose records or
+    their order (hazard H26), and `AccessDenied` saying what an administrator must create and grant.
     """
 
     origin = (0,)
@@ -67,13 +67,13 @@ class KafkaDecisionLog(DecisionLog):
     def __init__(
         self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
     ) -> None:
-        """`topics` is what others have connected already, and saves connecting once more."""
+        """Open a log; `topics`, if the caller has one that is connected, saves connecting once more."""
         self._settings = settings
         self._topics = topics or KafkaTopics(settings)
         self._topic = settings.log_topic(name)
         self._lock = threading.Lock()
         self._producer: ConfluentProducer | None = None
-        self._readers: list[ConfluentConsumer] = []  # those that nobody reads with
+        self._readers: list[ConfluentConsumer] = []  # consumers that are not in use
         with events.step("step:log", log=name):
             self._open(deadline)
 
@@ -89,12 +89,12 @@ class KafkaDecisionLog(DecisionLog):
         self._check_settings(deadline)
 
     def _check_settings(self, deadline: Deadline) -> bool:
-        """Refuse a topic that would lose records; False if this user may not see its settings."""
-        found = self._topics.configs([self._topic], deadline)[self._topic]
+        """Raise `InvalidOption` for a topic that would lose records; return False if its settings are hidden."""
+        config = self._topics.configs([self._topic], deadline)[self._topic]
         wrong = [
-            f"{name}={found[name]} instead of {wanted}"
+            f"{name}={config[name]} instead of {wanted}"
             for name, wanted in KEEP_ALL.items()
-            if found.get(name, wanted) != wanted
+            if config.get(name, wanted) != wanted
         ]
         if wrong:
             wanted = ",".join(f"{name}={value}" for name, value in KEEP_ALL.items())
@@ -103,7 +103,7 @@ class KafkaDecisionLog(DecisionLog):
                 f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {self._topic}"
                 f" --add-config {wanted}"
             )
-        return bool(found)
+        return bool(config)
 
     # --- where it begins and ends ---------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class KafkaDecisionLog(DecisionLog):
             self._give_back(reader)
 
     def _ask(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
-        """Ask the client, again as long as the broker is away."""
+        """Call the client, again as long as the broker is away."""
         while True:
             try:
                 return question(min(seconds(deadline), PATIENCE))
@@ -135,8 +135,8 @@ class KafkaDecisionLog(DecisionLog):
                 self._wait_for_broker(error, what, deadline)
 
     def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
-        """Return soon if asking again may help, else raise what it was."""
-        refused = self._in_our_words(error, what)
+        """Return soon if calling again may help, else raise the error."""
+        refused = self._translate(error, what)
         if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
             raise refused from error
         if deadline.left() <= _PAUSE:
@@ -157,16 +157,16 @@ class KafkaDecisionLog(DecisionLog):
             return (offset,)
         error = KafkaException(failure)
         if failure.code() in _NOT_STORED:
-            raise self._in_our_words(error, "appending to it") from error
+            raise self._translate(error, "appending to it") from error
         raise OutcomeUnknown(
             f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
         ) from error
 
     def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
-        """What the client reports of a record: its error, or none and the offset. Nothing if it has no answer yet.
+        """Return the client's report on a record: its error, or none, and the offset. None if no report came in time.
 
-        A client that could not store it is used no more, and gone with the last thread that waits for it, with all that
-        it has not sent. So nothing is raised while it is at hand: it would live on as long as the error.
+        A client that could not store a record is not used again, and is freed by the last thread that waits for it,
+        with all that it has not sent. So nothing is raised while it is in scope: the error would keep it alive.
         """
         producer = self._take_producer(deadline)
         reports: list[tuple[KafkaError | None, int]] = []
@@ -179,7 +179,7 @@ class KafkaDecisionLog(DecisionLog):
             while not reports and not deadline.expired:
                 producer.poll(min(_SLICE, seconds(deadline)))
         except KafkaException as error:
-            reports.append((error.args[0], 0))  # behind the record's own report, if that came
+            reports.append((error.args[0], 0))  # after the record's own report, if that came
         if not reports or reports[0][0] is not None:
             with self._lock:
                 if self._producer is producer:
@@ -187,7 +187,7 @@ class KafkaDecisionLog(DecisionLog):
         return reports[0] if reports else None
 
     def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
-        """The one that is in use, or a new one if broker and topic are there: what fails here was not sent."""
+        """Return the producer in use, or a new one if broker and topic are there: a failure here means not sent."""
         with self._lock:
             producer = self._producer
         if producer is not None:
@@ -197,11 +197,11 @@ class KafkaDecisionLog(DecisionLog):
             {
                 **self._client_settings(),
                 "acks": "all",
-                # A copy of a record does no harm, because the first one counts. A client that makes none would first
-                # have to get an id, for which it waits half a second now and then, after each lost answer again.
+                # A copy of a record does no harm, because the first one counts. An idempotent client would first have
+                # to get a producer id, for which it waits half a second now and then, after each lost answer again.
                 "enable.idempotence": False,
                 "linger.ms": 0,
-                "message.max.bytes": 1_000_000,  # a record has 900,000 at most, whatever is set for messages
+                "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most, whatever is set for messages
             }
         )
         with self._lock:
@@ -213,7 +213,7 @@ class KafkaDecisionLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """As the contract says. Ends early where the log ends before `last`."""
+        """Yield records as the contract says, and stop early where the log ends before `last`."""
         at, stop = first, last
         if at is None or stop is None:
             begin, following = self._bounds(deadline)
@@ -231,7 +231,7 @@ class KafkaDecisionLog(DecisionLog):
     def _records(
         self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        late: Deadline | None = None  # by when more must have come
+        late: Deadline | None = None  # the deadline for another record behind the known end
         while messages := self._fetch(reader, late, deadline):
             for message in messages:
                 offset, error = message.offset() or 0, message.error()
@@ -251,19 +251,21 @@ class KafkaDecisionLog(DecisionLog):
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """What is there, at least one record or the reason why not; nothing if none came in time.
+        """Return at least one record, or the error that came in its place; nothing if neither came by `late`.
 
-        Raises `DeadlineExceeded`.
+        Raise `DeadlineExceeded`.
         """
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
-            one = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
-            if one is not None:
-                return [one, *reader.consume(_READ_AT_ONCE, 0)]
+            first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
+            if first is not None:
+                return [first, *reader.consume(_READ_AT_ONCE, 0)]
         return []
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
-        """An offset without a record is one that was dropped, or the end of somebody's transaction, which is none."""
+        """Raise `PositionLost` if an offset has no record because it was dropped, and not because a control marker is
+        there.
+        """
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
@@ -285,10 +287,10 @@ class KafkaDecisionLog(DecisionLog):
                 "enable.auto.commit": False,
                 "enable.auto.offset.store": False,
                 "enable.partition.eof": True,
-                # What is asked next waits until the broker has answered the last question of a reading, which finds
-                # nothing: the client's own half a second would be the time that a decision takes.
+                # The next request waits until the broker has answered the last fetch of a reading, which finds nothing:
+                # the client's own half a second would be the time that a decision takes.
                 "fetch.wait.max.ms": 1,
-                # Records may have nearly a megabyte, and what was fetched ahead is asked for again soon enough.
+                # Records may have nearly a megabyte, and what was fetched ahead is soon fetched again.
                 "queued.max.messages.kbytes": 16 * 1024,
                 "fetch.queue.backoff.ms": 5,
             }
@@ -307,7 +309,7 @@ class KafkaDecisionLog(DecisionLog):
         try:
             self._topics.drop_records((self._topic, 0), min(before[0], following), deadline)
         except KafkaException as error:
-            raise self._in_our_words(error, "dropping old records") from error
+            raise self._translate(error, "dropping old records") from error
 
     def close(self) -> None:
         with self._lock:
@@ -320,12 +322,12 @@ class KafkaDecisionLog(DecisionLog):
         return TopicPartition(self._topic, 0, offset)
 
     def _client_settings(self) -> dict[str, Any]:
-        # What a user sets for producers and consumers is for messages: lingering, say, would delay each decision.
+        # The user's settings for producers and consumers are for messages: lingering, say, would delay each decision.
         return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
 
-    def _in_our_words(self, error: KafkaException, what: str) -> TxnBridgeError:
-        found = kafka_error(error)
-        code = None if found is None else found.code()
+    def _translate(self, error: KafkaException, what: str) -> TxnBridgeError:
+        cause = kafka_error(error)
+        code = None if cause is None else cause.code()
         what = f"the decision log {self._topic}, {what}"
         if code in _GONE:
             return PositionLost(f"{what}: it is not there any more")

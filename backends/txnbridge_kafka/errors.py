@@ -63,28 +63,28 @@ _PASSING = {
 
 
 def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
-    """The client's own error inside an exception of its own; None for any other exception."""
+    """Return the client's own error inside an exception of the client; None for any other exception."""
     if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
-        # A fatal error that met a delivery callback: the client loses the first one's type.
+        # A fatal error met a delivery callback: the client loses the first exception's type.
         error = error.__cause__
     if isinstance(error, KafkaException):
-        found = error.args[0]
-        return found if isinstance(found, KafkaError) else None
+        cause = error.args[0]
+        return cause if isinstance(cause, KafkaError) else None
     return error if isinstance(error, KafkaError) else None
 
 
 def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
-    """An error of a client as ours; `what` says what was being done. To be raised `from` the client's own.
+    """Return a client's error as ours, to be raised `from` the client's; `what` says what was being done.
 
-    Right for calls that decide nothing about a transaction; those of a transaction are told apart in `producer`.
+    Right for calls that decide nothing about a transaction; `write.failures` translates the errors of a transaction.
     """
-    found = kafka_error(error)
-    if found is None:
+    cause = kafka_error(error)
+    if cause is None:
         return BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
-    code, text = found.code(), f"{what}: {found.str()} ({found.name()})"
+    code, text = cause.code(), f"{what}: {cause.str()} ({cause.name()})"
     if code in DENIED:
         return AccessDenied(text)
-    # Of an error that broke the client it only keeps the text.
+    # The client keeps only the text of an error that broke it.
     if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
         return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
     if code in _MISSING:
@@ -101,11 +101,11 @@ def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
 
 
 def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
-    """An error that passes by itself, and has not by the deadline. To be raised `from` the client's own."""
+    """Return the error for a passing error that has not passed by the deadline, to be raised `from` the client's."""
     return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error of the client is about membership or a coordinator, which the client mends by itself."""
-    found = None if error is None else kafka_error(error)
-    return found is not None and (found.retriable() or found.code() in _PASSING)
+    """Return whether an error is about membership or a coordinator, which the client mends by itself."""
+    cause = None if error is None else kafka_error(error)
+    return cause is not None and (cause.retriable() or cause.code() in _PASSING)

@@ -744,11 +744,10 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
             begin_again(one, describe)
         return describe(*args)
 
-    assert one.id in [each.told.id for each in hanging_transactions.survey(one.admin._cluster, Deadline(LONG)).hanging]
+    survey = hanging_transactions.survey
+    assert one.id in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
     monkeypatch.setattr(one.admin._requests, "describe", meanwhile)
-    assert one.id not in [
-        each.told.id for each in hanging_transactions.survey(one.admin._cluster, Deadline(LONG)).hanging
-    ]
+    assert one.id not in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
     assert next(looks) == 3
 
 
@@ -829,7 +828,7 @@ def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, un
 
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
-        state_log._step(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
+        state_log._state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 @pytest.mark.full

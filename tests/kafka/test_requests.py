@@ -27,7 +27,7 @@ from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.looking import take
 from txnbridge_kafka.client import connections, messages, request_runner
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import ANSWERS, EndTxnResult, TransactionDescription
+from txnbridge_kafka.client.responses import END_TXN_CODES, EndTxnResult, TransactionDescription
 from txnbridge_kafka.settings import KafkaSettings
 
 import txnbridge
@@ -331,7 +331,7 @@ def rows(version: int) -> list[Any]:
 def check_row(world: World, situation: Situation, commit: bool, code: int) -> None:
     pid, epoch = situation(world)
     ended = world.end((pid, epoch), commit)
-    assert ended.code == code, ANSWERS[ended.code]
+    assert ended.code == code, END_TXN_CODES[ended.code]
     if code != 0 or world.version < 5:
         assert ended == EndTxnResult(code, pid, epoch)
     else:
@@ -962,8 +962,8 @@ def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
 
 
 def test_every_final_answer_has_a_sentence():
-    assert set(ANSWERS) == {0, 47, 48, 49, 90, 120}
-    assert all(sentence for sentence in ANSWERS.values())
+    assert set(END_TXN_CODES) == {0, 47, 48, 49, 90, 120}
+    assert all(sentence for sentence in END_TXN_CODES.values())
 
 
 def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):

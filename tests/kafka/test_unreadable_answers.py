@@ -16,7 +16,7 @@ from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.group_membership import GroupMembership
 from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.requests import Requests
-from txnbridge_kafka.client.responses import NotYetError
+from txnbridge_kafka.client.responses import RetryLaterError
 
 from tests.kafka.test_settings import read
 from txnbridge import TxnBridgeError
@@ -109,5 +109,5 @@ def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler,
     requests._runner._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
-            with suppress(TxnBridgeError, NotYetError, OSError, kafka_python.errors.KafkaError):
+            with suppress(TxnBridgeError, RetryLaterError, OSError, kafka_python.errors.KafkaError):
                 ASKED[asked](requests, Deadline(0.15))

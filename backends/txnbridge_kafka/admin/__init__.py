@@ -1,1 +1,1 @@
-"""What administrators see and do: topics, groups, open transactions, the doctor, and the checks at connecting."""
+"""The administrator's side: topics, groups, open transactions, the doctor, and the check when a bridge connects."""

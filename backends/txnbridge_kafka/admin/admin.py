@@ -1,4 +1,4 @@
-"""Topics, the cluster's transactions, ending them by hand, mending what a broker forgot, and the doctor."""
+"""Topics, groups, the cluster's transactions, their end by hand, the repair of missing markers, and the doctor."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ from txnbridge_kafka.admin.groups import KafkaGroups
 from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
-from txnbridge_kafka.outcome.outcome import end_prepared, ending_of
+from txnbridge_kafka.outcome.outcome import end_prepared, status_after_fencing
 from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.owner import PREPARE
 from txnbridge_kafka.write.prepared import token_of
 
-# What has begun and not ended, as coordinators call it.
+# The coordinators' states of a transaction that has begun and not ended.
 _UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
-# The id of a writer of ours, plain or for prepared transactions: the transactional id, and the writer's number.
+# A writer's id, plain or for prepared transactions: the transactional id, and the writer's number.
 _WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
-# How often is looked whether all brokers know of a new topic.
-_LOOK_SECONDS = 0.02
+# The interval between checks whether all brokers know of a new topic.
+_CHECK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A prepare record, and where it was found."""
+    """A prepare record, and the ledger that has it."""
 
     entry: LedgerEntry
     ledger: Ledger
 
-    def is_about(self, found: TransactionDescription) -> bool:
+    def is_about(self, description: TransactionDescription) -> bool:
         data = self.entry.data
-        return (data["id"], data["pid"], data["start"]) == (found.id, found.pid, found.start)
+        return (data["id"], data["pid"], data["start"]) == (description.id, description.pid, description.start)
 
 
 class KafkaAdmin(Admin):
-    """Works on the whole cluster: other programs' transactions are seen and ended too."""
+    """Works on the whole cluster: it sees and ends the transactions of other programs, too."""
 
     def __init__(self, cluster: KafkaCluster, context: Context) -> None:
         self._cluster = cluster
@@ -84,17 +84,17 @@ class KafkaAdmin(Admin):
         retention_bytes: int | None = None,
     ) -> bool:
         created = self._topics.create(name, partitions, deadline, _retention(retention_seconds, retention_bytes))
-        # One that was there may have been made this moment too, and not be known everywhere yet.
+        # An existing topic may have been made this moment too, and not be known everywhere yet.
         count = self._wait_until_known(name, partitions if created else 1, deadline)
         if count != partitions:
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         return created
 
     def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
-        """Return when every broker knows so many partitions, so that whoever asks one of them next finds them."""
+        """Return the number of partitions when every broker knows so many: the next request may go to any broker."""
         while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
             deadline.check(f"waiting until every broker knows topic {topic!r}")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         return count
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
@@ -114,10 +114,11 @@ class KafkaAdmin(Admin):
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         while users := [f for f in self._unended(deadline) if any(topic == name for topic, _ in f.partitions)]:
             for found in users:
-                # One that is ending is over within milliseconds, and its writer may have been told so already.
-                if found.state == OPEN or deadline.left() <= _LOOK_SECONDS:
+                # A transaction that is ending is over within milliseconds, and its writer may believe that it has
+                # ended.
+                if found.state == OPEN or deadline.left() <= _CHECK_SECONDS:
                     raise InvalidState(f"topic {name!r} is in use by the transaction of {found.id}; end that first")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
         self._topics.delete(name, deadline)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
@@ -141,7 +142,7 @@ class KafkaAdmin(Admin):
         return KafkaGroups(self._cluster, deadline).members()
 
     def group(self, name: str, deadline: Deadline) -> GroupInfo:
-        return KafkaGroups(self._cluster, deadline).look(name)
+        return KafkaGroups(self._cluster, deadline).describe(name)
 
     def reset_group(
         self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
@@ -156,10 +157,10 @@ class KafkaAdmin(Admin):
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
-        # Each that is described may be looked up in every decision log.
+        # Each id that is described may be looked up in every decision log.
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
         described = self._requests.describe(wanted, deadline)
-        # What has ended in between is left out.
+        # A transaction that has ended in between is left out.
         return [found for found in described.values() if found.state in _UNENDED]
 
     def _shown(self, found: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
@@ -182,9 +183,9 @@ class KafkaAdmin(Admin):
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """As the contract says. `transaction` is a transaction's own id or the id of its writer.
+        """End a transaction, given by its own id or the id of its writer.
 
-        Aborting one that is not prepared shuts its writer out: that is told so, and opens its id anew.
+        Aborting a transaction that is not prepared fences its writer, which learns that, and opens its id anew.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
@@ -201,17 +202,17 @@ class KafkaAdmin(Admin):
         if commit:
             raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
         if records.unread is not None:
-            # It may be prepared, and a commit of it decided.
+            # The transaction may be prepared, and its commit decided.
             raise records.unread
         return self._abort(found, deadline)
 
-    def _records(self, deadline: Deadline) -> _Records:
-        return _Records(self._topics, self._settings.log_topic(""), self._context, deadline)
+    def _records(self, deadline: Deadline) -> _PrepareRecords:
+        return _PrepareRecords(self._topics, self._settings.log_topic(""), self._context, deadline)
 
     def _look_up(
-        self, transaction: str, records: _Records, deadline: Deadline
+        self, transaction: str, records: _PrepareRecords, deadline: Deadline
     ) -> tuple[TransactionDescription | None, _Prepared | None]:
-        """What the coordinator knows under a writer's id, and the prepare record of that or of a transaction's id."""
+        """Return the coordinator's description of a writer's id, and the prepare record of its transaction, if any."""
         prepared = records.named(transaction)
         if prepared is not None:
             return None, prepared
@@ -219,13 +220,13 @@ class KafkaAdmin(Admin):
         return found, None if found is None else records.of(found)
 
     def _abort(self, found: TransactionDescription, deadline: Deadline) -> Outcome:
-        """Fence the id, which aborts what is open on it as one act: its writer may live, and would commit the rest.
+        """Fence the id, which aborts what is open in one act (hazard H13), and return the true outcome.
 
-        It may also have ended the transaction itself since, so what is true is read after that.
+        The writer may itself have ended the transaction since it was described.
         """
         self._requests.fence(found.id, found.timeout, deadline)
         assert found.start is not None
-        status = ending_of(self._cluster, found, deadline)
+        status = status_after_fencing(self._cluster, found, deadline)
         if status.state is TokenState.UNKNOWN:
             raise OutcomeUnknown(
                 f"the writer of {found.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
@@ -234,10 +235,10 @@ class KafkaAdmin(Admin):
         return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Write the markers that a broker forgot of ended transactions, as their coordinator had decided them.
+        """Write the missing markers of a hanging transaction, as its coordinator had decided.
 
-        Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too.
-        Raises `NotFound`, and `InvalidState` for what has not ended or does not hold still.
+        Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too. Raise
+        `NotFound`, and `InvalidState` for a transaction that has not ended, or an id in use.
         """
         _, prepared = self._look_up(transaction, self._records(deadline), deadline)
         id = transaction if prepared is None else str(prepared.entry.data["id"])
@@ -265,8 +266,8 @@ class KafkaAdmin(Admin):
                 yield Advice("warning", "rights", str(error), "grant this user Describe on the cluster and its topics")
 
 
-class _Records:
-    """The prepare records of all applications of a cluster, looked up as needed."""
+class _PrepareRecords:
+    """The prepare records of all applications of a cluster, read when they are needed."""
 
     def __init__(self, topics: KafkaTopics, logs: str, context: Context, deadline: Deadline) -> None:
         self._topics = topics
@@ -278,18 +279,18 @@ class _Records:
         self.unread: TxnBridgeError | None = None  # why a log could not be read
 
     def of(self, found: TransactionDescription) -> _Prepared | None:
-        """The record of what a writer of prepared transactions has open, or has ended last."""
+        """Return the record of the transaction that a writer has open, or has ended last."""
         writer = _WRITER.fullmatch(found.id)
         if writer is None or not writer["prepared"] or found.state == "Empty":
             return None
-        return next((one for one in self._all(writer["owner"]) if one.is_about(found)), None)
+        return next((each for each in self._all(writer["owner"]) if each.is_about(found)), None)
 
     def named(self, transaction: str) -> _Prepared | None:
-        """The record of a transaction by its own id, which begins with its owner's."""
+        """Return the record of a transaction by its own id, which begins with its owner's."""
         owner, *rest = transaction.rsplit("/", 2)
         if len(rest) != 2:
             return None
-        return next((one for one in self._all(owner) if one.entry.transaction == transaction), None)
+        return next((each for each in self._all(owner) if each.entry.transaction == transaction), None)
 
     def _all(self, owner: str) -> list[_Prepared]:
         if owner not in self._found:
@@ -303,7 +304,7 @@ class _Records:
         except BrokerUnavailable:
             raise
         except TxnBridgeError as error:
-            # One log that cannot be read must not hide what all the others tell.
+            # A log that cannot be read must not hide what all the others have.
             self.unread = error
             return []
 
@@ -315,7 +316,7 @@ class _Records:
 
 
 def owner_of(id: str) -> str:
-    """The transactional id that a writer's id belongs to; one that is not of our making stands for itself."""
+    """Return the transactional id of a writer's id; an id that is not of our making stands for itself."""
     writer = _WRITER.fullmatch(id)
     return id if writer is None else writer["owner"]
 

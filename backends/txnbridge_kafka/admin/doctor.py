@@ -1,4 +1,4 @@
-"""What the doctor says about a cluster."""
+"""The doctor's findings about a cluster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.topics import OFFSETS_TOPIC
 
 COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
-# With fewer, one broker that is lost or restarted takes committed data with it, or stops all writing.
+# With fewer copies, one broker that is lost or restarted takes committed data with it, or stops all writing.
 _COPIES, _IN_SYNC = 3, 2
-# Brokers end what is too old every ten seconds; what is older than that is not being ended.
+# Brokers end expired transactions every ten seconds; an older one is not being ended.
 _LATE_MS = 30_000
 
 
 def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """What the brokers allow, and what the cluster has agreed on."""
+    """Check what the brokers allow, and which feature levels the cluster has finalised."""
     version = cluster.requests.transaction_version(deadline)
     if version >= EPOCH_BUMPS:
         yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
@@ -57,7 +57,7 @@ def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """How safe the topics are on which every promise stands."""
+    """Check how safe the topics are on which every promise stands."""
     everything = cluster.topics.all(deadline)
     logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
     topics = {name: everything[name] for name in (*COORDINATION, *logs) if name in everything}
@@ -68,7 +68,7 @@ def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
 
 
 def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
-    """How safe topics are, by their replicas and their settings; of settings that are not known nothing is said."""
+    """Judge how safe topics are by their replicas and settings; unknown settings are not judged."""
     for name, topic in topics.items():
         copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
         findings = list(_weak(copies, settings[name]))
@@ -99,37 +99,38 @@ def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, 
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
-    """What holds readers back, and for how long still."""
+    """Report the transactions that hold readers back, and for how long still."""
     now = int(time.time() * 1000)
-    for one in transactions:
-        age = 0 if one.since is None else (now - one.since) // 1000
-        if one.expires_at is not None and now > one.expires_at + _LATE_MS:
-            text, level = f"{one.state} since {age} s, and its time is over: the broker does not end it", "problem"
-        elif one.state == "prepared" or age > settings.timeout:
-            left = "" if one.expires_at is None else f", for up to {max(0, one.expires_at - now) // 1000} s more"
-            text, level = f"{one.state} since {age} s; readers wait for its end{left}", "warning"
+    for each in transactions:
+        age = 0 if each.since is None else (now - each.since) // 1000
+        if each.expires_at is not None and now > each.expires_at + _LATE_MS:
+            text, level = f"{each.state} since {age} s, and its time is over: the broker does not end it", "problem"
+        elif each.state == "prepared" or age > settings.timeout:
+            left = "" if each.expires_at is None else f", for up to {max(0, each.expires_at - now) // 1000} s more"
+            text, level = f"{each.state} since {age} s; readers wait for its end{left}", "warning"
         else:
-            continue  # somebody is just writing
-        how = "commit (or abort)" if one.state == "prepared" else "abort"
-        remedy = f"txnbridge transactions {how} {shlex.quote(one.transaction)} --yes --reason TEXT"
-        yield Advice(level, f"transaction {one.transaction}", text, remedy)
+            continue  # a writer is at work
+        how = "commit (or abort)" if each.state == "prepared" else "abort"
+        remedy = f"txnbridge transactions {how} {shlex.quote(each.transaction)} --yes --reason TEXT"
+        yield Advice(level, f"transaction {each.transaction}", text, remedy)
 
 
 def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
-    """Transactions that are open in a partition although they have ended, or although nobody knows them."""
+    """Report transactions that are open in a partition although they have ended, or no coordinator knows them."""
     found = survey(cluster, deadline)
-    for one in found.hanging:
+    for each in found.hanging:
+        id = each.description.id
         yield Advice(
             "problem",
-            f"transaction {one.told.id}",
-            f"has ended, and the broker forgot that in {listed(one.held)}: readers wait there for ever",
-            f"stop its writer, then: txnbridge transactions repair {shlex.quote(one.told.id)} --yes --reason TEXT",
+            f"transaction {id}",
+            f"has ended, and the broker forgot that in {listed(each.open_in)}: readers wait there for ever",
+            f"stop its writer, then: txnbridge transactions repair {shlex.quote(id)} --yes --reason TEXT",
         )
-    for pid, held in found.unknown.items():
+    for pid, open_in in found.unknown.items():
         yield Advice(
             "problem",
             f"producer {pid}",
-            f"has a transaction open in {listed(held)}, and no coordinator knows it: readers wait there for ever",
+            f"has a transaction open in {listed(open_in)}, and no coordinator knows it: readers wait there for ever",
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
     if found.unread:

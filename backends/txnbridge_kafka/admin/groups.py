@@ -1,4 +1,4 @@
-"""Groups as an administrator sees and sets them, through a client of its own."""
+"""Groups as an administrator sees and sets them, through a client of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {ConsumerGroupType.CLASSIC, ConsumerGroupType.CONSUMER}
 
 
 class KafkaGroups:
-    """The groups of a cluster, for as long as one question lasts."""
+    """The groups of a cluster, for as long as one question of an administrator lasts."""
 
     def __init__(self, cluster: KafkaCluster, deadline: Deadline) -> None:
         self._cluster = cluster
@@ -26,14 +26,14 @@ class KafkaGroups:
         self._client = ConfluentAdminClient({**cluster.settings.client, "log_level": 0, "error_cb": ignore})
 
     def members(self) -> dict[str, int]:
-        """Every group and how many members it has."""
+        """Return every group with the number of its members."""
         what = "listing groups"
         listed = self._result(self._client.list_consumer_groups(request_timeout=seconds(self._deadline)), what)
         names = [each.group_id for each in listed.valid if each.type in _KINDS]
         return {name: len(found.members) for name, found in self._described(names).items()}
 
-    def look(self, name: str) -> GroupInfo:
-        """Raises `NotFound`."""
+    def describe(self, name: str) -> GroupInfo:
+        """Return one group. Raise `NotFound`."""
         members = tuple(
             GroupMember(
                 each.member_id,
@@ -54,23 +54,23 @@ class KafkaGroups:
         )
 
     def reset(self, name: str, to: str | int, topics: Sequence[str] | None) -> dict[Partition, Position]:
-        """Raises `NotFound`, `InvalidState`."""
-        positions = self.look(name).positions
+        """Set a group's positions. Raise `NotFound` and `InvalidState`."""
+        positions = self.describe(name).positions
         for topic in topics or ():
             if topic not in {each for each, _ in positions}:
                 raise NotFound(f"group {name!r} has never read topic {topic!r}")
         wanted = [partition for partition in positions if topics is None or partition[0] in topics]
-        # A transaction that has acknowledged and not ended would set the group back to its own when it does.
+        # A transaction that has acknowledged and not ended would set the group back when it ends.
         if len(self._cluster.offsets.committed(name, wanted, self._deadline, decided=True)) < len(wanted):
             raise InvalidState(f"a transaction that has not ended has acknowledged messages for {name!r}: end it first")
-        reached = self._offsets_at(wanted, to)
-        told = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in reached.items()])
-        answer = self._client.alter_consumer_group_offsets([told], request_timeout=seconds(self._deadline))[name]
+        targets = self._offsets_at(wanted, to)
+        offsets = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in targets.items()])
+        answer = self._client.alter_consumer_group_offsets([offsets], request_timeout=seconds(self._deadline))[name]
         found = self._result(answer, f"setting group {name!r}", name)
         for each in found.topic_partitions:
             if each.error is not None:
                 raise self._refusal(KafkaException(each.error), f"setting group {name!r}", name)
-        return {partition: (at,) for partition, at in reached.items()}
+        return {partition: (at,) for partition, at in targets.items()}
 
     def _offsets_at(self, partitions: list[Partition], to: str | int) -> dict[Partition, int]:
         offsets = self._cluster.offsets
@@ -85,12 +85,12 @@ class KafkaGroups:
         return {name: self._result(answer, f"looking at group {name!r}") for name, answer in answers.items()}
 
     def _positions(self, name: str) -> dict[Partition, int]:
-        """Of topics that are still there."""
+        """Return a group's positions in the topics that still exist."""
         asked = [ConsumerGroupTopicPartitions(name)]
         answers = self._client.list_consumer_group_offsets(asked, request_timeout=seconds(self._deadline))
         found = self._result(answers[name], f"reading the positions of group {name!r}").topic_partitions
-        there = self._cluster.topics.all(self._deadline)
-        return {(p.topic, p.partition): p.offset for p in found if p.offset >= 0 and p.topic in there}
+        topics = self._cluster.topics.all(self._deadline)
+        return {(p.topic, p.partition): p.offset for p in found if p.offset >= 0 and p.topic in topics}
 
     def _result(self, answer: Any, what: str, group: str = "") -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What is looked at when a bridge connects: whether what every promise stands on is stored safely."""
+"""The check when a bridge connects: are the topics on which every promise stands stored safely?"""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from txnbridge.spi import Advice, Deadline
 from txnbridge_kafka.admin.doctor import COORDINATION, judge
 from txnbridge_kafka.cluster import KafkaCluster
 
-# Connecting does not wait for what is mostly a warning; a broker that lives answers within milliseconds.
+# Connecting does not wait for a mere warning; a broker that lives answers within milliseconds.
 _SECONDS = 2.0
 
 _log = logging.getLogger("txnbridge")
 
 
-def check_topics_at_connect(
-    cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline
-) -> dict[str, Advice]:
+def check_topics(cluster: KafkaCluster, log: str, overview: ClusterMetadata, deadline: Deadline) -> dict[str, Advice]:
     """Warn of weak topics of Kafka's own and of this log, as far as this user may see them.
 
-    Returns those in which nothing can be stored, by name. In a cluster of one broker nothing else could be better.
+    Return by name the topics in which nothing can be stored. In a cluster of one broker nothing else could be better.
     """
     topics = {name: overview.topics[name] for name in (*COORDINATION, log) if name in overview.topics}
     try:

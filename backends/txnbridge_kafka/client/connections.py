@@ -1,4 +1,4 @@
-"""Connections to a cluster, driven by whoever asks on them."""
+"""Connections to a cluster, driven by the thread that uses them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from txnbridge.errors import BrokerUnavailable, NotFound, TxnBridgeError
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.kafka_python import loop, quiet
-from txnbridge_kafka.client.responses import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, NotYetError, check
+from txnbridge_kafka.client.responses import DONE, EPOCH_BUMPS, NO_LEADER, UNKNOWN_TOPIC, RetryLaterError, check
 
 T = TypeVar("T")
 
-# What coordinators are of.
+# The kinds of coordinators in FindCoordinator.
 _GROUP, _TRANSACTION = 0, 1
-# Of so many ids and groups at most a connection remembers who coordinates them.
+# A connection remembers the coordinators of so many ids and groups at most.
 _MOST_KNOWN = 1000
-# What it leads to, in kafka-python or here, that an answer has another form than the protocol says.
+# Exceptions to which an answer leads, in kafka-python or here, whose form is not the protocol's.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError, struct.error)
-# A broker that stays silent for that long may be stopped while another has taken over: ask again who it is.
+# A broker that is silent for so long may be stopped while another has taken over: ask again who coordinates.
 PATIENCE = 5.0
 
 
 class Connections:
     """An event loop of kafka-python with its connections, driven by one thread at a time and never beyond its time.
 
-    Nothing runs while nobody drives it. What it logs is dropped: it would be one line for each attempt at a broker
-    that is away, and its debug lines hold passwords. What matters is in the errors.
+    Nothing runs while no thread drives it. Its log is dropped: it would be one line for each attempt at a broker that
+    is away, and its debug lines hold passwords. The errors have what matters.
     """
 
-    bootstrap_node = "bootstrap-0"  # kafka-python's name of the server that it was given
+    bootstrap_node = "bootstrap-0"  # kafka-python's name of the server in the URL
 
     def __init__(self, server: str, config: Mapping[str, Any]) -> None:
         self.server = server
@@ -61,7 +61,7 @@ class Connections:
         return result
 
     def notice_closed(self) -> None:
-        """Take notice of connections that were closed while nobody looked."""
+        """Notice the connections that were closed while no thread drove the event loop."""
         with quiet():
             self._net.poll(timeout_ms=0)
 
@@ -74,11 +74,11 @@ class Connections:
 
     async def connect(self, node: Any) -> Any:
         try:
-            # Without a background refresh of metadata, which would go on for ever.
+            # Without kafka-python's background refresh of metadata, which would go on for ever.
             return await self._manager.get_connection(node, refresh_metadata_on_err=False)
         except (kafka_python.errors.KafkaError, OSError, TxnBridgeError):
             raise
-        except Exception as error:  # of a token provider, which is the application's; its text may hold a secret
+        except Exception as error:  # of the application's token provider; its text may hold a secret
             raise BrokerUnavailable(f"logging in to the broker failed with {type(error).__name__}") from error
 
     async def send(self, node: Any, request: Any) -> Any:
@@ -86,7 +86,7 @@ class Connections:
         return await connection.send_request(request)
 
     async def metadata(self, topics: Iterable[str] = (), node: Any = bootstrap_node) -> Any:
-        """An answer to a metadata request; from it the connections learn where the nodes are."""
+        """Return a metadata answer, from which the connections learn the addresses of the nodes."""
         asked = [kafka_python.MetadataRequest.MetadataRequestTopic(name=topic) for topic in topics]
         answer = await self.send(node, kafka_python.MetadataRequest(topics=asked, allow_auto_topic_creation=False))
         self._manager.cluster.update_metadata(answer)
@@ -104,7 +104,7 @@ class Connections:
         return node
 
     async def coordinators(self, ids: Sequence[str], kind: int = _TRANSACTION) -> dict[int, list[str]]:
-        """The coordinator of each transactional id, or of each group, as it was last told."""
+        """Return, by node, the transactional ids or the groups that it coordinates, as it was last told."""
         unknown = [id for id in ids if (kind, id) not in self._coordinators]
         if unknown:
             if len(self._coordinators) > _MOST_KNOWN:
@@ -116,21 +116,21 @@ class Connections:
             for each in (await self.send(self.bootstrap_node, request)).coordinators:
                 check(each.error_code, f"looking for the coordinator of {each.key!r}")
                 self._coordinators[kind, each.key] = each.node_id
-        found: dict[int, list[str]] = defaultdict(list)
+        nodes: dict[int, list[str]] = defaultdict(list)
         for id in ids:
-            found[self._coordinators[kind, id]].append(id)
-        if any(self._manager.cluster.broker_metadata(node) is None for node in found):
+            nodes[self._coordinators[kind, id]].append(id)
+        if any(self._manager.cluster.broker_metadata(node) is None for node in nodes):
             await self.metadata()
-        return found
+        return nodes
 
     def forget_coordinators(self) -> None:
-        """What was told may not be so any more."""
+        """Ask for coordinators anew from now on, because they may have moved."""
         self._coordinators.clear()
 
     async def leaders(self, partitions: Iterable[Partition]) -> dict[int, list[Partition]]:
-        """The leader of each partition; one that does not exist is absent."""
+        """Return, by node, the partitions that it leads. A partition that does not exist is absent."""
         wanted = set(partitions)
-        found: dict[int, list[Partition]] = defaultdict(list)
+        leaders: dict[int, list[Partition]] = defaultdict(list)
         for topic in (await self.metadata(sorted({name for name, _ in wanted}))).topics:
             if topic.error_code not in (DONE, UNKNOWN_TOPIC):
                 check(topic.error_code, f"asking for the topic {topic.name!r}")
@@ -138,27 +138,27 @@ class Connections:
                 partition = (topic.name, each.partition_index)
                 if partition in wanted:
                     if each.leader_id < 0:
-                        raise NotYetError(f"{messages.partition_name(partition)} has no leader")
-                    found[each.leader_id].append(partition)
-        return found
+                        raise RetryLaterError(f"{messages.partition_name(partition)} has no leader")
+                    leaders[each.leader_id].append(partition)
+        return leaders
 
     async def counts(self, topics: Iterable[str]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for topic in (await self.metadata(sorted(topics))).topics:
             if topic.error_code == UNKNOWN_TOPIC:
                 raise NotFound(f"there is no topic {topic.name!r}")
             if topic.error_code not in NO_LEADER:
                 check(topic.error_code, f"looking for topic {topic.name!r}")
-            found[topic.name] = len(topic.partitions)
-        return found
+            counts[topic.name] = len(topic.partitions)
+        return counts
 
     async def transaction_version(self, node: Any) -> int:
-        """The finalised level, as a node says now."""
+        """Return the finalised level of the feature transaction.version, as a node has it now."""
         levels = (await self.send(node, messages.features())).finalized_features or ()
         return max((int(each.max_version_level) for each in levels if each.name == "transaction.version"), default=0)
 
     async def bumps_epochs(self, node: Any) -> bool:
-        """Whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
+        """Return whether EndTxn 5 may be sent. Asked once: a level that rises later disturbs no older request."""
         if node not in self._levels:
             self._levels[node] = await self.transaction_version(node)
-        return self._levels[node] >= EPOCH_BUMPS  # only then EndTxn 5 is promised to work
+        return self._levels[node] >= EPOCH_BUMPS  # only then brokers promise that EndTxn 5 works

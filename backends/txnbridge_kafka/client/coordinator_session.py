@@ -13,20 +13,21 @@ from txnbridge_kafka.client.connections import PATIENCE, Connections
 from txnbridge_kafka.client.responses import (
     ENDING,
     TRANSACTIONAL_ID_NOT_FOUND,
-    NotYetError,
+    RetryLaterError,
     TransactionDescription,
     check,
 )
 
 # Markers are written within milliseconds, where nothing is in their way.
-_FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
 class CoordinatorSession:
     """A connection to the coordinator of a transactional id that is never made anew. One thread at a time.
 
-    Who answers on it has lived since it was made. So when it says that a transaction which ended meanwhile is complete,
-    its markers are written. One that was killed and has come back says the same, and may have forgotten them.
+    The broker that answers on it has lived since it was made. So when it describes a transaction that ended meanwhile
+    as complete, the markers are written. A broker that was killed and has come back describes the same state, and may
+    have forgotten the markers (hazard H6).
     """
 
     def __init__(
@@ -36,26 +37,25 @@ class CoordinatorSession:
         self._connections: Connections | None = connections  # None once the connection is lost, or given back
         self._connection = connection
         self._give_back = give_back
-        self.first_description: TransactionDescription | None = (
-            None  # what the coordinator said to begin with; None if it does not know the id
-        )
+        # The id's state when the session began; None if the coordinator does not know the id.
+        self.first_description: TransactionDescription | None = None
 
     def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
-        """The id's last transaction, once its markers are written; None if nobody is left who could tell."""
-        pause = _FIRST_LOOK
+        """Describe the id's last transaction once its markers are written; None if nobody is left who knows."""
+        pause = _SHORTEST_PAUSE
         while self._connections is not None:
             try:
                 self._connections.notice_closed()
-                found = self._connections.run(self.describe, min(deadline.left(), PATIENCE))
-            except (kafka_python.errors.KafkaError, OSError, TxnBridgeError, NotYetError):
+                last = self._connections.run(self.describe, min(deadline.left(), PATIENCE))
+            except (kafka_python.errors.KafkaError, OSError, TxnBridgeError, RetryLaterError):
                 self._connections.close()
                 self._connections = None
                 break
-            if found is None or found.state not in ENDING:
-                return found
+            if last is None or last.state not in ENDING:
+                return last
             deadline.check(f"waiting until the coordinator has ended the last transaction of {self._id!r}")
             time.sleep(min(pause, deadline.left()))
-            pause = min(pause * 2, _LAST_LOOK)
+            pause = min(pause * 2, _LONGEST_PAUSE)
         return None
 
     async def describe(self, _: Connections) -> TransactionDescription | None:
@@ -69,7 +69,7 @@ class CoordinatorSession:
         return messages.described(each)
 
     def close(self) -> None:
-        """Ask no more. Safe to repeat."""
+        """Give the connection back. Safe to repeat."""
         connections, self._connections = self._connections, None
         if connections is not None:
             self._give_back(connections)

@@ -12,7 +12,7 @@ _MARK = b"CGMDv2:"
 
 @dataclass(frozen=True)
 class GroupMembership:
-    """A consumer as its group's coordinator knows it; one that is in no group has generation -1 and no name."""
+    """A consumer as its group's coordinator knows it; outside of a group the generation is -1 and the name empty."""
 
     group: str
     generation: int
@@ -21,16 +21,16 @@ class GroupMembership:
 
 
 def membership_of(metadata: bytes) -> GroupMembership:
-    """What confluent-kafka says of a consumer (`consumer_group_metadata`), which only tells itself what is in it.
+    """Read confluent-kafka's `consumer_group_metadata`, whose format is its own.
 
-    Raises `BackendMissing` for another format than that of the versions that we take.
+    Raise `BackendMissing` for another format than that of the versions that we take.
     """
     try:
         if not metadata.startswith(_MARK):
             raise ValueError
         (generation,) = struct.unpack_from("<i", metadata, len(_MARK))
         group, name, rest = metadata[len(_MARK) + 4 :].split(b"\0", 2)
-        # A byte says whether no name of an instance follows.
+        # One byte says that no group instance id follows.
         instance = None if rest == b"\1" else rest[1:-1].decode()
         if instance is not None and (rest[:1], rest[-1:]) != (b"\0", b"\0"):
             raise ValueError

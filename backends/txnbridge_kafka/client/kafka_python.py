@@ -1,4 +1,4 @@
-"""kafka-python: the only module that imports it.
+"""kafka-python, which no other module imports.
 
 Its request classes are not documented and have moved before, hence one minor version of it.
 """
@@ -46,7 +46,7 @@ __all__ = [
 
 _import_failed: ImportError | None = None
 with warnings.catch_warnings():
-    # It reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 no longer does.
+    # kafka-python reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 does not.
     warnings.simplefilter("ignore", DeprecationWarning)
     try:
         from kafka import errors  # type: ignore[import-untyped]
@@ -73,8 +73,8 @@ with warnings.catch_warnings():
             WriteTxnMarkersRequest,
         )
 
-        AbstractTokenProvider.register(OAuthTokens)  # it takes no other, and no other module of ours may import it
-    except ImportError as error:  # missing, or a version that moved them: `Requests` says so
+        AbstractTokenProvider.register(OAuthTokens)  # kafka-python takes no other provider
+    except ImportError as error:  # missing, or moved in this version: `check_version` says so
         _import_failed = error
 
 
@@ -99,7 +99,7 @@ def check_version() -> None:
 
 
 def loop(sockets: list[socket.socket]) -> Any:
-    """An event loop that tells which sockets it waits for: kafka-python forgets to close those that never connected."""
+    """Return an event loop that notes its sockets: kafka-python forgets to close those that never connected."""
 
     class Loop(NetworkSelector):  # type: ignore[misc]
         def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:
@@ -113,30 +113,30 @@ def loop(sockets: list[socket.socket]) -> Any:
     return Loop()
 
 
-def _remember(sockets: list[socket.socket], one: socket.socket) -> None:
-    if one not in sockets:
-        sockets[:] = [each for each in sockets if each.fileno() >= 0] + [one]
+def _remember(sockets: list[socket.socket], new: socket.socket) -> None:
+    if new not in sockets:
+        sockets[:] = [each for each in sockets if each.fileno() >= 0] + [new]
 
 
-_here = threading.local()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    _here.quiet = True
+    _thread.quiet = True
     try:
         yield
     finally:
-        _here.quiet = False
+        _thread.quiet = False
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    return not getattr(_here, "quiet", False)
+    return not getattr(_thread, "quiet", False)
 
 
 def silence() -> None:
-    """Drop what kafka-python logs on our behalf; an application that uses it too keeps its own lines."""
-    # A filter counts only on the logger that is written to, hence on each.
+    """Drop kafka-python's log lines on our behalf; an application that uses it too keeps its own lines."""
+    # A filter works only on the logger that is written to, hence on each.
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("kafka."):
             logging.getLogger(name).addFilter(_is_wanted)

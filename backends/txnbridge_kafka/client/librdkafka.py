@@ -1,7 +1,7 @@
-"""confluent-kafka's clients, which a forked child may forget.
+"""confluent-kafka's clients, made safe for forks, and calls of them with deadlines.
 
-Their threads stay behind in the parent, and a child in which one is let go (by a garbage collection, or at its end)
-waits for them and dies of a segmentation fault. So a child keeps them all, and never uses them.
+A client's threads stay behind in the parent. A forked child in which a client is freed (by a garbage collection, or at
+its end) waits for them and dies of a segmentation fault. So a child keeps all clients, and never uses them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from txnbridge.errors import DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
 from txnbridge_kafka.settings import KafkaSettings
 
-# A program that configures no logging is not to find the clients' lines on its screen.
+# A program that configures no logging must not find the clients' lines on its screen.
 logging.getLogger("txnbridge.kafka").addHandler(logging.NullHandler())
 
-# The clients take no time limit of zero, and less than this could not be answered by a broker on this machine.
+# The clients take no time limit of zero, and no broker answers in less than this.
 LEAST_SECONDS = 0.01
-# A question to a broker that leaves the cluster meanwhile is never answered: asking anew helps.
+# A request to a broker that leaves the cluster meanwhile is never answered: repeating it helps.
 PATIENCE = 3.0
 
-# Bounds what waits in this process for a slow broker; a sender then waits for room.
+# The bound of what waits in this process for a slow broker; then a sender waits for room.
 _BUFFER_KBYTES = 64 * 1024
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def seconds(deadline: Deadline) -> float:
-    """What is left, as a time limit that the clients take."""
+    """Return the time left as a time limit that the clients take."""
     return max(deadline.left(), LEAST_SECONDS)
 
 
 def ignore(error: KafkaError) -> None:
-    """For what a client reports besides: its log has it too, and the call that suffers from it says so."""
+    """Ignore what a client reports besides: its log has it too, and the call that suffers from it says so."""
 
 
 def settle(client: Any, topic: str, deadline: Deadline) -> None:
-    """Wait until a new client has the connection that it will keep; then it also knows the topic, if there is one.
+    """Wait until a new client has its lasting connection; then it also knows the topic, if there is one.
 
-    The client drops the connection that it began with as soon as it has learned of the brokers, and forgets what it has
-    asked there: it asks for a coordinator or a producer's id again after half a second, for the leaders of partitions
-    after three, for an end of a partition sometimes not at all. Only this question it repeats at once. The first may
-    still be answered on the connection that is dropped; the second is not. If no broker is there, what is asked next
-    says so.
+    A client drops its first connection as soon as it has learned of the brokers, and forgets what it has asked there:
+    it asks for a coordinator or a producer id again after half a second, for the leaders of partitions after three, for
+    the end of a partition sometimes not at all. Only the request for metadata it repeats at once. The first answer may
+    still come on the connection that is dropped, the second does not. If no broker is there, the next call says so.
     """
     with suppress(KafkaException):
         for _ in range(2):
@@ -63,21 +62,21 @@ def settle(client: Any, topic: str, deadline: Deadline) -> None:
 
 
 def refresh_metadata(client: Any, deadline: Deadline, topic: str | None = None) -> ClusterMetadata:
-    """What the client learns of a topic, or of all; asked anew where an answer is missing. Raises `KafkaException`."""
+    """Let the client learn of a topic, or of all; repeat it if no answer comes. Raise `KafkaException`."""
     while True:
         try:
-            found: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), PATIENCE))
+            metadata: ClusterMetadata = client.list_topics(topic, min(seconds(deadline), PATIENCE))
         except KafkaException as error:
             if error.args[0].code() != KafkaError._TIMED_OUT or deadline.expired:
                 raise
         else:
-            return found
+            return metadata
 
 
 def result_of(answer: Future[Any], what: str, deadline: Deadline) -> Any:
-    """What the client answers in a future. Raises `KafkaException`, `DeadlineExceeded` if the client itself is late."""
+    """Return the result of a client's future. Raise `KafkaException`, and `DeadlineExceeded` if the client is late."""
     try:
-        # It ends by itself by the deadline; it looks at its clock a few times a second.
+        # The client ends it by the deadline; it looks at its clock a few times a second.
         return answer.result(deadline.left() + 1)
     except FutureTimeoutError:
         raise DeadlineExceeded(f"{what} took longer than the deadline of {deadline.seconds:g} s") from None
@@ -104,10 +103,10 @@ class ConfluentAdminClient(confluent_kafka.admin.AdminClient):
 def make_producer(
     settings: KafkaSettings, failed: Callable[[KafkaError], object], own: Mapping[str, Any]
 ) -> ConfluentProducer:
-    """A producer of messages; it tells `failed` of each that it could not store. Raises `InvalidOption`.
+    """Make a producer of messages that calls `failed` for each message that it could not store.
 
-    `failed` may be no method of whoever holds the producer: that would be part of a cycle, and the producer would live
-    on after it was let go until the next garbage collection, and keep its connections.
+    `failed` may be no method of the producer's holder: that would be part of a reference cycle, and the producer would
+    keep its connections until the next garbage collection. Raise `InvalidOption` for settings that the client refuses.
     """
 
     def delivered(error: KafkaError | None, message: object) -> None:
@@ -132,9 +131,9 @@ def make_producer(
 
 
 def milliseconds(timestamp: int | None) -> int:
-    """A message's timestamp as producers take it. Raises `InvalidOption`."""
+    """Return a message's timestamp as producers take it. Raise `InvalidOption`."""
     if timestamp is None:
-        return 0  # the client puts the present time
+        return 0  # the client takes the present time
     if timestamp < 1:
         raise InvalidOption(f"a timestamp is milliseconds since 1970, at least 1, not {timestamp}")
     return timestamp
@@ -146,7 +145,7 @@ def too_large(topic: str) -> InvalidOption:
 
 def _keep() -> None:
     for client in list(_clients):
-        # No reference that Python knows of would outlive the end of the interpreter.
+        # A counted reference that no Python object holds survives the interpreter's end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
 

@@ -1,4 +1,4 @@
-"""What a cluster says about offsets."""
+"""Offsets and positions of partitions, and the ids and sizes of topics."""
 
 from __future__ import annotations
 
@@ -10,68 +10,67 @@ from txnbridge_kafka.client.responses import EARLIEST, LATEST, CommittedOffset
 
 
 class KafkaOffsets:
-    """Questions, by our own requests: the client's own for administrators may end the process, or never answer, when a
-    broker dies while it is asked.
+    """Questions about offsets, asked by raw requests (hazard H21). Any thread may ask.
 
-    Any thread may ask. Each question ends by its deadline, with `DeadlineExceeded`.
+    Each ends by its deadline, with `DeadlineExceeded`.
     """
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
 
     def begins(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        """The first offset that retention has left."""
+        """Return the first offset that retention has left."""
         return self._requests.list_offsets(dict.fromkeys(partitions, EARLIEST), deadline)
 
     def ends(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
-        """Where readers of committed messages come to: the first undecided message, or the end."""
+        """Return the last stable offset: that of the first undecided message, or the end."""
         return self._requests.list_offsets(dict.fromkeys(partitions, LATEST), deadline)
 
     def since(
         self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
     ) -> dict[Partition, tuple[int, int]]:
-        """The first offset stamped at or after a time, or the end if there is none; and the end.
+        """Return the first offset that is stamped at or after a time, or the end if there is none; and the end.
 
-        The broker counts the markers of transactions too, which are stamped when it writes them.
+        The broker also finds control markers, which are stamped when it writes them.
         """
         names = list(partitions)
-        # The ends first: a message that comes between the two questions is not passed over then.
+        # The ends first: a message that comes between the two requests is not passed over then.
         ends = self.ends(names, deadline)
-        found = self._requests.list_offsets(dict.fromkeys(names, timestamp), deadline)
-        return {name: (found[name] if 0 <= found[name] < ends[name] else ends[name], ends[name]) for name in names}
+        since = self._requests.list_offsets(dict.fromkeys(names, timestamp), deadline)
+        return {name: (since[name] if 0 <= since[name] < ends[name] else ends[name], ends[name]) for name in names}
 
     def committed(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
     ) -> Mapping[Partition, int | None]:
-        """The positions of a group, None for a partition that has none.
+        """Return the positions of a group, None for a partition that has none.
 
-        With `decided=True` without the partitions that a transaction has acknowledged and not ended yet.
+        With `decided=True` partitions are absent in which an open transaction has acknowledged messages.
         """
-        found = self.committed_with_topics(group, partitions, deadline, decided=decided)
-        return {partition: None if each is None else each.at for partition, each in found.items()}
+        committed = self.committed_with_topics(group, partitions, deadline, decided=decided)
+        return {partition: None if each is None else each.at for partition, each in committed.items()}
 
     def committed_with_topics(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
     ) -> Mapping[Partition, CommittedOffset | None]:
-        """As `committed`, with the ids of the topics that the positions belong to."""
+        """Return the same as `committed`, with the ids of the topics that the positions belong to."""
         return self._requests.positions(group, list(partitions), deadline, decided=decided)
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
-        """Return the id of each topic that is there, which is empty where topics have none."""
+        """Return the id of each existing topic; it is empty where topics have none."""
         return self._requests.topic_ids(topics, deadline)
 
     def counts(self, topics: Iterable[str], deadline: Deadline) -> dict[str, int]:
-        """How many partitions each topic has. Raises `NotFound`."""
+        """Return how many partitions each topic has. Raise `NotFound`."""
         return self._requests.counts(list(topics), deadline)
 
 
 def is_another_topic(now: str | None, before: str | None) -> bool:
-    """Return whether two ids of a topic are known, and of different topics."""
+    """Return whether two ids of a topic are known, and differ."""
     return bool(now) and bool(before) and now != before
 
 
 def recreated_text(owner: str, partition: Partition, at: int) -> str:
-    """Return the text for a position that belongs to a topic which is there no more."""
+    """Return the text for a position that belongs to a topic which was deleted and created again."""
     topic, number = partition
     return (
         f"{owner} is {at} in {topic}[{number}], but the topic was deleted and made anew since, so that says nothing of"

@@ -1,4 +1,4 @@
-"""Asking until there is an answer, or a reason why there is none."""
+"""Repeating a request until it is answered, or there is a reason why it is not."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from txnbridge.spi import Deadline
 from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.connections import PATIENCE, Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.responses import NotYetError
+from txnbridge_kafka.client.responses import RetryLaterError
 from txnbridge_kafka.settings import KafkaSettings
 
 T = TypeVar("T")
 
 # A log-in on a busy machine takes tenths of a second.
 _LEAST_PATIENCE = 0.3
-_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # what kafka-python says where no server is
+_NOBODY = ("ECONNREFUSED", "DNS Resolution failure")  # kafka-python's texts for a server that is not there
 # Markers take milliseconds to be written; a coordinator takes seconds to move.
 _PAUSES = (0.005, 0.02, 0.1, 0.3)
-# Enough for a few callers at once; more are made as needed and not kept.
+# Enough for a few callers at once. More are made as needed, and not kept.
 _IDLE = 4
 # A list of all transactions takes 60 bytes each; kafka-python's own limit of 1 MB is soon reached.
 _MOST_BYTES = 256 << 20
 
 
 class RequestRunner:
-    """Connections for any number of threads, each of which asks on one of its own."""
+    """Runs requests for any number of threads, each on connections of its own."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self._servers = [server.strip() for server in settings.bootstrap.split(",") if server.strip()]
@@ -55,18 +55,19 @@ class RequestRunner:
         nobody_for: float = math.inf,
         patient: bool = False,
     ) -> T:
-        """Try until it succeeds, is refused, the deadline passes, or for so many seconds no server was there at all.
+        """Repeat an attempt until it succeeds or is refused, or the deadline passes.
 
-        `patient` is for what a broker may well take long for: half of the time, before it is asked again.
+        Give up earlier, with `BrokerUnavailable`, if no server was there at all for `nobody_for` seconds. A `patient`
+        request, for which a broker may need long, gets half of the time left before it is repeated.
         """
         reason, cause = "no time was left to ask", None
-        begun, nobody = time.monotonic(), 0  # tries, one after the other
+        begun, nobody = time.monotonic(), 0  # consecutive attempts that met no server
         for pause in _pauses():
             if deadline.expired:
                 break
             try:
                 return self._once(attempt, deadline.left() / 2 if patient else self._patience(deadline))
-            except NotYetError as error:
+            except RetryLaterError as error:
                 reason, cause = str(error), error.__cause__
             except kafka_python.errors.IncompatibleBrokerVersion as error:
                 raise NotSupported(f"{what}: the broker is too old for it; Kafka 3.0 or newer is needed") from error
@@ -74,7 +75,7 @@ class RequestRunner:
                 name = type(error).__name__
                 raise AccessDenied(f"{what}: the broker refuses the login ({name}){self._advice}") from error
             except kafka_python.errors.KafkaTimeoutError as error:
-                # An attempt that the deadline cut short tells less than one before it.
+                # An attempt that the deadline cut short tells less than the one before it.
                 reason, cause = (_reason(error), error) if cause is None else (reason, cause)
             except (kafka_python.errors.KafkaError, OSError) as error:
                 advice = self._advice if isinstance(error, kafka_python.errors.KafkaConnectionError) else ""
@@ -91,18 +92,20 @@ class RequestRunner:
         ) from cause
 
     def _patience(self, deadline: Deadline) -> float:
-        """How long one attempt may take; where there are other servers, so that time is left for another one."""
+        """Return how long one attempt may take. Where there are other servers, time is left to try another."""
         left = deadline.left()
         return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """One attempt. Its connections are kept if it was answered, and dropped if not; a witness keeps them itself."""
+        """Make one attempt. Its connections are kept if it was answered, and dropped if not; a session
+        keeps its own.
+        """
         connections = self._take()
         kept = lent = False
         try:
             result = connections.run(attempt, seconds)
             kept, lent = True, isinstance(result, CoordinatorSession)
-        except (TxnBridgeError, NotYetError):
+        except (TxnBridgeError, RetryLaterError):
             connections.forget_coordinators()
             kept = True
             raise
@@ -135,13 +138,13 @@ class RequestRunner:
         connections.close()
 
     def _try_another(self, server: str) -> None:
-        """A server that did not answer comes last from now on."""
+        """Try a server that did not answer last from now on."""
         with self._lock:
             if self._servers[0] == server:
                 self._servers.append(self._servers.pop(0))
 
     def close(self) -> None:
-        """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
+        """Let go of every connection; a call under way ends by itself. Safe to repeat."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

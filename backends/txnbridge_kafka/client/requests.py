@@ -1,4 +1,4 @@
-"""The requests that confluent-kafka lacks: who is in a transaction, end it, mark it."""
+"""The raw requests that confluent-kafka lacks: who is in a transaction, end it, write its markers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from txnbridge_kafka.client.group_membership import GroupMembership
 from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.responses import (
     ACK_LATER,
-    ANSWERS,
     BROKER,
     DENIED,
     DONE,
+    END_TXN_CODES,
     LEADER_LATER,
     NO_LEADER,
     NOT_NOW,
@@ -30,9 +30,9 @@ from txnbridge_kafka.client.responses import (
     ActiveProducer,
     CommittedOffset,
     EndTxnResult,
-    NotYetError,
     OffsetCommitResult,
     RequestResult,
+    RetryLaterError,
     TransactionDescription,
     TransactionListing,
     check,
@@ -45,9 +45,9 @@ from txnbridge_kafka.settings import KafkaSettings
 class Requests:
     """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
 
-    (Names of hosts are looked up, and tokens asked for, on the calling thread: a resolver that hangs is waited for.)
-    They raise `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that is
-    too old, and what is said at each.
+    (The calling thread also looks up names of hosts and asks for tokens: it waits for a resolver that hangs.) Each
+    method raises `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that
+    is too old, and the errors that its docstring names.
     """
 
     def __init__(self, settings: KafkaSettings) -> None:
@@ -56,11 +56,11 @@ class Requests:
         self._runner = RequestRunner(settings)
 
     def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
-        """What the coordinators say of transactional ids; one that they do not know is absent."""
-        found: dict[str, TransactionDescription] = {}
+        """Describe transactional ids; an id that its coordinator does not know is absent."""
+        described: dict[str, TransactionDescription] = {}
         left = list(dict.fromkeys(ids))
         if not left:
-            return found
+            return described
 
         async def attempt(connections: Connections) -> dict[str, TransactionDescription]:
             for node, keys in (await connections.coordinators(left)).items():
@@ -70,17 +70,17 @@ class Requests:
                         continue
                     left.remove(each.transactional_id)
                     if each.error_code == DONE:
-                        found[each.transactional_id] = messages.described(each)
+                        described[each.transactional_id] = messages.described(each)
                     elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
                         raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
             if left:
-                raise NotYetError(f"the coordinator of {left[0]!r} is moving")
-            return found
+                raise RetryLaterError(f"the coordinator of {left[0]!r} is moving")
+            return described
 
         return self._runner.repeat(deadline, "describing transactions", attempt)
 
     def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
-        """Connect to the coordinator of a transactional id, to ask it later on this connection and no other."""
+        """Connect to the coordinator of a transactional id, to ask it again on this connection and no other."""
 
         async def attempt(connections: Connections) -> CoordinatorSession:
             session = CoordinatorSession(
@@ -94,13 +94,13 @@ class Requests:
     def end(
         self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
     ) -> EndTxnResult:
-        """Ask the coordinator to end a transaction, until it says something final: a code of `ANSWERS`.
+        """Ask the coordinator to end a transaction, until its answer is final: one of `END_TXN_CODES`.
 
-        The same decision may be repeated. A commit also shuts the producer out, where the cluster can do that. An abort
-        does with `shut_out=True`, which is for ids whose producer never commits by itself: of a transaction that it has
-        committed just before, the request that shuts out would say that it is aborted now.
-        Raises `OutcomeUnknown` if it was asked and no final answer came, any other error only if it was certainly
-        never asked or certainly refused.
+        The same decision may be repeated. A commit also raises the producer's epoch, where the cluster can do that. An
+        abort does so with `bump_epoch=True`, for ids whose producer never commits by itself: about a transaction that
+        the producer has committed just before, such a request would say that it is aborted now. Raise `OutcomeUnknown`
+        if the request was sent and no final answer came, any other error only if it was certainly never sent or
+        certainly refused.
         """
         what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
         asked = False
@@ -108,8 +108,8 @@ class Requests:
         async def attempt(connections: Connections) -> EndTxnResult:
             nonlocal asked
             node = await connections.coordinator(id)
-            may_shut_out = commit if bump_epoch is None else bump_epoch
-            newest = 5 if may_shut_out and await connections.bumps_epochs(node) else 4
+            may_bump = commit if bump_epoch is None else bump_epoch
+            newest = 5 if may_bump and await connections.bumps_epochs(node) else 4
             request = kafka_python.EndTxnRequest(
                 transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
             )
@@ -117,11 +117,11 @@ class Requests:
             before, asked = asked, True
             answer = await connections.send(node, request)
             if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
-                asked = before  # this one was not carried out, and never will be
+                asked = before  # this request was not carried out, and never will be
             if answer.error_code in DENIED:
                 raise refused(answer.error_code, what)
-            if answer.error_code not in ANSWERS:
-                raise NotYetError(f"the coordinator said {error_name(answer.error_code)}")
+            if answer.error_code not in END_TXN_CODES:
+                raise RetryLaterError(f"the coordinator said {error_name(answer.error_code)}")
             return messages.ended(answer, pid, epoch, only_once=not before)
 
         try:
@@ -132,7 +132,7 @@ class Requests:
             raise
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
-        """Open a transactional id, which ends what is open on it and shuts its owner out: its new pid and epoch."""
+        """Open a transactional id, which aborts what is open and fences its owner. Return its new pid and epoch."""
         what = f"opening the transactional id {id!r}"
 
         async def attempt(connections: Connections) -> tuple[int, int]:
@@ -150,9 +150,9 @@ class Requests:
         return self._runner.repeat(deadline, what, attempt)
 
     def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
-        """Add a group's offsets to a transaction without writing any: an empty transaction becomes an open one.
+        """Add a group to a transaction without writing any position: an empty transaction becomes an open one.
 
-        Raises `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
+        Raise `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
         """
         what = f"adding a group to the transaction of {id!r}"
 
@@ -176,7 +176,7 @@ class Requests:
     ) -> OffsetCommitResult:
         """Put a group's positions into a transaction, with the ids of their topics.
 
-        Raises `DeadlineExceeded` if no final answer came.
+        Raise `DeadlineExceeded` if no final answer came.
         """
         added, out, lost = False, False, False
 
@@ -194,7 +194,7 @@ class Requests:
                 node = await connections.coordinator(id)
                 answer = await send(connections, node, messages.group_added(id, pid, epoch, member.group))
                 if answer.error_code in NOT_NOW:
-                    raise NotYetError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
+                    raise RetryLaterError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
                 if answer.error_code != DONE:
                     return int(answer.error_code)
                 added = True
@@ -206,51 +206,51 @@ class Requests:
             if final := refusals - ACK_LATER:
                 return int(min(final))
             if refusals:
-                raise NotYetError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
+                raise RetryLaterError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
             return DONE
 
         code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
         return OffsetCommitResult(code, lost)
 
     def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
-        """Of each partition the first offset stamped at or after a time in milliseconds, -1 if there is none.
+        """Return the first offset stamped at or after a time in milliseconds, by partition; -1 if there is none.
 
-        `EARLIEST` is the first that retention has left, `LATEST` where readers of what is committed come to. Raises
-        `NotFound`.
+        The time `EARLIEST` stands for the first offset that retention has left, `LATEST` for the last stable offset.
+        Raise `NotFound`.
         """
-        found: dict[Partition, int] = {}
+        offsets: dict[Partition, int] = {}
         if not times:
-            return found
+            return offsets
         what = "reading where partitions begin and end"
 
         async def attempt(connections: Connections) -> dict[Partition, int]:
-            left = times.keys() - found.keys()
+            left = times.keys() - offsets.keys()
             leaders = await connections.leaders(left)
             if missing := left.difference(*leaders.values()):
                 await connections.counts({topic for topic, _ in missing})
-                raise NotYetError(f"there is no {messages.partition_name(min(missing))}")
+                raise RetryLaterError(f"there is no {messages.partition_name(min(missing))}")
             later = set()
-            for node, those in leaders.items():
+            for node, led in leaders.items():
                 for partition, each in messages.each_partition(
-                    (await connections.send(node, messages.times_of(those, times))).topics
+                    (await connections.send(node, messages.times_of(led, times))).topics
                 ):
                     if each.error_code in LEADER_LATER:
                         later.add(each.error_code)
                     else:
                         check(each.error_code, f"{what}, {messages.partition_name(partition)}")
-                        found[partition] = each.offset
+                        offsets[partition] = each.offset
             if later:
-                raise NotYetError(f"a leader said {error_name(min(later))}")
-            return found
+                raise RetryLaterError(f"a leader said {error_name(min(later))}")
+            return offsets
 
         return self._runner.repeat(deadline, what, attempt)
 
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
     ) -> dict[Partition, CommittedOffset | None]:
-        """The positions of a group, None for a partition that has none.
+        """Return the positions of a group, None for a partition that has none.
 
-        With `decided` without those that a transaction is about to change.
+        With `decided` the partitions are absent whose position an open transaction may change.
         """
         what = f"reading the positions of group {group!r}"
 
@@ -258,17 +258,17 @@ class Requests:
             node = await connections.group_coordinator(group)
             answer = await connections.send(node, messages.positions_of(group, partitions, decided))
             check(answer.error_code, what)
-            found: dict[Partition, CommittedOffset | None] = {}
+            positions: dict[Partition, CommittedOffset | None] = {}
             for partition, each in messages.each_partition(answer.topics):
                 if each.error_code != UNSTABLE:
                     check(each.error_code, f"{what}, {messages.partition_name(partition)}")
-                    found[partition] = messages.committed(each)
-            return found
+                    positions[partition] = messages.committed(each)
+            return positions
 
         return self._runner.repeat(deadline, what, attempt) if partitions else {}
 
     def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
-        """How many partitions each topic has. Raises `NotFound`."""
+        """Return how many partitions each topic has. Raise `NotFound`."""
 
         async def attempt(connections: Connections) -> dict[str, int]:
             return await connections.counts(topics)
@@ -276,32 +276,32 @@ class Requests:
         return self._runner.repeat(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
 
     def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
-        """Return the id of each topic: one that is made later under the same name has another.
+        """Return the id of each topic: a topic that is created later under the same name has another id.
 
-        A topic that is missing is absent, and one that has no id has an empty one. The leaders of the partitions are
-        asked, because only they know for certain which topic they hand messages out of.
+        A missing topic is absent, and a topic without an id has an empty text. The leaders of the partitions are asked,
+        because only they know for certain which topic they hand messages out of.
         """
         wanted = sorted(set(topics))
 
         async def attempt(connections: Connections) -> dict[str, str]:
             first = await connections.metadata(wanted)
-            found = messages.topic_ids(first)
+            ids = messages.topic_ids(first)
             for node in messages.leaders(first) if len(first.brokers) > 1 else ():
-                told = messages.topic_ids(await connections.metadata(wanted, node))
-                if strange := [topic for topic, id in told.items() if found.get(topic, id) != id]:
-                    raise NotYetError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
-            return found
+                others = messages.topic_ids(await connections.metadata(wanted, node))
+                if strange := [topic for topic, id in others.items() if ids.get(topic, id) != id]:
+                    raise RetryLaterError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
+            return ids
 
         return self._runner.repeat(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
 
     def transactions(
         self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
     ) -> list[TransactionListing]:
-        """Every transactional id that any broker coordinates; only those in one of `states`, of one of `pids`."""
+        """List the transactional ids that any broker coordinates, in one of `states` and of one of `pids`."""
         what = "listing transactions"
 
         async def attempt(connections: Connections) -> list[TransactionListing]:
-            found: dict[str, TransactionListing] = {}
+            listed: dict[str, TransactionListing] = {}
             for node in await connections.nodes():
                 request = kafka_python.ListTransactionsRequest(
                     state_filters=list(states), producer_id_filters=list(pids), max_version=0
@@ -309,45 +309,45 @@ class Requests:
                 answer = await connections.send(node, request)
                 check(answer.error_code, what)
                 for each in answer.transaction_states:
-                    found[each.transactional_id] = TransactionListing(
+                    listed[each.transactional_id] = TransactionListing(
                         each.transactional_id, each.producer_id, each.transaction_state
                     )
-            return list(found.values())
+            return list(listed.values())
 
         return self._runner.repeat(deadline, what, attempt)
 
     def producers(
         self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
     ) -> dict[Partition, list[ActiveProducer]]:
-        """The producers that each partition's leader remembers; a partition that does not exist is absent.
+        """Return the producers that each partition's leader remembers. A partition that does not exist is absent.
 
-        With `readable_only` so is one that this user may not read, instead of an `AccessDenied`.
+        With `readable_only` a partition that this user may not read is absent too, and raises no `AccessDenied`.
         """
-        found: dict[Partition, list[ActiveProducer]] = {}
+        producers: dict[Partition, list[ActiveProducer]] = {}
         left = set(partitions)
 
         async def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
             leaders = await connections.leaders(left)
-            left.intersection_update(partition for those in leaders.values() for partition in those)
-            for node, those in leaders.items():
+            left.intersection_update(partition for led in leaders.values() for partition in led)
+            for node, led in leaders.items():
                 topics = [
                     kafka_python.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
-                    for topic, numbers in messages.by_topic(those).items()
+                    for topic, numbers in messages.by_topic(led).items()
                 ]
                 answer = await connections.send(node, kafka_python.DescribeProducersRequest(topics=topics))
                 for partition, each in messages.each_partition(answer.topics):
                     if each.error_code in NO_LEADER:
-                        raise NotYetError(f"the leader of {messages.partition_name(partition)} is moving")
+                        raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
                     left.discard(partition)
                     if each.error_code == DONE:
-                        found[partition] = [messages.active(producer) for producer in each.active_producers]
+                        producers[partition] = [messages.active(producer) for producer in each.active_producers]
                     elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
                         raise refused(
                             each.error_code, f"asking for the producers of {messages.partition_name(partition)}"
                         )
-            return found
+            return producers
 
-        return self._runner.repeat(deadline, "asking for producers", attempt) if left else found
+        return self._runner.repeat(deadline, "asking for producers", attempt) if left else producers
 
     def write_markers(
         self,
@@ -358,31 +358,32 @@ class Requests:
         deadline: Deadline,
         coordinator_epoch: int | None = None,
     ) -> None:
-        """Write the markers that end a transaction in its partitions, as its coordinator would have done.
+        """Write the control markers that end a transaction in its partitions, as its coordinator would have done.
 
-        A partition refuses a coordinator that is older than one it has heard of: without `coordinator_epoch` it is
-        asked which that was. It needs a right on the whole cluster. Raises `Fenced` if a partition knows a newer epoch.
+        A partition refuses a coordinator epoch that is older than the last it has seen: without `coordinator_epoch` the
+        leaders are asked for that. It needs a right on the whole cluster. Raise `Fenced` if a partition knows a newer
+        producer epoch.
         """
         left = set(partitions)
         if coordinator_epoch is None:
-            heard = [each for those in self.producers(partitions, deadline).values() for each in those]
-            coordinator_epoch = max([0, *(each.coordinator_epoch for each in heard if each.pid == pid)])
+            known = [each for led in self.producers(partitions, deadline).values() for each in led]
+            coordinator_epoch = max([0, *(each.coordinator_epoch for each in known if each.pid == pid)])
 
         async def attempt(connections: Connections) -> None:
-            for node, those in (await connections.leaders(left)).items():
-                answer = await connections.send(node, messages.markers(pid, epoch, commit, coordinator_epoch, those))
+            for node, led in (await connections.leaders(left)).items():
+                answer = await connections.send(node, messages.markers(pid, epoch, commit, coordinator_epoch, led))
                 for partition, each in messages.each_partition(answer.markers[0].topics):
                     if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
                         continue
                     check(each.error_code, f"writing a transaction marker to {messages.partition_name(partition)}")
                     left.discard(partition)
             if left:
-                raise NotYetError(f"{messages.partition_name(min(left))} has no leader")
+                raise RetryLaterError(f"{messages.partition_name(min(left))} has no leader")
 
         self._runner.repeat(deadline, "writing transaction markers", attempt)
 
     def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
-        """How many partitions of a topic every living broker knows the leader of; 0 if one does not know the topic."""
+        """Return of how many partitions every living broker knows the leader; 0 if one does not know the topic."""
 
         async def attempt(connections: Connections) -> int:
             answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
@@ -391,7 +392,7 @@ class Requests:
         return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
 
     def transaction_version(self, deadline: Deadline) -> int:
-        """The level of Kafka's feature transaction.version that the cluster has finalised; 0 where there is none."""
+        """Return the finalised level of the feature transaction.version; 0 where there is none."""
 
         async def attempt(connections: Connections) -> int:
             return await connections.transaction_version(connections.bootstrap_node)
@@ -399,9 +400,9 @@ class Requests:
         return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
     def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
-        """The cluster's own id.
+        """Return the cluster's own id.
 
-        Raises `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
+        Raise `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
         """
 
         async def attempt(connections: Connections) -> str:
@@ -416,20 +417,20 @@ class Requests:
         configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
         topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
         request = partial(kafka_python.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
-        return self._of_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
+        return self._ask_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
 
     def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
         request = partial(kafka_python.DeleteTopicsRequest, topic_names=[name], max_version=5)
-        return self._of_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
+        return self._ask_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
         topic = kafka_python.CreatePartitionsRequest.CreatePartitionsTopic(
             name=name, count=partitions, assignments=None
         )
         request = partial(kafka_python.CreatePartitionsRequest, topics=[topic], validate_only=False)
-        return self._of_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
+        return self._ask_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
 
-    def _of_controller(
+    def _ask_controller(
         self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
     ) -> RequestResult:
         async def attempt(connections: Connections) -> RequestResult:
@@ -443,7 +444,7 @@ class Requests:
     def configs(
         self, kind: int, names: Sequence[str], deadline: Deadline
     ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
-        """The settings in effect of topics, or of one broker, which has to tell them itself."""
+        """Return the settings in effect of topics, or of one broker, which only that broker knows."""
         resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
         asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
 
@@ -464,7 +465,7 @@ class Requests:
         return self._runner.repeat(deadline, "asking for settings", attempt) if names else {}
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> RequestResult:
-        """Records of a partition before an offset."""
+        """Drop the records of a partition before an offset."""
         kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
         number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
 
@@ -481,5 +482,5 @@ class Requests:
         return self._runner.repeat(deadline, "dropping old records", attempt)
 
     def close(self) -> None:
-        """Let go of every connection; a call that is under way ends by itself. Safe to repeat."""
+        """Let go of every connection; a call under way ends by itself. Safe to repeat."""
         self._runner.close()

@@ -1,4 +1,4 @@
-"""What brokers answer: error codes with their meaning, and what was asked for, as ours."""
+"""Brokers' error codes with their meaning, and their answers as ours."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ INVALID_PRODUCER_ID_MAPPING = 49
 PRODUCER_FENCED = 90
 TRANSACTION_ABORTABLE = 120
 
-# What the coordinator's last word means to whoever asked it to end a transaction.
-ANSWERS: Mapping[int, str] = {
+# The final codes of EndTxn, by what they mean to its sender.
+END_TXN_CODES: Mapping[int, str] = {
     DONE: "the decision is durable; repeating it says the same",
     INVALID_PRODUCER_EPOCH: "timed out, or the id was opened again, perhaps after it had ended (old request versions)",
     INVALID_TXN_STATE: "it has ended the other way, or nothing was ever added to it",
@@ -46,22 +46,22 @@ SETTLED = frozenset({"Empty", "CompleteCommit", "CompleteAbort", "Dead"})
 # From this level of the feature transaction.version on, ending a transaction raises the producer's epoch.
 EPOCH_BUMPS = 2
 
-# What has settings.
+# Kinds of resources that have settings.
 TOPIC, BROKER = 2, 4
-# Instead of a time.
+# Special times in ListOffsets.
 EARLIEST, LATEST = -2, -1
-# A leader that is new, or of which a broker has not heard yet, and one that is too busy.
+# Codes of a leader that is new, that a broker has not heard of yet, or that is too busy.
 LEADER_LATER = {3, 5, 6, 7, 74, 75, 76, 78}
 UNSTABLE = 88
 _INVALID_TRANSACTION_TIMEOUT = 50
 TRANSACTIONAL_ID_NOT_FOUND = 105
-# Nobody there at the moment: loading, not available, moved, or the previous end is still being written.
+# No coordinator at the moment: it loads, is not available, has moved, or still writes the previous end.
 NOT_NOW = {14, 15, 16, 51}
-# Of these the ones that say that nothing was done: loading, or the previous end is still being written.
+# Those of them after which certainly nothing was done: it loads, or still writes the previous end.
 UNTOUCHED = {14, 51}
-# For acknowledgements also: a broker that has not heard of the topic yet, or was too slow to store them.
+# For acknowledgements also: the broker has not heard of the topic yet, or was too slow to store them.
 ACK_LATER = {*NOT_NOW, 3, 7}
-# A partition without a leader at the moment, or with another one.
+# The partition has no leader at the moment, or another one.
 NO_LEADER = {5, 6}
 UNKNOWN_TOPIC = 3
 DENIED = {29, 30, 31, 53}
@@ -70,10 +70,10 @@ _FENCED = {INVALID_PRODUCER_EPOCH, INVALID_PRODUCER_ID_MAPPING, PRODUCER_FENCED}
 
 @dataclass(frozen=True)
 class TransactionDescription:
-    """What the coordinator says of a transactional id.
+    """The coordinator's description of a transactional id and its last transaction.
 
     `state` is "Empty", "Ongoing", "PrepareCommit", "PrepareAbort", "CompleteCommit", "CompleteAbort", "Dead" or
-    "PrepareEpochFence". `start` is in milliseconds, None where there is none; `timeout` in milliseconds.
+    "PrepareEpochFence". `start`, None where there is none, and `timeout` are in milliseconds.
     """
 
     id: str
@@ -87,9 +87,9 @@ class TransactionDescription:
 
 @dataclass(frozen=True)
 class EndTxnResult:
-    """The coordinator's last word to EndTxn: a code of `ANSWERS`, and the producer's id and epoch from now on.
+    """The final answer to EndTxn: one of `END_TXN_CODES`, and the producer id and epoch from now on.
 
-    `only_once`: no other copy of the request can have arrived or be on its way.
+    `only_once`: no other copy of the request can have arrived or be under way.
     """
 
     code: int
@@ -100,9 +100,9 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The last word to an acknowledgement: 0, or the code of its refusal.
+    """The final answer to an acknowledgement: 0, or the code of its refusal.
 
-    `answer_lost`: an answer was lost, so another copy of a request may still arrive, in whatever transaction.
+    `answer_lost`: another copy of the request may still arrive, in whatever transaction.
     """
 
     code: int
@@ -111,7 +111,7 @@ class OffsetCommitResult:
 
 @dataclass(frozen=True)
 class CommittedOffset:
-    """A group's position in a partition, and the id of the topic that it was acknowledged in, where that is known."""
+    """A group's position in a partition, and the id of the topic in which it was acknowledged, if known."""
 
     at: int
     topic_id: str | None
@@ -129,7 +129,7 @@ class ActiveProducer:
 
 
 class RequestResult(NamedTuple):
-    """A code, 0 for done, and what the broker says of it."""
+    """A broker's code, 0 for success, and its text."""
 
     code: int
     text: str
@@ -137,21 +137,21 @@ class RequestResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TransactionListing:
-    """One line of a coordinator's list of transactional ids."""
+    """One entry of a coordinator's list of transactional ids."""
 
     id: str
     pid: int
     state: str
 
 
-class NotYetError(Exception):
-    """The broker answered that it cannot answer now."""
+class RetryLaterError(Exception):
+    """The broker cannot answer now."""
 
 
 def check(code: int, what: str) -> None:
-    """Raises our error for a broker's error code, `NotYetError` for one that passes by itself."""
+    """Raise our error for a broker's error code, `RetryLaterError` for one that passes by itself."""
     if code in NOT_NOW or code in NO_LEADER:
-        raise NotYetError(f"{what}: {error_name(code)}")
+        raise RetryLaterError(f"{what}: {error_name(code)}")
     if code != DONE:
         raise refused(code, what)
 

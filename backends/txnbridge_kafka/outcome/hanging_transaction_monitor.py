@@ -1,7 +1,7 @@
-"""Finishes what a broker forgot of a process that is gone, where this bridge is at work: nobody else would look there.
+"""Ending hanging transactions of processes that are gone, in the partitions that this bridge uses (hazard H10).
 
-A writer mends what is its own. But the last transaction of a process that died with its broker may stay open in a
-partition for ever, and every reader stands still there. So each bridge looks now and then where it writes and reads.
+A writer writes the missing markers of its own id. But the last transaction of a process that died with its broker may
+stay open in a partition for ever, and stop every reader there. So each bridge checks its partitions now and then.
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ import weakref
 from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.cluster import KafkaCluster
-from txnbridge_kafka.outcome.hanging_transactions import Held, open_transactions, write_missing_markers_of_others
+from txnbridge_kafka.outcome.hanging_transactions import (
+    OpenPartitions,
+    open_transactions,
+    write_missing_markers_of_others,
+)
 
 _log = logging.getLogger("txnbridge")
 
-# One request to each leader costs nothing at this pace. Coordinators are only asked about what is open in two looks,
+# One request to each leader costs nothing at this pace. Coordinators are only asked about what is open in two checks,
 # which is hardly anything: most transactions end within milliseconds.
 _EVERY_SECONDS = 10.0
-_LONGEST_LOOK = 10.0
-# Leaders tell of every producer that they remember, which may be very many: then it looks less often, up to that.
+_LONGEST_CHECK = 10.0
+# Leaders list every producer that they remember, which may be very many: then checks are rarer, up to this interval.
 _SHARE, _SELDOM_SECONDS = 0.01, 30.0
 
 
 class HangingTransactionMonitor:
-    """Over `cluster.places`, in a thread of its own from the first `start` on until it is closed or dropped."""
+    """Checks `cluster.watched_partitions` in a thread of its own, from `start` until it is closed or dropped."""
 
     def __init__(self, cluster: KafkaCluster) -> None:
         self._cluster = cluster
         self._ended = threading.Event()
         self._guard = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._before: dict[int, Held] = {}
+        self._before: dict[int, OpenPartitions] = {}
         weakref.finalize(self, self._ended.set).atexit = False
 
     def start(self) -> None:
@@ -45,13 +49,13 @@ class HangingTransactionMonitor:
                 self._thread.start()
 
     def close(self) -> None:
-        """It looks no more. What it does just now ends with the connections."""
+        """Check no more. A check that is under way ends with the connections."""
         self._ended.set()
 
-    def look(self) -> bool:
-        """Whether it makes sense to look again."""
+    def check(self) -> bool:
+        """Write the markers that are missing in two checks. Return whether it makes sense to check again."""
         try:
-            for written in self._mend(Deadline(_LONGEST_LOOK)):
+            for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
                 _log.warning("the broker had forgotten an end of %s: it is written now", written)
         except AccessDenied as error:
             _log.warning(
@@ -59,31 +63,31 @@ class HangingTransactionMonitor:
                 " not be mended, by this user: %s. See txnbridge doctor",
                 error,
             )
-            return False  # each try would shut a living producer out
+            return False  # each try would fence a living producer
         except InvalidState:
             return False  # closed
         except TxnBridgeError as error:
             _log.debug("whether an end was forgotten is looked for again: %s", error)
         return True
 
-    def _mend(self, deadline: Deadline) -> list[str]:
+    def _write_missing_markers(self, deadline: Deadline) -> list[str]:
         now = open_transactions(self._cluster, list(self._cluster.watched_partitions), deadline, readable_only=True)
         before, self._before = self._before, now
         still: list[Partition] = [
-            where
-            for pid, held in now.items()
-            for where, active in held.items()
-            if (then := before.get(pid, {}).get(where)) and then.start_offset == active.start_offset
+            partition
+            for pid, open_in in now.items()
+            for partition, active in open_in.items()
+            if (then := before.get(pid, {}).get(partition)) and then.start_offset == active.start_offset
         ]
         return write_missing_markers_of_others(self._cluster, still, deadline) if still else []
 
 
-def _run(watch_of: weakref.ref[HangingTransactionMonitor], ended: threading.Event) -> None:
+def _run(monitor_of: weakref.ref[HangingTransactionMonitor], ended: threading.Event) -> None:
     going_on, took = True, 0.0
     while going_on and not ended.wait(max(_EVERY_SECONDS, min(took / _SHARE, _SELDOM_SECONDS))):
-        if (watch := watch_of()) is None:
+        if (monitor := monitor_of()) is None:
             return
         begun = time.monotonic()
-        going_on = watch.look()
+        going_on = monitor.check()
         took = time.monotonic() - begun
-        del watch  # not kept while this waits
+        del monitor  # a monitor that nobody holds may go while this waits

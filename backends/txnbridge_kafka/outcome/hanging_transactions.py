@@ -1,14 +1,15 @@
-"""Transactions that have ended for their coordinator and are still open in a partition, proven before they are touched.
+"""Hanging transactions: ended for their coordinator, still open in a partition. Each is proven before it is touched.
 
-A broker that is killed right after a commit may forget to write its markers. Readers stop there, no time-out helps, and
-the next abort of the same producer would take the committed messages with it. So a writer looks before its first
-message to a partition, a group that waits too long for its own positions looks there, every bridge looks now and then
-where it is at work, and an administrator at any time.
+A broker that is killed right after a commit may forget to write control markers. Readers stop there, no time-out helps,
+and the next abort of the same producer would take the committed messages with it (hazard H5). So a writer looks for
+hanging transactions before its first message to a partition, a group that waits too long for its own positions looks
+in their partition, every bridge looks now and then in the partitions that it uses, and an administrator at any time.
 
-An administrator's proof is what the coordinator says before and after the leaders are asked: ended, and the same
-transaction. Without the second look a transaction that its writer has begun since would be taken for the forgotten one.
-A writer's proof is its own opening of the id: it has raised the epoch, so what is open under an older one is nobody's.
-How it ended is read from the coordinator's log, because what the coordinator tells may be about a later one, elsewhere.
+An administrator's proof is that the coordinator describes the same ended transaction before and after the leaders are
+asked. Without the second description a transaction that its writer has begun since would be taken for the hanging one
+(hazard H7). A writer's proof is its own opening of the id: it has raised the epoch, so what is open under an older
+epoch is nobody's. The decision is read from the coordinator's log, because the coordinator's own description may be of
+a later transaction in other partitions (hazard H8).
 """
 
 from __future__ import annotations
@@ -28,107 +29,110 @@ from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outco
 
 _log = logging.getLogger("txnbridge")
 
-# "Empty" is an id that was opened again since.
+# "Empty" is an id that was opened again after its last transaction.
 _ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
 
-Held = Mapping[Partition, ActiveProducer]
+OpenPartitions = Mapping[Partition, ActiveProducer]  # where one producer has a transaction open
 
 
 @dataclass(frozen=True)
 class HangingTransaction:
-    """What the coordinator calls ended, and where it is open."""
+    """A transaction that its coordinator describes as ended, and the partitions in which it is open."""
 
-    told: TransactionDescription
-    held: Held
+    description: TransactionDescription
+    open_in: OpenPartitions
 
 
 @dataclass(frozen=True)
 class HangingSurvey:
-    """What of a cluster this user may read: what was forgotten there, and what is open of producers that no coordinator
-    knows, by their ids. `unread` partitions could not be looked at."""
+    """The open transactions in the partitions that this user may read; `unread` is the number of the others.
+
+    `unknown` has, by producer id, the partitions of producers that no coordinator knows.
+    """
 
     hanging: list[HangingTransaction]
-    unknown: dict[int, Held]
+    unknown: dict[int, OpenPartitions]
     unread: int
 
 
 def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
-    """Ask every leader for what is open, and the coordinators about it."""
+    """Ask every leader for open transactions, and the coordinators about their producers."""
     requests = cluster.requests
     everywhere = _everywhere(cluster, deadline)
-    asked = requests.producers(everywhere, deadline, readable_only=True)
-    held = _open_ones(asked)
-    # Asked for after that: whoever had something open then is known to a coordinator since.
+    producers = requests.producers(everywhere, deadline, readable_only=True)
+    open_before = _by_producer(producers)
+    # In this order: a producer that had a transaction open is known to a coordinator by now.
     ids = {each.id: each.pid for each in requests.transactions(deadline)}
-    before = _ended(requests.describe([id for id, pid in ids.items() if pid in held], deadline))
-    suspects = {told.pid for told in before.values()}
-    again = _open_ones(requests.producers([one for pid in suspects for one in held[pid]], deadline))
+    before = _ended(requests.describe([id for id, pid in ids.items() if pid in open_before], deadline))
+    suspects = [partition for each in before.values() for partition in open_before[each.pid]]
+    open_now = _by_producer(requests.producers(suspects, deadline))
     after = requests.describe(list(before), deadline)
-    return HangingSurvey(
-        hanging=[
-            HangingTransaction(told, again[told.pid])
-            for id, told in before.items()
-            if told.pid in again and after.get(id) == told
-        ],
-        unknown={pid: where for pid, where in held.items() if pid not in set(ids.values())},
-        unread=len(everywhere) - len(asked),
-    )
+    hanging = [
+        HangingTransaction(each, open_now[each.pid])
+        for id, each in before.items()
+        if each.pid in open_now and after.get(id) == each
+    ]
+    unknown = {pid: open_in for pid, open_in in open_before.items() if pid not in set(ids.values())}
+    return HangingSurvey(hanging, unknown, unread=len(everywhere) - len(producers))
 
 
 def write_missing_markers_of_id(
-    cluster: KafkaCluster, id: str, deadline: Deadline, where: Sequence[Partition] | None = None
+    cluster: KafkaCluster, id: str, deadline: Deadline, partitions: Sequence[Partition] | None = None
 ) -> list[str]:
-    """Write the markers of an id that were forgotten, in these partitions or anywhere, and say which.
+    """Write the missing markers of an id in these partitions, or in all, and return what was written.
 
-    Raises `NotFound`, and `InvalidState` without a proof of each: then nothing was written.
+    Raise `NotFound`, and `InvalidState` without a proof for each partition: then nothing was written.
     """
-    told = cluster.requests.describe([id], deadline).get(id)
-    if told is None:
+    before = cluster.requests.describe([id], deadline).get(id)
+    if before is None:
         raise NotFound(f"no coordinator knows {id!r}")
-    if told.state not in _ENDED:
-        raise InvalidState(f"the transaction of {id} has not ended ({told.state}): end it instead")
-    asked = cluster.requests.producers(_everywhere(cluster, deadline) if where is None else where, deadline)
-    held = _open_ones(asked).get(told.pid, {})
-    ends = last_decisions(held, recorded_decisions(cluster, id, deadline) if held else ())
-    if held.keys() - ends:
+    if before.state not in _ENDED:
+        raise InvalidState(f"the transaction of {id} has not ended ({before.state}): end it instead")
+    partitions = _everywhere(cluster, deadline) if partitions is None else partitions
+    open_in = _by_producer(cluster.requests.producers(partitions, deadline)).get(before.pid, {})
+    decisions = last_decisions(open_in, recorded_decisions(cluster, id, deadline) if open_in else ())
+    if unknown := open_in.keys() - decisions:
         raise InvalidState(
-            f"how the transaction of {id} in {listed(held.keys() - ends)} ended is not in its coordinator's log any"
+            f"how the transaction of {id} in {listed(unknown)} ended is not in its coordinator's log any"
             " more: its owner may know from the decision log, and mends it before its next message there"
         )
-    if cluster.requests.describe([id], deadline).get(id) != told:
+    if cluster.requests.describe([id], deadline).get(id) != before:
         raise InvalidState(f"{id} is in use: stop its writer first")
-    return _write(cluster, told, _decided(ends), deadline)
+    return _write(cluster, before, _as_markers(decisions), deadline)
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the markers, forgotten where a group's positions are kept, that make it wait for an end that was decided.
+    """Write the missing markers in the partition of a group's positions, for which the group waits (hazard H9).
 
-    Raises as `mend_others`.
+    Raise the errors of `write_missing_markers_of_others`.
     """
-    place = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
-    return write_missing_markers_of_others(cluster, [place], deadline)
+    partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
+    return write_missing_markers_of_others(cluster, [partition], deadline)
 
 
-def write_missing_markers_of_others(cluster: KafkaCluster, where: Sequence[Partition], deadline: Deadline) -> list[str]:
-    """Write the markers that were forgotten there, and wherever else the same transaction was, and say which.
+def write_missing_markers_of_others(
+    cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline
+) -> list[str]:
+    """Write the missing markers of all transactions that hang in these partitions, wherever their markers are missing.
 
-    Who has forgotten them, and its producer, may both be gone: then nobody else would look.
-    Raises `StorageFailed` if nobody knows how one ended, and `AccessDenied` with what an administrator can do.
+    The broker that forgot them and the producer may both be gone, so that nobody else would look (hazard H10).
+    Return what was written. Raise `StorageFailed` if nobody knows how a transaction ended, and `AccessDenied` with what
+    an administrator can do.
     """
     requests = cluster.requests
-    if not (pids := list(open_transactions(cluster, where, deadline))):
+    if not (pids := list(open_transactions(cluster, partitions, deadline))):
         return []
     before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
     written: list[str] = []
     failed: StorageFailed | None = None
-    for id, told in before.items():
-        if told.pid not in open_transactions(cluster, where, deadline):
-            continue  # it has just ended
+    for id, ended in before.items():
+        if ended.pid not in open_transactions(cluster, partitions, deadline):
+            continue  # its markers have just come
         try:
-            known = recorded_decisions(cluster, id, deadline)
-            held = open_transactions(cluster, where, deadline).get(told.pid, {})
-            if held and requests.describe([id], deadline).get(id) == told:
-                written += _finish(cluster, told, held, known, deadline)
+            decisions = recorded_decisions(cluster, id, deadline)
+            open_in = open_transactions(cluster, partitions, deadline).get(ended.pid, {})
+            if open_in and requests.describe([id], deadline).get(id) == ended:
+                written += _fence_and_write(cluster, ended, open_in, decisions, deadline)
         except StorageFailed as error:
             failed = error
         except AccessDenied as error:
@@ -139,24 +143,26 @@ def write_missing_markers_of_others(cluster: KafkaCluster, where: Sequence[Parti
     return written
 
 
-def _finish(
+def _fence_and_write(
     cluster: KafkaCluster,
-    told: TransactionDescription,
-    held: Held,
-    known: Sequence[RecordedDecision],
+    ended: TransactionDescription,
+    open_in: OpenPartitions,
+    decisions: Sequence[RecordedDecision],
     deadline: Deadline,
 ) -> list[str]:
-    """With the proof that it has ended, and known how. Its id is opened first: a producer that lives begins nothing
-    there meanwhile, is told that it was shut out, and opens its id again.
+    """Write the missing markers of a transaction that is proven to have ended, after its id was fenced.
+
+    A producer that lives begins nothing there meanwhile: it learns that it was fenced, and opens its id again.
     """
-    if unknown := held.keys() - last_decisions(held, known):
-        raise StorageFailed(f"how the transaction of {told.id} in {listed(unknown)} ended is not known any more")
-    cluster.requests.fence(told.id, told.timeout, deadline)
-    where = sorted({partition for end in known if end.pid == told.pid for partition in end.partitions})
-    everywhere = _open_ones(cluster.requests.producers(where, deadline)).get(told.pid, {})
-    # The owner of the id may have opened a newer one since.
-    ends = last_decisions({at: active for at, active in everywhere.items() if active.epoch <= told.epoch}, known)
-    return [f"{told.id}: {each}" for each in _write(cluster, told, _decided(ends), deadline)]
+    if unknown := open_in.keys() - last_decisions(open_in, decisions):
+        raise StorageFailed(f"how the transaction of {ended.id} in {listed(unknown)} ended is not known any more")
+    cluster.requests.fence(ended.id, ended.timeout, deadline)
+    partitions = sorted({partition for each in decisions if each.pid == ended.pid for partition in each.partitions})
+    everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
+    # The owner of the id may have begun a newer transaction since.
+    old = {partition: active for partition, active in everywhere.items() if active.epoch <= ended.epoch}
+    written = _write(cluster, ended, _as_markers(last_decisions(old, decisions)), deadline)
+    return [f"{ended.id}: {each}" for each in written]
 
 
 def write_missing_markers_of_owner(
@@ -167,54 +173,60 @@ def write_missing_markers_of_owner(
     partitions: Sequence[Partition],
     deadline: Deadline,
 ) -> None:
-    """Write the markers that are missing there of earlier openings of an id that this process has opened.
+    """Write the markers that earlier openings of an id lack in these partitions, after this process has opened the id.
 
-    `past` is what the coordinator said before that. Opening the id has waited until no marker was on its way any more.
-    Raises `StorageFailed` if nobody knows how a forgotten transaction ended.
+    `previous` is the coordinator's description from before the opening, which waited until no marker was under way.
+    Raise `StorageFailed` if nobody knows how a hanging transaction ended.
     """
     try:
-        asked = cluster.requests.producers(partitions, deadline)
+        producers = cluster.requests.producers(partitions, deadline)
     except AccessDenied as error:
         _log.warning("forgotten markers cannot be looked for without the right to read: %s", error)
         return
-    of_id = _open_ones(asked).get(opened.pid, {})
-    held = {where: active for where, active in of_id.items() if active.epoch < opened.epoch}
-    if not held:
+    of_id = _by_producer(producers).get(opened.pid, {})
+    open_in = {partition: active for partition, active in of_id.items() if active.epoch < opened.epoch}
+    if not open_in:
         return
-    ends = _own_ends(cluster, owner, previous, held, deadline)
-    with cluster.events.step("step:repair", id=opened.id, partitions=len(held)):
-        written = _write(cluster, opened, ends, deadline)
+    markers = _own_markers(cluster, owner, previous, open_in, deadline)
+    with cluster.events.step("step:repair", id=opened.id, partitions=len(open_in)):
+        written = _write(cluster, opened, markers, deadline)
     _log.warning("%s: the broker had forgotten markers, which are written now: %s", opened.id, ", ".join(written))
 
 
-def _own_ends(
-    cluster: KafkaCluster, owner: KafkaOwner, previous: TransactionDescription, held: Held, deadline: Deadline
+def _own_markers(
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    previous: TransactionDescription,
+    open_in: OpenPartitions,
+    deadline: Deadline,
 ) -> dict[Partition, tuple[int, bool]]:
-    """The epoch and the decision of each: as the coordinator's log has them.
+    """Return, by partition, the epoch and the decision of the missing marker, as the coordinator's log has them.
 
-    Without the right to that, or if it says nothing of their time any more, as the coordinator said before the opening,
-    or as that was recorded: about another transaction of the same epoch, if other programs write under this id.
+    Without the right to that log, or if it says nothing of that epoch any more, the coordinator's description from
+    before the opening counts, or the recorded outcome. Both are about another transaction of the same epoch if other
+    programs write under this id.
     """
     known: Sequence[RecordedDecision] = ()
     try:
         known = recorded_decisions(cluster, previous.id, deadline)
     except AccessDenied as error:
         _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
-    ends = _decided(last_decisions(held, known))
-    for where, active in held.items():
-        if where in ends:
+    markers = _as_markers(last_decisions(open_in, known))
+    for partition, active in open_in.items():
+        if partition in markers:
             continue
-        commit = None if _of_its_time(active, known) else _as_recorded(owner, previous, active.epoch, deadline)
+        commit = None if _of_epoch(active, known) else _recorded(owner, previous, active.epoch, deadline)
         if commit is None:
             raise StorageFailed(
-                f"{listed([where])} holds an open transaction of an earlier owner of {previous.id}, and nobody knows"
-                " how it ended; see `txnbridge doctor`"
+                f"{listed([partition])} holds an open transaction of an earlier owner of {previous.id}, and nobody"
+                " knows how it ended; see `txnbridge doctor`"
             )
-        ends[where] = active.epoch, commit
-    return ends
+        markers[partition] = active.epoch, commit
+    return markers
 
 
-def _as_recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
+def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
+    """Return whether the last transaction of an epoch was committed, by the coordinator or the decision log."""
     if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
         return previous.state in COMMITTED
     if owner.opening is None:
@@ -223,35 +235,37 @@ def _as_recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int
     return None if state is None else state == "committed"
 
 
-def last_decisions(held: Held, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Of each partition that is held open, where it is known, the last end there: a later one would have ended it."""
-    ends: dict[Partition, RecordedDecision] = {}
-    for where, active in held.items():
-        for end in _of_its_time(active, known):
-            if where in end.partitions:
-                ends[where] = end
-    return ends
+def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
+    """Return, by partition, the last known decision about the transaction that is open there.
+
+    A later decision's marker would have ended the transaction.
+    """
+    return {
+        partition: decision
+        for partition, active in open_in.items()
+        for decision in _of_epoch(active, known)
+        if partition in decision.partitions
+    }
 
 
-def _decided(ends: Mapping[Partition, RecordedDecision]) -> dict[Partition, tuple[int, bool]]:
-    """The epoch and the decision of each, as markers have them."""
-    return {where: (end.epoch, end.commit) for where, end in ends.items()}
+def _of_epoch(active: ActiveProducer, known: Sequence[RecordedDecision]) -> list[RecordedDecision]:
+    # Ending a transaction may raise the epoch by one, and its markers carry the new epoch.
+    return [each for each in known if each.pid == active.pid and each.epoch - active.epoch in (0, 1)]
 
 
-def _of_its_time(active: ActiveProducer, known: Sequence[RecordedDecision]) -> list[RecordedDecision]:
-    # An end may raise the epoch by one, and its markers carry the new one.
-    return [end for end in known if end.pid == active.pid and end.epoch - active.epoch in (0, 1)]
+def _as_markers(decisions: Mapping[Partition, RecordedDecision]) -> dict[Partition, tuple[int, bool]]:
+    return {partition: (each.epoch, each.commit) for partition, each in decisions.items()}
 
 
 def _write(
-    cluster: KafkaCluster, of: TransactionDescription, ends: Mapping[Partition, tuple[int, bool]], deadline: Deadline
+    cluster: KafkaCluster, of: TransactionDescription, markers: Mapping[Partition, tuple[int, bool]], deadline: Deadline
 ) -> list[str]:
-    """Write markers, and say which."""
+    """Write markers, and return them as text."""
     grouped: dict[tuple[int, bool], list[Partition]] = defaultdict(list)
-    for where, end in ends.items():
-        grouped[end].append(where)
-    for (epoch, commit), those in sorted(grouped.items()):
-        cluster.requests.write_markers(of.pid, epoch, commit, those, deadline)
+    for partition, marker in markers.items():
+        grouped[marker].append(partition)
+    for (epoch, commit), partitions in sorted(grouped.items()):
+        cluster.requests.write_markers(of.pid, epoch, commit, partitions, deadline)
     return [f"{'commit' if commit else 'abort'} in {listed(those)}" for (_, commit), those in sorted(grouped.items())]
 
 
@@ -265,21 +279,23 @@ def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
 
 
 def open_transactions(
-    cluster: KafkaCluster, where: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
-) -> dict[int, Held]:
-    """What is open in these partitions, by producer id. Raises `AccessDenied`, or leaves out what may not be read."""
-    return _open_ones(cluster.requests.producers(where, deadline, readable_only=readable_only))
+    cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+) -> dict[int, OpenPartitions]:
+    """Return what is open in these partitions, by producer id.
+
+    A partition that this user may not read raises `AccessDenied`, or is left out with `readable_only`.
+    """
+    return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 
-def _open_ones(asked: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int, Held]:
-    """By producer id: where the leaders hold a transaction of it open."""
-    held: dict[int, dict[Partition, ActiveProducer]] = defaultdict(dict)
-    for partition, producers in asked.items():
-        for active in producers:
+def _by_producer(producers: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int, OpenPartitions]:
+    grouped: dict[int, dict[Partition, ActiveProducer]] = defaultdict(dict)
+    for partition, active_producers in producers.items():
+        for active in active_producers:
             if active.start_offset is not None:
-                held[active.pid][partition] = active
-    return dict(held)
+                grouped[active.pid][partition] = active
+    return dict(grouped)
 
 
 def _ended(described: Mapping[str, TransactionDescription]) -> dict[str, TransactionDescription]:
-    return {id: told for id, told in described.items() if told.state in _ENDED}
+    return {id: each for id, each in described.items() if each.state in _ENDED}

@@ -1,4 +1,4 @@
-"""What became of a transaction, and ending a prepared one: by what its coordinator remembers, or the log recorded."""
+"""The outcome of a transaction, and the end of a prepared one: by the coordinator, or by what the logs recorded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from txnbridge_kafka.write.owner import evidence_key, recorded_outcome
 
 _log = logging.getLogger("txnbridge")
 
-# Markers take milliseconds. Where a partition has no leader it may be long, and the coordinator goes on by itself.
+# Markers take milliseconds. To a partition without a leader they may take long; the coordinator goes on by itself.
 _MARKERS_SECONDS = 5.0
 _GONE = "its writer's id has expired or was opened again since, and no record of how it ended is left"
 _UNREADABLE = (
@@ -41,42 +41,43 @@ _UNREADABLE = (
 
 
 def plain_status(cluster: KafkaCluster, ledger: Ledger, how: Mapping[str, Any], deadline: Deadline) -> Status:
-    """What became of a transaction that was not prepared, and of which everything was stored before its commit.
+    """Return what became of a transaction that was not prepared.
 
-    All transactions of one opening share producer id and epoch; being stored, this one was the coordinator's last.
-    Where a late copy of one of its requests may have begun another behind it, its token has its start time as well.
+    All transactions of one opening share producer id and epoch. Everything of this one was stored before its commit, so
+    it was the coordinator's last. If a late copy of one of its requests may have begun another transaction after it,
+    its token has its start time as well (hazard H19).
     """
     if how.get("asked") is False:
-        # Nobody else commits what was not prepared. The coordinator may speak of the transaction before this one.
+        # Only a writer commits what was not prepared. The coordinator may describe the transaction before this one.
         return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit")
     id, pid, epoch = _numbers(how, "pid", "epoch")
     start = how.get("start")
-    found = cluster.requests.describe([id], deadline).get(id)
-    if found is not None and (found.pid != pid or start not in (None, found.start)):
-        found = None  # it is about another one
-    if found is not None and found.epoch == epoch:
-        return _status(found)
+    last = cluster.requests.describe([id], deadline).get(id)
+    if last is not None and (last.pid != pid or start not in (None, last.start)):
+        last = None  # it is another transaction
+    if last is not None and last.epoch == epoch:
+        return _status_of(last)
     key = evidence_key(id, pid, f"epoch {epoch}")
     if state := recorded_outcome(ledger, key, deadline, under=how.get("opening")):
         return Status(TokenState(state))
-    timed_out = found is not None and found.epoch == epoch + 1 and found.state in ABORTED
+    timed_out = last is not None and last.epoch == epoch + 1 and last.state in ABORTED
     if timed_out and "opening" not in how:
-        # Nobody else knows this id. Its own writer records what it opens again, or leaves an epoch out.
+        # No other process knows this id. Its own writer records an outcome before it opens the id, or skips an epoch.
         return Status(TokenState.ABORTED, reason="its time was over, or an administrator aborted it")
-    # A raised epoch may be that of a time-out, or of a program without our decision log that has opened the id since
-    # and aborted one of its own.
-    return _written_down(cluster, id, pid, epoch, start, deadline)
+    # The epoch may have been raised by a time-out, or by a program without our decision log that has opened the id
+    # since and aborted a transaction of its own.
+    return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
-def ending_of(cluster: KafkaCluster, found: TransactionDescription, deadline: Deadline) -> Status:
-    """What became of a transaction that was seen open, once its id has been fenced."""
-    return _written_down(cluster, found.id, found.pid, found.epoch, found.start, deadline)
+def status_after_fencing(cluster: KafkaCluster, last: TransactionDescription, deadline: Deadline) -> Status:
+    """Return what became of a transaction that was described as open, once its id has been fenced."""
+    return _status_from_state_log(cluster, last.id, last.pid, last.epoch, last.start, deadline)
 
 
-def _written_down(
+def _status_from_state_log(
     cluster: KafkaCluster, id: str, pid: int, epoch: int, start: int | None, deadline: Deadline
 ) -> Status:
-    """By the coordinator's own log, read after the id was fenced: what an opener saw before that proves nothing."""
+    """Return the outcome by the coordinator's own log, read after the id was fenced: an earlier look proves nothing."""
     try:
         known = state_records(cluster, id, deadline)
         committed = last_outcome(known, pid, epoch) if start is None else outcome_by_start(known, pid, start)
@@ -91,40 +92,40 @@ def _written_down(
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
-def _status(found: TransactionDescription) -> Status:
-    if found.state in COMMITTED:
+def _status_of(last: TransactionDescription) -> Status:
+    if last.state in COMMITTED:
         return Status(TokenState.COMMITTED)
-    if found.state == OPEN:
+    if last.state == OPEN:
         return Status(TokenState.UNKNOWN, reason="it is still open; its writer has not ended it yet")
     return Status(TokenState.ABORTED)
 
 
 def prepared_status(cluster: KafkaCluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """What became of a prepared transaction: the coordinator's start time tells it from any other of its id."""
+    """Return what became of a prepared transaction: by its start time it is told from any other of its id."""
     id, pid, epoch, start = read_how(token.how)
-    found = cluster.requests.describe([id], deadline).get(id)
-    # The state before the start: older brokers keep the start of the last transaction when an id is opened again.
-    if found is not None and found.pid == pid and found.state != "Empty" and found.start == start:
-        if found.state == OPEN:
+    last = cluster.requests.describe([id], deadline).get(id)
+    # The state is compared first: older brokers keep the start of the last transaction when an id is opened again.
+    if last is not None and last.pid == pid and last.state != "Empty" and last.start == start:
+        if last.state == OPEN:
             return Status(TokenState.PREPARED, expires_at=token.expires_at)
-        return Status(TokenState.COMMITTED if found.state in COMMITTED else TokenState.ABORTED)
+        return Status(TokenState.COMMITTED if last.state in COMMITTED else TokenState.ABORTED)
     if state := recorded_outcome(ledger, evidence_key(id, pid, f"start {start}"), deadline):
         return Status(TokenState(state))
-    return _written_down(cluster, id, pid, epoch, start, deadline)
+    return _status_from_state_log(cluster, id, pid, epoch, start, deadline)
 
 
 def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """Ask for an end, and say what is true, also where another process was first. Safe to repeat."""
+    """End a prepared transaction, and return its true outcome, also if another process was first. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
     with closing(cluster.requests.coordinator_session(id, deadline)) as session:
         with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
             ended = cluster.requests.end(id, pid, epoch, commit, deadline)
             told["code"] = ended.code
         if ended.code == 0:
-            _see_to_markers(cluster, id, session, deadline)
+            _wait_for_markers(cluster, id, session, deadline)
     if ended.code == 0:
         return Outcome.COMMITTED if commit else Outcome.ABORTED
-    # Refused: it had ended before, or its id was opened again. The code alone does not tell how it ended.
+    # Refused: the transaction had ended before, or its id was opened again. The code alone does not tell the outcome.
     status = prepared_status(cluster, token, ledger, deadline)
     if status.state is TokenState.COMMITTED:
         return Outcome.COMMITTED
@@ -135,15 +136,16 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
     raise OutcomeUnknown(f"the coordinator refused to end {token.transaction} (code {ended.code}) and says it is open")
 
 
-def _see_to_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
-    """A broker that is killed while it ends a transaction may forget to say so to some partitions, which then hold
-    their readers back for good: write it there instead. Whatever comes of this, the end that was asked for is durable.
+def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
+    """Wait until the markers are written; if the broker died meanwhile, write those that it has forgotten.
+
+    Readers would wait for them for ever. Whatever comes of this, the decision is durable.
     """
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return
     except DeadlineExceeded:
-        return  # its coordinator lives, and goes on by itself
+        return  # the coordinator lives, and goes on by itself
     where = session.first_description.partitions if session.first_description is not None else ()
     try:
         with closing(cluster.requests.coordinator_session(id, deadline)) as afterwards:
@@ -159,7 +161,7 @@ def _see_to_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession,
 
 
 def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
-    """A prepared token's id, producer id, epoch and start. Raises `InvalidToken`."""
+    """Return a prepared token's id, producer id, epoch and start. Raise `InvalidToken`."""
     id, pid, epoch, start = _numbers(how, "pid", "epoch", "start")
     return id, pid, epoch, start
 

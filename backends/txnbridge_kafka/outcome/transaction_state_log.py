@@ -1,7 +1,7 @@
-"""How the transactions of an id ended, as their coordinator wrote it down: in the topic __transaction_state.
+"""The coordinator's own log of transactions, the topic __transaction_state.
 
-The coordinator tells of an id's last transaction only. Its log has each decision with the partitions that it was about,
-until compaction takes what is not the last.
+The coordinator itself describes the last transaction of an id only. Its log has each decision with its partitions,
+until compaction removes all but the last record of the id.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("txnbridge.kafka.client")
 
 @dataclass(frozen=True)
 class RecordedDecision:
-    """One decision about one transaction, and the epoch that its markers carry."""
+    """One decision about one transaction, with the epoch that its markers carry."""
 
     pid: int
     epoch: int
@@ -41,7 +41,7 @@ class RecordedDecision:
 
 @dataclass(frozen=True)
 class StateRecord:
-    """One step of an id as its coordinator wrote it down: `status` is the protocol's number for a state."""
+    """One record of an id in the coordinator's log; `status` is the protocol's number of a state."""
 
     pid: int
     epoch: int
@@ -50,64 +50,64 @@ class StateRecord:
     start: int  # of the transaction, in milliseconds
 
 
-# The coordinator has forgotten the id.
+# A tombstone: the coordinator has forgotten the id.
 _EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
 
 def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
-    """Every step of this id that the log still has, oldest first: all from one of them on.
+    """Return every record of an id that the log still has, oldest first, without gaps.
 
-    Raises `AccessDenied` if this user may not read it, `NotFound` if there is no such log.
+    Raise `AccessDenied` if this user may not read the log, `NotFound` if there is none.
     """
-    # The coordinator finds an id as a group's does: by the same hash.
+    # The coordinator of an id is found by the same hash as the coordinator of a group.
     number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
     return [
-        _EXPIRED if value is None else _step(value)
+        _EXPIRED if value is None else _state_record(value)
         for key, value in _records(cluster, number, deadline)
         if key == _key(id)
     ]
 
 
 def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
-    """Every decision about transactions of this id that the log still has, oldest first.
+    """Return every decision about an id's transactions that the log still has, oldest first.
 
-    Raises `AccessDenied` if this user may not read it.
+    Raise `AccessDenied` if this user may not read the log.
     """
     return [
-        RecordedDecision(step.pid, step.epoch, step.status == _PREPARE_COMMIT, step.partitions)
-        for step in state_records(cluster, id, deadline)
-        if step.status in (_PREPARE_COMMIT, _PREPARE_ABORT)
+        RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
+        for record in state_records(cluster, id, deadline)
+        if record.status in (_PREPARE_COMMIT, _PREPARE_ABORT)
     ]
 
 
-def outcome_by_start(known: Sequence[StateRecord], pid: int, start: int) -> bool | None:
-    """Whether the transaction with this start was committed; None if that is not there."""
-    for step in known:
-        if (step.pid, step.start) == (pid, start) and step.status in _COMMITTED | _ABORTED:
-            return step.status in _COMMITTED
+def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bool | None:
+    """Return whether the transaction with this start time was committed; None if no record tells."""
+    for record in records:
+        if (record.pid, record.start) == (pid, start) and record.status in _COMMITTED | _ABORTED:
+            return record.status in _COMMITTED
     return None
 
 
-def last_outcome(known: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
-    """Whether the last transaction of an opening was committed, of which something was stored.
+def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
+    """Return whether the last transaction under this epoch that stored anything was committed; None if no record tells.
 
-    None if that is not there. Raises `NotYetError` as long as it may still be written: no later step is there.
+    Raise `NotRecordedYetError` while no later record is there, because the outcome may still be written.
     """
-    own = [number for number, step in enumerate(known) if (step.pid, step.epoch) == (pid, epoch)]
+    own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
     if not own:
         return None
-    last, later = known[own[-1]], known[own[-1] + 1 :]
+    last, later = records[own[-1]], records[own[-1] + 1 :]
     if not later:
         raise NotRecordedYetError
     if last.status == _ONGOING:
-        # What fences an id, and a time-out, abort what is open under an epoch of their own.
-        bump_epoch = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
-        return False if bump_epoch else None
+        # Fencing an id, and a time-out, abort what is open under the next epoch.
+        fenced = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
+        return False if fenced else None
     return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
 
 
 class NotRecordedYetError(Exception):
-    """The coordinator has not written it down yet."""
+    """The coordinator has not written the outcome down yet."""
 
 
 def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
@@ -148,7 +148,7 @@ def _key(id: str) -> bytes:
     return struct.pack(">hh", 0, len(name)) + name
 
 
-def _step(value: bytes) -> StateRecord:
+def _state_record(value: bytes) -> StateRecord:
     try:
         version, pid, epoch, _timeout, status = struct.unpack_from(">hqhib", value)
         fields = _RecordFields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
@@ -160,7 +160,10 @@ def _step(value: bytes) -> StateRecord:
 
 
 class _RecordFields:
-    """The rest of a record. Its flexible form counts in few bytes, from one, with none for a missing list."""
+    """The fields of a record's value behind the fixed ones.
+
+    The flexible form has lengths as varints of the length plus one, where 0 stands for a missing list.
+    """
 
     def __init__(self, data: bytes, at: int, flexible: bool) -> None:
         self._data = data
@@ -178,7 +181,7 @@ class _RecordFields:
                 self._skip_tags()
 
     def times(self) -> tuple[int, int]:
-        """When it was written, and when its transaction started: they come behind the partitions."""
+        """Return when the record was written and when its transaction started; both come behind the partitions."""
         return self._take(">q"), self._take(">q")
 
     def _skip_tags(self) -> None:

@@ -32,7 +32,7 @@ class SeekRequest:
 
 
 class PartitionReadState(Enum):
-    """Whether a partition is being read.
+    """The states of a partition that a reader has.
 
     | state    | event                                                     | next state |
     |----------|-----------------------------------------------------------|------------|

@@ -11,7 +11,7 @@ from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recre
 
 
 class KafkaAckContext:
-    """What a reader adds to an acknowledgement besides positions: its group, and the member's proof of membership.
+    """The group of acknowledgements, and the member's proof of membership.
 
     The proof is that of the reader's last delivery. A later proof would be wrong, because that of a member that was
     thrown out is one that a broker accepts from anyone. An earlier one would be refused, because the group's generation

@@ -1,4 +1,4 @@
-"""What the client's errors mean for the transaction in which they happen."""
+"""The meaning of the client's errors for the transaction in which they happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This process as the owner of a transactional id, and what the decision log says of it."""
+"""This process as the owner of a transactional id, and what the decision log records about that."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from txnbridge.spi import Deadline, Identity, Ledger, LedgerEntry
 
 _log = logging.getLogger("txnbridge")
 
-# Kinds of ledger records. "prepare" has a meaning for the ledger itself.
+# Kinds of ledger records; "prepare" has a meaning for the ledger itself.
 PREPARE, OUTCOME = "prepare", "outcome"
 
 
 class KafkaOwner:
-    """Knows whether this process is still the owner, and records what opening an id destroys at the coordinator."""
+    """Knows whether this process still owns the id, and records outcomes that the coordinator is about to forget."""
 
     def __init__(self, identity: Identity, ledger: Ledger, prepared_ids: int) -> None:
         self.identity = identity
         self.ledger = ledger
         self.prepared_ids = prepared_ids
         self.opening: str | None = None
-        self.spared: list[str] = []  # the ids under which earlier owners have left something prepared
-        self.denied = ""  # what an administrator has to grant, where the id was opened without the log
+        self.spared: list[str] = []  # ids under which earlier owners have left something prepared
+        self.denied = ""  # the rights to grant, if the id was opened without the log
         self._lock = threading.Lock()
 
     @property
@@ -34,10 +34,11 @@ class KafkaOwner:
         return self.identity.name
 
     def open(self, writers: int, deadline: Deadline) -> Mapping[str, Any]:
-        """Become the newest owner; what was said by the one before.
+        """Become the newest owner. Return the data of the opening before.
 
-        The most writers that any owner had are handed on: an owner that dies in the middle of opening leaves those of
-        its predecessors to the next. (And the most ids, which an owner of an earlier version looks for.)
+        The largest number of writers that any owner had is handed on: an owner that dies while it opens the id leaves
+        the writers of its predecessors to the next. (And the largest number of ids for prepared transactions, which an
+        owner of an earlier version looks for.)
         """
         with self._lock:
             newest = self.ledger.newest_opening(deadline)
@@ -52,10 +53,10 @@ class KafkaOwner:
             return before
 
     def go_on_without_log(self, error: AccessDenied) -> None:
-        """Own the id as far as the broker itself can tell, and say what that does not promise.
+        """Own the id as far as the broker alone can tell, and log what that does not promise.
 
-        For good, also if the right is granted meanwhile: to say only later that the id was opened would shut out
-        whoever has opened it since.
+        For good, even if the right is granted meanwhile: an opening that is recorded only later would fence the owner
+        that has opened the id since.
         """
         self.denied = str(error)
         _log.warning(
@@ -69,12 +70,12 @@ class KafkaOwner:
         )
 
     def open_once(self, deadline: Deadline) -> None:
-        """An id that the bridge made up for itself is opened when something has to be recorded about it."""
+        """Open an id that the bridge made up for itself, when something has to be recorded about it."""
         if self.opening is None and not self.denied:
             self.open(0, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if somebody has opened the id since."""
+        """Raise `Fenced` if another process has opened the id since (hazard H14)."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)
@@ -85,25 +86,26 @@ class KafkaOwner:
             )
 
     def record_outcome(self, key: str, committed: bool, deadline: Deadline) -> None:
-        """Keep what became of an id's last transaction, before opening the id makes the coordinator forget it.
+        """Record the outcome of an id's last transaction before opening the id makes the coordinator forget it.
 
-        Only of what this owner itself has begun: of what another one may have begun since it was looked at, it would
-        prove nothing.
+        Only of a transaction that this owner has begun: another owner may have begun one since the coordinator was
+        asked.
         """
         if self.opening is None:
-            return  # no log may be written, and so nobody was promised that it can be asked
+            return  # without the log nobody was promised that the outcome can be asked for
         self.ledger.record(OUTCOME, key, {"state": "committed" if committed else "aborted"}, deadline)
 
 
 def evidence_key(id: str, pid: int, mark: str) -> str:
-    """Under which a transaction's outcome is recorded: plain ones by their epoch, prepared ones by their start."""
+    """Return the key of a recorded outcome; `mark` is the epoch of a plain transaction, the start of a prepared one."""
     return f"{id}/{pid}/{mark}"
 
 
 def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
-    """ "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left.
+    """Return "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left.
 
-    With `under`, by that opening: in the version before, the next opener also recorded what it had seen.
+    With `under`, only if that opening recorded it: in the version before, the next opener also recorded what it had
+    seen.
     """
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)

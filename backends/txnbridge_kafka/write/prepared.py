@@ -1,4 +1,4 @@
-"""Transactions that are prepared: under ids of their own, one transaction each time such an id is opened."""
+"""Prepared transactions: each under an id that holds no other, opened anew for each transaction."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
-# While all ids are taken by unresolved transactions: how often to look whether one was resolved.
-_LOOK_SECONDS = 0.2
-# For opening an id ahead of its use, in the background.
+# The interval of checks for a resolved transaction while unresolved ones hold all ids.
+_CHECK_SECONDS = 0.2
+# The time for opening an id ahead of its use, in the background.
 _AHEAD_SECONDS = 30.0
 
 
 def is_pool_id(id: str, name: str) -> bool:
-    """Whether an id is for prepared transactions of any owner of a transactional id.
+    """Return whether an id is for prepared transactions of any owner of a transactional id.
 
-    They carry the opening that they belong to, so that no other owner ever opens one, except to end what is left. (In
-    earlier versions they did not.)
+    Such ids carry the opening that they belong to, so that no other owner ever opens one, except to end what is left
+    (hazard H15). In earlier versions they did not.
     """
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
 class KafkaPreparedWriter(KafkaWriter):
-    """Carries one transaction, which is prepared or aborted, and is then let go of."""
+    """Writes one transaction, which is prepared or aborted, and then goes back to the pool."""
 
     def __init__(
         self, pool: PreparedIdPool, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int
@@ -54,8 +54,9 @@ class KafkaPreparedWriter(KafkaWriter):
         super().begin(begin)
 
     def open(self, deadline: Deadline) -> None:
-        """An id whose opening met trouble is left for good: a late copy of that request would abort what is prepared
-        under it by then.
+        """Open the id, and leave an id for good whose opening met trouble.
+
+        A late copy of that request would abort what is prepared under the id by then (hazard H17).
         """
         while True:
             try:
@@ -69,7 +70,7 @@ class KafkaPreparedWriter(KafkaWriter):
             deadline.check("opening an id for a prepared transaction")
 
     def _take_another_id(self) -> None:
-        self.session.use_id(self._pool.another(self.id))
+        self.session.use_id(self._pool.replace_id(self.id))
 
     def evidence(self) -> Evidence:
         plain = super().evidence()
@@ -81,24 +82,27 @@ class KafkaPreparedWriter(KafkaWriter):
     def prepare(self, deadline: Deadline) -> None:
         opened = self.session.opened
         assert opened is not None
-        nothing = not self.messages and not self._acks
+        empty = not self.messages and not self._acks
         self._store(deadline)
-        if nothing:
+        if empty:
             # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
             group = f"{self._cluster.settings.prefix}empty"
             self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
-        found = self._cluster.requests.describe([self.id], deadline).get(self.id)
-        if found is None or found.state != OPEN or (found.pid, found.epoch) != (opened.pid, opened.epoch):
+        last = self._cluster.requests.describe([self.id], deadline).get(self.id)
+        if last is None or last.state != OPEN or (last.pid, last.epoch) != (opened.pid, opened.epoch):
             self._owner.check(deadline)
             self.session.abort_from_outside(deadline)
             raise TransactionTimedOut("the transaction was ended before it was prepared: its time was over")
-        self._start = found.start
+        self._start = last.start
         with self._cluster.events.step("step:record", self._begun.transaction):
             self._record(deadline)
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """From here on the next owner spares it. Raises `Fenced`, and aborts, if there is one already."""
+        """Write the prepare record, after which the next owner spares the transaction.
+
+        Raise `Fenced`, and abort, if there is a newer owner already.
+        """
         evidence = self.evidence()
         data = {
             **evidence.how,
@@ -121,7 +125,7 @@ class KafkaPreparedWriter(KafkaWriter):
 
 
 class PreparedIdPool:
-    """The ids of prepared transactions of one owner: opened ahead, one at a time, never while unresolved."""
+    """The ids of one owner for prepared transactions: opened ahead, one at a time, never while unresolved."""
 
     def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
@@ -138,24 +142,26 @@ class PreparedIdPool:
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """What a transaction asks of the broker; without a hold it gets the pool's, the longest that is allowed."""
+        """Return a transaction's time-out at the broker: without a hold the pool's, which is the longest allowed."""
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
-        """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
+        """Return a writer on a fresh id. Raise `Fenced`, and `DeadlineExceeded` if unresolved transactions hold all
+        ids.
+        """
         self._owner.open_once(deadline)
         with self._lock:
             while len(self._ids) < self._owner.prepared_ids:
                 self._ids.append(self._new_id())
         writer, oldest = self._take_or_open(deadline), None
         while writer is None:
-            # While there is time: the caller has to learn what he may end.
+            # While there is time: the error names the oldest transaction, which the caller may end.
             oldest = self._oldest(deadline) or oldest
-            if deadline.left() <= _LOOK_SECONDS:
+            if deadline.left() <= _CHECK_SECONDS:
                 raise DeadlineExceeded(self._all_taken(oldest))
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
             try:
                 writer = self._take_or_open(deadline)
             except DeadlineExceeded as error:
@@ -164,7 +170,7 @@ class PreparedIdPool:
         return writer
 
     def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """A writer on a fresh id; None if every id holds an unresolved transaction."""
+        """Return a writer on a fresh id; None if every id holds an unresolved transaction."""
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
         return writer or self._open_one(deadline)
@@ -172,8 +178,8 @@ class PreparedIdPool:
     def _new_id(self) -> str:
         return f"{self._owner.name}.{self._owner.opening}.p{next(self._numbers)}"
 
-    def another(self, id: str) -> str:
-        """One in place of this one, which is not used any more."""
+    def replace_id(self, id: str) -> str:
+        """Return a new id in place of this one, which is not used any more."""
         with self._lock:
             new = self._ids[self._ids.index(id)] = self._new_id()
             self._taken.discard(id)
@@ -207,7 +213,7 @@ class PreparedIdPool:
         try:
             writer = self._open_one(Deadline(_AHEAD_SECONDS))
         except TxnBridgeError as error:
-            # The next transaction that needs one opens it in the foreground, and is told.
+            # The next transaction that needs an id opens it in the foreground, and reports the error.
             _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
             return
         if writer is None:
@@ -219,7 +225,7 @@ class PreparedIdPool:
         writer.close()
 
     def _open_one(self, deadline: Deadline) -> KafkaPreparedWriter | None:
-        """A writer on an id that holds nothing unresolved; None if there is none at the moment."""
+        """Return a writer on an id that holds nothing unresolved; None if there is none at the moment."""
         free = self._find_free(deadline)
         if free is None:
             return None
@@ -238,32 +244,32 @@ class PreparedIdPool:
         return writer
 
     def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
-        """The next id that holds nothing unresolved, marked as taken; None if there is none."""
+        """Return the next id that holds nothing unresolved, marked as taken; None if there is none."""
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
         described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline)
-        if sum(found.state == OPEN for found in described.values()) >= self._owner.prepared_ids:
+        if sum(last.state == OPEN for last in described.values()) >= self._owner.prepared_ids:
             return None
         for id in candidates:
-            found = described.get(id)
-            if found is not None and found.state == OPEN:
+            last = described.get(id)
+            if last is not None and last.state == OPEN:
                 continue
-            if found is not None and found.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
-                continue  # it is being ended this moment
+            if last is not None and last.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
+                continue  # its transaction is being ended this moment
             with self._lock:
                 if id in self._taken:
                     continue
                 self._taken.add(id)
                 self._next = (self._ids.index(id) + 1) % len(self._ids)
-            return id, found
+            return id, last
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """The oldest that is unresolved, as far as that can be told now."""
+        """Return the token of the oldest unresolved transaction, if that can be told now."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline).items()
-            unresolved = {(id, found.pid, found.start) for id, found in described if found.state == OPEN}
+            unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
             for entry in self._owner.ledger.entries(PREPARE, deadline):
                 if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:
                     return token_of(entry, self._cluster, deadline)
@@ -279,7 +285,7 @@ class PreparedIdPool:
 
 
 def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
-    """The token that was given out when this record was written."""
+    """Return the token that was given out when this record was written."""
     data: Mapping[str, Any] = entry.data
     return Token(
         broker="kafka",
