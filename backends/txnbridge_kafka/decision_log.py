@@ -251,10 +251,7 @@ class KafkaDecisionLog(DecisionLog):
                     break
 
     def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
-        """Return at least one record, or the error that came in its place; nothing if neither came by `late`.
-
-        Raise `DeadlineExceeded`.
-        """
+        """Return at least one record or error; nothing if none came by `late`. Raise `DeadlineExceeded`."""
         while late is None or not late.expired:
             deadline.check(f"reading the decision log {self._topic}")
             first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
@@ -263,9 +260,7 @@ class KafkaDecisionLog(DecisionLog):
         return []
 
     def _check_gap(self, at: int, deadline: Deadline) -> None:
-        """Raise `PositionLost` if an offset has no record because it was dropped, and not because a control marker is
-        there.
-        """
+        """Raise `PositionLost` unless an offset lacks a record because a control marker is there."""
         begin, _ = self._bounds(deadline)
         if at < begin:
             raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")

@@ -209,8 +209,7 @@ class KafkaTopics:
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
         """Return the settings in effect of brokers; none for a broker whose settings this user may not see.
 
-        Brokers that do not answer soon are left out, unless none does: a cluster counts a dead broker for some seconds
-        more.
+        Brokers that do not answer soon are left out, unless none does: a cluster counts a dead broker for seconds more.
         """
         numbers = list(brokers)
         configs: dict[str, dict[str, str]] = {}

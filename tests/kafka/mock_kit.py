@@ -14,7 +14,7 @@ from pathlib import Path
 
 import confluent_kafka
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import (
     ActiveProducer,

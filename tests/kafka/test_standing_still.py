@@ -17,7 +17,7 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect
 from txnbridge_kafka.client.connections import Connections
-from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.messages import acknowledgement
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions

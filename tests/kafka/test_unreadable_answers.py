@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 from txnbridge_kafka.client import kafka_python
 from txnbridge_kafka.client.connections import Connections
-from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.requests import Requests
 from txnbridge_kafka.client.responses import RetryLaterError

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import confluent_kafka
@@ -21,7 +23,7 @@ import confluent_kafka.admin
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin._metadata import ClusterMetadata
 
-from txnbridge.errors import DeadlineExceeded, InvalidOption
+from txnbridge.errors import BackendMissing, DeadlineExceeded, InvalidOption
 from txnbridge.spi import Deadline
 from txnbridge_kafka.settings import KafkaSettings
 
@@ -35,6 +37,8 @@ PATIENCE = 3.0
 
 # The bound of what waits in this process for a slow broker; then a sender waits for room.
 _BUFFER_KBYTES = 64 * 1024
+
+_GROUP_METADATA = b"CGMDv2:"  # how confluent-kafka's `consumer_group_metadata` begins
 
 _clients: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -141,6 +145,37 @@ def milliseconds(timestamp: int | None) -> int:
 
 def too_large(topic: str) -> InvalidOption:
     return InvalidOption(f"a message to {topic} is larger than the client's bound (message.max.bytes)")
+
+
+@dataclass(frozen=True)
+class GroupMembership:
+    """A consumer as its group's coordinator knows it; outside of a group the generation is -1 and the name empty."""
+
+    group: str
+    generation: int
+    name: str
+    instance: str | None
+
+
+def membership_of(metadata: bytes) -> GroupMembership:
+    """Read what confluent-kafka writes for itself. Raise `BackendMissing` for another format than that of
+    our versions.
+    """
+    try:
+        if not metadata.startswith(_GROUP_METADATA):
+            raise ValueError
+        (generation,) = struct.unpack_from("<i", metadata, len(_GROUP_METADATA))
+        group, name, rest = metadata[len(_GROUP_METADATA) + 4 :].split(b"\0", 2)
+        # One byte says that no group instance id follows.
+        instance = None if rest == b"\1" else rest[1:-1].decode()
+        if instance is not None and (rest[:1], rest[-1:]) != (b"\0", b"\0"):
+            raise ValueError
+        return GroupMembership(group.decode(), generation, name.decode(), instance)
+    except (ValueError, struct.error) as error:
+        raise BackendMissing(
+            "this version of confluent-kafka describes the members of a group in a way that is not known here; install"
+            " the version that txnbridge asks for"
+        ) from error
 
 
 def _keep() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from txnbridge.spi import Partition
 from txnbridge_kafka.client import kafka_python
-from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.responses import (
     DONE,
     UNKNOWN_TOPIC,

@@ -10,10 +10,7 @@ from txnbridge_kafka.client.responses import EARLIEST, LATEST, CommittedOffset
 
 
 class KafkaOffsets:
-    """Questions about offsets, asked by raw requests (hazard H21). Any thread may ask.
-
-    Each ends by its deadline, with `DeadlineExceeded`.
-    """
+    """Questions about offsets by raw requests (hazard H21). Any thread may ask; each ends by its deadline."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
@@ -29,9 +26,8 @@ class KafkaOffsets:
     def since(
         self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
     ) -> dict[Partition, tuple[int, int]]:
-        """Return the first offset that is stamped at or after a time, or the end if there is none; and the end.
-
-        The broker also finds control markers, which are stamped when it writes them.
+        """Return the first offset stamped at or after a time, which may be a control marker's, else the end; and the
+        end.
         """
         names = list(partitions)
         # The ends first: a message that comes between the two requests is not passed over then.
@@ -42,10 +38,7 @@ class KafkaOffsets:
     def committed(
         self, group: str, partitions: Iterable[Partition], deadline: Deadline, *, decided: bool = False
     ) -> Mapping[Partition, int | None]:
-        """Return the positions of a group, None for a partition that has none.
-
-        With `decided=True` partitions are absent in which an open transaction has acknowledged messages.
-        """
+        """Return a group's positions or None; with `decided`, without those that an open transaction may change."""
         committed = self.committed_with_topics(group, partitions, deadline, decided=decided)
         return {partition: None if each is None else each.at for partition, each in committed.items()}
 

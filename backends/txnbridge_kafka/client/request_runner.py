@@ -97,9 +97,7 @@ class RequestRunner:
         return min(left, PATIENCE, max(left / 2, _LEAST_PATIENCE) if len(self._servers) > 1 else left)
 
     def _once(self, attempt: Callable[[Connections], Awaitable[T]], seconds: float) -> T:
-        """Make one attempt. Its connections are kept if it was answered, and dropped if not; a session
-        keeps its own.
-        """
+        """Make one attempt. Its connections are kept if it was answered; a session keeps its own."""
         connections = self._take()
         kept = lent = False
         try:

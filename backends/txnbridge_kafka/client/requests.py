@@ -12,7 +12,7 @@ from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client import kafka_python, messages
 from txnbridge_kafka.client.connections import Connections
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.group_membership import GroupMembership
+from txnbridge_kafka.client.librdkafka import GroupMembership
 from txnbridge_kafka.client.request_runner import RequestRunner
 from txnbridge_kafka.client.responses import (
     ACK_LATER,
@@ -174,10 +174,7 @@ class Requests:
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
     ) -> OffsetCommitResult:
-        """Put a group's positions into a transaction, with the ids of their topics.
-
-        Raise `DeadlineExceeded` if no final answer came.
-        """
+        """Put a group's positions into a transaction. Raise `DeadlineExceeded` if no final answer came."""
         added, out, lost = False, False, False
 
         async def send(connections: Connections, node: int, request: Any) -> Any:
@@ -248,10 +245,7 @@ class Requests:
     def positions(
         self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
     ) -> dict[Partition, CommittedOffset | None]:
-        """Return the positions of a group, None for a partition that has none.
-
-        With `decided` the partitions are absent whose position an open transaction may change.
-        """
+        """Return a group's positions or None; with `decided`, without those that an open transaction may change."""
         what = f"reading the positions of group {group!r}"
 
         async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
@@ -400,10 +394,7 @@ class Requests:
         return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
 
     def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
-        """Return the cluster's own id.
-
-        Raise `BrokerUnavailable` when every server has refused the connection, or had no address, for `nobody_for`.
-        """
+        """Return the cluster's id. Raise `BrokerUnavailable` if no server is there at all for `nobody_for` seconds."""
 
         async def attempt(connections: Connections) -> str:
             return str((await connections.metadata()).cluster_id)

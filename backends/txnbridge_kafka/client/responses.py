@@ -100,10 +100,7 @@ class EndTxnResult:
 
 @dataclass(frozen=True)
 class OffsetCommitResult:
-    """The final answer to an acknowledgement: 0, or the code of its refusal.
-
-    `answer_lost`: another copy of the request may still arrive, in whatever transaction.
-    """
+    """The final code of an acknowledgement. `answer_lost`: another copy of the request may still arrive."""
 
     code: int
     answer_lost: bool

@@ -102,10 +102,7 @@ def write_missing_markers_of_id(
 
 
 def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
-    """Write the missing markers in the partition of a group's positions, for which the group waits (hazard H9).
-
-    Raise the errors of `write_missing_markers_of_others`.
-    """
+    """Write the missing markers in the partition of a group's positions (hazard H9). Return what was written."""
     partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     return write_missing_markers_of_others(cluster, [partition], deadline)
 
@@ -236,10 +233,7 @@ def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, d
 
 
 def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
-    """Return, by partition, the last known decision about the transaction that is open there.
-
-    A later decision's marker would have ended the transaction.
-    """
+    """Return, by partition, the last known decision there: a later marker would have ended the transaction."""
     return {
         partition: decision
         for partition, active in open_in.items()
@@ -281,10 +275,7 @@ def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
 def open_transactions(
     cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
 ) -> dict[int, OpenPartitions]:
-    """Return what is open in these partitions, by producer id.
-
-    A partition that this user may not read raises `AccessDenied`, or is left out with `readable_only`.
-    """
+    """Return what is open in these partitions, by producer id; `readable_only` leaves out unreadable ones."""
     return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
 
 

@@ -137,10 +137,7 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
 
 
 def _wait_for_markers(cluster: KafkaCluster, id: str, session: CoordinatorSession, deadline: Deadline) -> None:
-    """Wait until the markers are written; if the broker died meanwhile, write those that it has forgotten.
-
-    Readers would wait for them for ever. Whatever comes of this, the decision is durable.
-    """
+    """Wait until the markers are written, for which readers wait; write those that a broker that died has forgotten."""
     try:
         if session.last_transaction(Deadline(min(deadline.left(), _MARKERS_SECONDS))) is not None:
             return

@@ -55,10 +55,7 @@ _EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
 
 
 def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
-    """Return every record of an id that the log still has, oldest first, without gaps.
-
-    Raise `AccessDenied` if this user may not read the log, `NotFound` if there is none.
-    """
+    """Return the records of an id that the log still has, oldest first. Raise `AccessDenied`, `NotFound`."""
     # The coordinator of an id is found by the same hash as the coordinator of a group.
     number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
     return [
@@ -69,10 +66,7 @@ def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[St
 
 
 def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
-    """Return every decision about an id's transactions that the log still has, oldest first.
-
-    Raise `AccessDenied` if this user may not read the log.
-    """
+    """Return the decisions about an id that the log still has, oldest first. Raise `AccessDenied`."""
     return [
         RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
         for record in state_records(cluster, id, deadline)
@@ -89,7 +83,8 @@ def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bo
 
 
 def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
-    """Return whether the last transaction under this epoch that stored anything was committed; None if no record tells.
+    """Return whether the last transaction under this epoch was committed, of those that stored anything; None if
+    unknown.
 
     Raise `NotRecordedYetError` while no later record is there, because the outcome may still be written.
     """

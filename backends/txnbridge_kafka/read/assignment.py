@@ -26,6 +26,14 @@ _NAMED = 8  # how many partitions a log line names
 REFRESH_SECONDS = 3.0
 
 
+@contextmanager
+def telling_the_client() -> Iterator[None]:
+    try:
+        yield
+    except KafkaException as error:
+        raise translate(error, "telling the client what to read") from error
+
+
 class KafkaAssignment:
     """One consumer of confluent-kafka with the partitions that it was assigned. One thread at a time.
 
@@ -69,10 +77,8 @@ class KafkaAssignment:
 
     def current(self, requests: Mapping[KafkaPartition, SeekRequest]) -> list[KafkaPartition]:
         """Return the partitions that have neither left nor been moved since these requests."""
-        return [each for each, request in requests.items() if self.is_assigned(each) and each.request is request]
-
-    def is_assigned(self, assigned: KafkaPartition) -> bool:
-        return self.partitions.get(assigned.partition) is assigned
+        here = {*self.partitions.values()}
+        return [each for each, request in requests.items() if each in here and each.request is request]
 
     def keep(self, error: BaseException, cause: BaseException) -> None:
         error.__cause__ = cause
@@ -119,12 +125,9 @@ class KafkaAssignment:
 
     # --- what the client reads --------------------------------------------------------------------------------------
 
+    @telling_the_client()
     def place(self, assigned: Sequence[KafkaPartition]) -> None:
         """Let the client read partitions from where they go on."""
-        with telling_the_client():
-            self._place(assigned)
-
-    def _place(self, assigned: Sequence[KafkaPartition]) -> None:
         fresh = [each for each in assigned if not self._move(each)]
         touched = {*assigned}
         if fresh and self.eager:
@@ -166,40 +169,29 @@ class KafkaAssignment:
         gone = {each.partition for each in assigned}
         self.ahead = [each for each in self.ahead if (each.topic(), each.partition()) not in gone]
 
+    @telling_the_client()
     def pause(self, partitions: Sequence[Partition]) -> None:
         assigned = [self.get(partition) for partition in partitions]
         self.paused.update(partitions)
-        with telling_the_client():
-            self._pause(assigned)
+        self._pause(assigned)
 
     def _pause(self, assigned: Iterable[KafkaPartition]) -> None:
         if names := [each.at_next() for each in assigned if each.placed]:
             self.client.pause(names)
 
+    @telling_the_client()
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
             if partition not in self.paused:
                 self.get(partition)  # raises for a partition that is not here
                 continue
             self.paused.discard(partition)
-            if (assigned := self.partitions.get(partition)) is not None:
-                with telling_the_client():
-                    self._resume(assigned)
-
-    def _resume(self, assigned: KafkaPartition) -> None:
-        if assigned.placed:
-            self.client.resume([assigned.at_next()])
-        if assigned.state is PartitionReadState.READING:
-            # From where the reader stands, whatever the client had handed out before it heard of the pause.
-            self._place([assigned])
-
-
-@contextmanager
-def telling_the_client() -> Iterator[None]:
-    try:
-        yield
-    except KafkaException as error:
-        raise translate(error, "telling the client what to read") from error
+            assigned = self.partitions.get(partition)
+            if assigned is not None and assigned.placed:
+                self.client.resume([assigned.at_next()])
+            if assigned is not None and assigned.state is PartitionReadState.READING:
+                # From where the reader stands, whatever the client had handed out before it heard of the pause.
+                self.place([assigned])
 
 
 def shown(partitions: Iterable[Partition]) -> str:

@@ -50,10 +50,7 @@ class PartitionReadState(Enum):
 
 
 class KafkaPartition:
-    """One assignment of one partition to a reader: the offset to go on at, and what was handed out.
-
-    `next` is the offset to hand out next, None until it is known.
-    """
+    """One assignment of a partition to a reader; `next` is the offset to hand out next, None until it is known."""
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition

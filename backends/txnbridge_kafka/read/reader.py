@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -97,7 +97,9 @@ class KafkaReader(Reader):
         create = subscription.group is not None
         counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
         self._offsets = cluster.offsets
-        self._assignment = KafkaAssignment(settings, subscription, cluster.watched_partitions, self._on_commit)
+        self._assignment = KafkaAssignment(
+            settings, subscription, cluster.watched_partitions, lambda *result: self._lookup.on_commit(*result)
+        )
         try:
             starts = self._start_positions(context, cluster, counts, deadline)
             self._lookup = StartLookup(
@@ -135,9 +137,6 @@ class KafkaReader(Reader):
             topic_ids = self._offsets.topic_ids(counts, deadline)
             first = ResolvedOffsets(starts.first(partitions, deadline), topic_ids=topic_ids)
             self._lookup.settle({each: each.request for each in assigned.values()}, first)
-
-    def _on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
-        self._lookup.on_commit(error, partitions)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -25,14 +24,6 @@ from txnbridge_kafka.read.start_positions import (
 )
 
 _log = logging.getLogger("txnbridge.kafka.client")
-
-
-@dataclass(frozen=True)
-class PendingStart:
-    """The offsets at which a group begins to read partitions, until the broker says that they are committed."""
-
-    requests: Mapping[KafkaPartition, SeekRequest]
-    starts: ResolvedOffsets
 
 
 class StartLookup:
@@ -60,7 +51,8 @@ class StartLookup:
         self._timeout = timeout
         self._say = say
         self._task: BackgroundTask[Any] | None = None
-        self._pending: PendingStart | None = None
+        # The requests and offsets of a start, until the broker says that it is the group's position.
+        self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
         self._refresh_at = 0.0
 
     @property
@@ -112,19 +104,14 @@ class StartLookup:
         current = [each.partition for each in self._assignment.current(requests)]
         begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
         if begun:
-            self._commit(PendingStart(requests, ResolvedOffsets(begun, topic_ids=resolved.topic_ids)), begun)
+            self._say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
+            topic_ids = {partition: metadata_of(resolved.topic_ids.get(partition[0])) for partition in begun}
+            offsets = [TopicPartition(*partition, at, topic_ids[partition]) for partition, at in begun.items()]
+            with telling_the_client():
+                self._assignment.client.commit(offsets=offsets, asynchronous=True)
+            self._pending = requests, ResolvedOffsets(begun, topic_ids=resolved.topic_ids)
         elif owed:
             self._record(sorted(owed), lambda: self.settle(requests, resolved))
-
-    def _commit(self, pending: PendingStart, begun: Mapping[Partition, int]) -> None:
-        self._say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
-        topic_ids = pending.starts.topic_ids
-        offsets = [
-            TopicPartition(*partition, at, metadata_of(topic_ids.get(partition[0]))) for partition, at in begun.items()
-        ]
-        with telling_the_client():
-            self._assignment.client.commit(offsets=offsets, asynchronous=True)
-        self._pending = pending
 
     def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
         """Take the result of a commit. The client calls this inside `poll`."""
@@ -134,7 +121,7 @@ class StartLookup:
             if pending is None or self._assignment.closed:
                 return
             if not failed:
-                self._committed(pending)
+                self._committed(*pending)
             elif not is_passing(KafkaException(failed[0])):
                 cause = KafkaException(failed[0])
                 what = f"committing where group {self._assignment.context.group!r} begins"
@@ -142,10 +129,10 @@ class StartLookup:
         except BaseException as error:
             self._assignment.errors.append(error)
 
-    def _committed(self, pending: PendingStart) -> None:
+    def _committed(self, requests: Mapping[KafkaPartition, SeekRequest], starts: ResolvedOffsets) -> None:
         assert self._group_starts is not None
-        self._group_starts.owed.update(topic for topic, _ in pending.starts.offsets)
-        self._record(sorted(self._group_starts.owed), lambda: self.settle(pending.requests, pending.starts))
+        self._group_starts.owed.update(topic for topic, _ in starts.offsets)
+        self._record(sorted(self._group_starts.owed), lambda: self.settle(requests, starts))
 
     def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
         starts, deadline = self._group_starts, Deadline(self._timeout)

@@ -172,10 +172,7 @@ _AS_IT_IS: Mapping[str, frozenset[str]] = {
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSettings:
-    """Return the settings that a URL, our options and the client's own settings make together.
-
-    Raise `InvalidOption` for a setting that is unknown, that belongs to the backend, or whose value is wrong.
-    """
+    """Return the settings that URL and options make. Raise `InvalidOption` for a setting that cannot be taken."""
     bootstrap = _bootstrap(url)
     _check(options)
     given = {name: _value(name, value) for name, value in context.client_options.items()}

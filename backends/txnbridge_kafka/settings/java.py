@@ -149,10 +149,7 @@ class _Token(NamedTuple):
 
 
 def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
-    """Return a JAAS line's login module and its options, read as Java reads it.
-
-    Raise `InvalidOption`, which says where the line is wrong and never shows any of it.
-    """
+    """Return a JAAS line's module and options, as Java reads it. `InvalidOption` never shows any of the line."""
     tokens = _tokens(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:

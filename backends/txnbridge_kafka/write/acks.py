@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping
 
 from txnbridge.errors import PositionLost
-from txnbridge.spi import Deadline, Partition, Position
+from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
 
 
@@ -24,28 +23,6 @@ class KafkaAckContext:
         self.group = group
         self.metadata: object = None
         self.topic_ids: dict[Partition, str] = {}  # of the topic that each partition is read in, where it has an id
-
-
-class TransactionAcks:
-    """The acknowledgements of one transaction, by group: the next offset to read of each partition."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, tuple[KafkaAckContext, dict[Partition, int]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    def __iter__(self) -> Iterator[tuple[KafkaAckContext, Mapping[Partition, int]]]:
-        return iter(self._groups.values())
-
-    def add(self, context: KafkaAckContext, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        _, offsets = self._groups.get(context.group, (context, {}))
-        self._groups[context.group] = context, offsets
-        for partition, acked in positions.items():
-            offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
-
-    def clear(self) -> None:
-        self._groups = {}
 
 
 def check_topics(

@@ -104,8 +104,7 @@ def evidence_key(id: str, pid: int, mark: str) -> str:
 def recorded_outcome(ledger: Ledger, key: str, deadline: Deadline, under: object = None) -> str | None:
     """Return "committed" or "aborted" if that was recorded; None if nothing was, or nothing of it is left.
 
-    With `under`, only if that opening recorded it: in the version before, the next opener also recorded what it had
-    seen.
+    `under` names the opening that must have recorded it: one version recorded also what the next opener had seen.
     """
     try:
         entries: list[LedgerEntry] = ledger.find(key, deadline)

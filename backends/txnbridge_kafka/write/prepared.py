@@ -30,8 +30,8 @@ _AHEAD_SECONDS = 30.0
 def is_pool_id(id: str, name: str) -> bool:
     """Return whether an id is for prepared transactions of any owner of a transactional id.
 
-    Such ids carry the opening that they belong to, so that no other owner ever opens one, except to end what is left
-    (hazard H15). In earlier versions they did not.
+    Such ids carry their opening, so that no other owner opens one but to end what is left (hazard H15). In earlier
+    versions they did not.
     """
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
@@ -99,9 +99,8 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the prepare record, after which the next owner spares the transaction.
-
-        Raise `Fenced`, and abort, if there is a newer owner already.
+        """Write the record by which the next owner spares the transaction; if there is one, abort, and
+        raise `Fenced`.
         """
         evidence = self.evidence()
         data = {
@@ -148,9 +147,7 @@ class PreparedIdPool:
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
     def take(self, deadline: Deadline) -> KafkaPreparedWriter:
-        """Return a writer on a fresh id. Raise `Fenced`, and `DeadlineExceeded` if unresolved transactions hold all
-        ids.
-        """
+        """Return a writer on a fresh id. Raise `Fenced`, and `DeadlineExceeded` if no id becomes free."""
         self._owner.open_once(deadline)
         with self._lock:
             while len(self._ids) < self._owner.prepared_ids:

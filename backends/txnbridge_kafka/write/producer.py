@@ -137,10 +137,7 @@ class TransactionalProducer:
         return (self.begin() or error) if error.code() in _CONSEQUENCES else error
 
     def taint_reason(self) -> str:
-        """Return why this producer must not begin another transaction; empty if nothing speaks against it.
-
-        It polls once, because that brings the client's log.
-        """
+        """Poll once for the client's log, and return why this producer must not begin another transaction, if so."""
         try:
             self.poll(0)
         except (KafkaException, SystemError) as error:

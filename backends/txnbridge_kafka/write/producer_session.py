@@ -13,7 +13,7 @@ from confluent_kafka import KafkaError
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, Fenced, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_kafka.client.coordinator_session import CoordinatorSession
-from txnbridge_kafka.client.group_membership import membership_of
+from txnbridge_kafka.client.librdkafka import membership_of
 from txnbridge_kafka.client.responses import DONE, OPEN, SETTLED, TransactionDescription
 from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_owner
@@ -153,11 +153,7 @@ class ProducerSession:
         return opened is not None and (description.pid, description.epoch) == (opened.pid, opened.epoch)
 
     def start_of_open_transaction(self, deadline: Deadline) -> int | None:
-        """Return the start time of the transaction that is open under this opening.
-
-        By its start a transaction is told from one that a late copy of its own request may begin after it
-        (hazard H19).
-        """
+        """Return the open transaction's start, which tells it from one that a late request may begin (hazard H19)."""
         now = self.describe(deadline)
         return now.start if now is not None and now.state == OPEN and self.is_own(now) else None
 
@@ -166,10 +162,7 @@ class ProducerSession:
     def acknowledge(
         self, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
     ) -> KafkaError | None:
-        """Put a group's positions into the transaction, and return the refusal, if any.
-
-        The client's own call may take ten times its deadline when a broker restarts (hazard H20).
-        """
+        """Put a group's positions into the transaction by a raw request (hazard H20). Return the refusal, if any."""
         assert self.opened is not None and isinstance(context.metadata, bytes)
         pid, epoch, member = self.opened.pid, self.opened.epoch, membership_of(context.metadata)
         lost = "the answer to an acknowledgement was lost"  # a copy of the request may still arrive (hazard H4)

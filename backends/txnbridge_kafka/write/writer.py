@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import repeat
-from operator import length_hint
+from operator import itemgetter, length_hint
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -45,7 +45,7 @@ from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
 from txnbridge_kafka.outcome.outcome import plain_status
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
-from txnbridge_kafka.write.acks import KafkaAckContext, TransactionAcks, check_topics
+from txnbridge_kafka.write.acks import KafkaAckContext, check_topics
 from txnbridge_kafka.write.failures import ENDED, ends_producer, failure
 from txnbridge_kafka.write.owner import KafkaOwner, evidence_key
 from txnbridge_kafka.write.producer import TransactionalProducer
@@ -75,12 +75,12 @@ class KafkaWriter(Writer):
         self.quick: dict[str, Callable[..., object]] = self.session.quick
         self._cluster = cluster
         self._owner = owner
-        self._begun_under: TransactionDescription | None = None  # of the opening that the last transaction is in
+        self._begun_under: TransactionDescription | None = None  # the opening that the last transaction is in
         self._unknown = False  # whether a token was given out whose only evidence is at the coordinator
         self._log: Mapping[str, Any] | None = None
         self._partitions: dict[str, int] = {}  # of the topics that were checked since the id was opened
         self._checked_groups: set[str] = set()
-        self._acks = TransactionAcks()
+        self._acks: dict[str, tuple[KafkaAckContext, dict[Partition, int]]] = {}
         self._asked = False  # whether a commit was asked for, of which everything was stored
         self._start: int | None = None  # the transaction's start time at the coordinator, where it was asked for
 
@@ -168,7 +168,7 @@ class KafkaWriter(Writer):
                 raise translate(error, f"beginning a transaction on {self.id}") from KafkaException(error)
         self._begun = begin
         self._begun_under = self.session.opened
-        self._acks.clear()
+        self._acks = {}
         self.messages = 0
         self._acknowledged = self._asked = False
         self._start = None
@@ -283,11 +283,14 @@ class KafkaWriter(Writer):
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
         assert isinstance(context, KafkaAckContext)
-        self._acks.add(context, positions)
+        _, offsets = self._acks.get(context.group, (context, {}))
+        self._acks[context.group] = context, offsets
+        for partition, acked in positions.items():
+            # A group has one position a partition: the next offset to read.
+            offsets[partition] = max(offsets.get(partition, 0), max(map(itemgetter(0), acked)) + 1)
 
     def _send_acks(self, deadline: Deadline) -> None:
-        for context, offsets in self._acks:
-            group = context.group
+        for group, (context, offsets) in self._acks.items():
             if group not in self._checked_groups:
                 self._check_group(group, deadline)
             check_topics(self._cluster.offsets, context, offsets, deadline)
@@ -301,7 +304,7 @@ class KafkaWriter(Writer):
             if not isinstance(refusal, StorageFailed):
                 refusal = self._failed(error, what, deadline)
             raise refusal from KafkaException(error)
-        self._acks.clear()
+        self._acks = {}
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -327,9 +330,7 @@ class KafkaWriter(Writer):
             self._start = session.start_of_open_transaction(deadline)
         asked_at = time.monotonic()
         with self._cluster.events.step("step:commit", self._begun.transaction):
-            error, once = None, True
-            if self._has_acks_alone():
-                error, once = self._commit_by_request(deadline)
+            error, once = self._commit_acks(deadline) if self._has_acks_alone() else (None, True)
             if error is None:
                 error = producer.commit(deadline)
         at_once = once and time.monotonic() - asked_at < self._cluster.settings.soonest_retry
@@ -344,13 +345,10 @@ class KafkaWriter(Writer):
         self._settle(error, refused_only_once, deadline)
 
     def _has_acks_alone(self) -> bool:
-        """Return whether the client takes the transaction for empty, because it did not see the acknowledgements.
-
-        Such a client sends nothing to end the transaction.
-        """
+        """Return whether the client, which saw no acknowledgement, takes the transaction for empty and ends nothing."""
         return self._acknowledged and not self.messages
 
-    def _commit_by_request(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
+    def _commit_acks(self, deadline: Deadline) -> tuple[KafkaError | None, bool]:
         try:
             return self.session.commit_by_request(deadline)
         except OutcomeUnknown:
