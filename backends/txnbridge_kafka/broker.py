@@ -97,8 +97,6 @@ class KafkaBroker(Broker):
             self._owner = KafkaOwner(identity, ledger, self._settings.prepared_ids)
         return self._owner
 
-    # --- writing --------------------------------------------------------------------------------------------------
-
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self._check_topics(STATE_TOPIC, *([self._log] if identity.owned else []))
         owner = self._owner_of(identity, ledger)
@@ -129,13 +127,9 @@ class KafkaBroker(Broker):
         self._publishers.add(publisher)
         return publisher
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
         self._monitor.start()
-        return KafkaReader(self._settings, subscription, listener, self._context, self._cluster, deadline)
-
-    # --- tokens ---------------------------------------------------------------------------------------------------
+        return KafkaReader(subscription, listener, self._context, self._cluster, deadline)
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return end_prepared(self._cluster, token, True, ledger, deadline)
@@ -150,8 +144,6 @@ class KafkaBroker(Broker):
             return plain_status(self._cluster, ledger, token.how, deadline)
         except AccessDenied as error:
             return Status(TokenState.UNKNOWN, reason=f"only the decision log can tell: {error}")
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:

@@ -77,8 +77,6 @@ class KafkaDecisionLog(DecisionLog):
         with events.step("step:log", log=name):
             self._open(deadline)
 
-    # --- opening --------------------------------------------------------------------------------------------------
-
     def _open(self, deadline: Deadline) -> None:
         if not _NAME.fullmatch(self._topic):
             raise InvalidOption(
@@ -104,8 +102,6 @@ class KafkaDecisionLog(DecisionLog):
                 f" --add-config {wanted}"
             )
         return bool(config)
-
-    # --- where it begins and ends ---------------------------------------------------------------------------------
 
     def begin(self, deadline: Deadline) -> Position | None:
         first, following = self._bounds(deadline)
@@ -142,8 +138,6 @@ class KafkaDecisionLog(DecisionLog):
         if deadline.left() <= _PAUSE:
             raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
         time.sleep(_PAUSE)
-
-    # --- appending ------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         report = self._send(record, deadline)
@@ -207,8 +201,6 @@ class KafkaDecisionLog(DecisionLog):
         with self._lock:
             self._producer = self._producer or producer
             return self._producer
-
-    # --- reading --------------------------------------------------------------------------------------------------
 
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
@@ -296,8 +288,6 @@ class KafkaDecisionLog(DecisionLog):
     def _give_back(self, reader: ConfluentConsumer) -> None:
         with self._lock:
             self._readers.append(reader)
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         _, following = self._bounds(deadline)

@@ -16,7 +16,7 @@ from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of
 from tests.kafka.test_admin import LONG, MakeAdmin, commit_one, make_admin, producer_of, visible, write  # noqa: F401
-from tests.kafka.test_mending import unverified  # noqa: F401
+from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge, Outcome, Token, Transaction
 from txnbridge.spi import Deadline
 

@@ -16,7 +16,7 @@ from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes
-from tests.kafka.test_log import client_settings, pausing, settings_for  # noqa: F401
+from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,

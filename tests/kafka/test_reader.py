@@ -134,7 +134,7 @@ class Member:
             self.settings, Requests(self.settings), KafkaTopics(self.settings), context.events
         )
         try:
-            self.reader = KafkaReader(self.settings, subscription, self.listener, context, self.cluster, Deadline(20))
+            self.reader = KafkaReader(subscription, self.listener, context, self.cluster, Deadline(20))
         except BaseException:
             self.cluster.requests.close()
             raise

@@ -25,7 +25,7 @@ from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transac
 import txnbridge
 from tests.kafka.kit import describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
-from tests.kafka.test_mending import unverified  # noqa: F401
+from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline, Partition

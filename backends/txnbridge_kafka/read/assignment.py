@@ -14,12 +14,14 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge.errors import InvalidState
 from txnbridge.spi import Partition, Subscription
 from txnbridge_kafka.client.librdkafka import ConfluentConsumer
+from txnbridge_kafka.cluster import KafkaCluster
 from txnbridge_kafka.errors import translate
-from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
+from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest
 from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.write.acks import KafkaAckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
+_group_log = logging.getLogger("txnbridge.kafka")  # for people: what a group does, and why no message comes
 _NAMED = 8  # how many partitions a log line names
 
 # How often a reader looks for partitions that were added to its topics; in a group its leader or the broker does.
@@ -40,13 +42,8 @@ class KafkaAssignment:
     `errors` are raised by the reader's next polls: they happened in a callback, or came in place of a message.
     """
 
-    def __init__(
-        self,
-        settings: KafkaSettings,
-        subscription: Subscription,
-        watched: set[Partition],
-        on_commit: Callable[..., None],
-    ) -> None:
+    def __init__(self, cluster: KafkaCluster, subscription: Subscription, on_commit: Callable[..., None]) -> None:
+        settings = cluster.settings
         self.partitions: dict[Partition, KafkaPartition] = {}
         self.paused: set[Partition] = set()
         self.errors: deque[BaseException] = deque()
@@ -57,8 +54,12 @@ class KafkaAssignment:
         self.context = KafkaAckContext(subscription.group or "")
         self.closed = False
         self._in_group = subscription.group is not None
-        self._watched = watched
+        self._watched = cluster.watched_partitions
         self.client = _connect(settings, subscription, on_commit)
+
+    def say(self, text: str, *args: object) -> None:
+        if self._in_group:
+            _group_log.info("group %r: " + text, self.context.group, *args)
 
     def add(self, partition: Partition) -> KafkaPartition:
         self._watched.add(partition)
@@ -100,8 +101,6 @@ class KafkaAssignment:
         else:
             self.context.topic_ids[assigned.partition] = topic_id
 
-    # --- fetching ---------------------------------------------------------------------------------------------------
-
     def fetch(self, limit: int, wait: float) -> list[Any]:
         """Return what the client has at hand, else what comes first within a time."""
         batch: list[Any] = []
@@ -122,8 +121,6 @@ class KafkaAssignment:
         if ahead:
             return int(ahead[0])
         return int(self.client.position([assigned.at_next()])[0].offset)
-
-    # --- what the client reads --------------------------------------------------------------------------------------
 
     @telling_the_client()
     def place(self, assigned: Sequence[KafkaPartition]) -> None:
@@ -189,7 +186,7 @@ class KafkaAssignment:
             assigned = self.partitions.get(partition)
             if assigned is not None and assigned.placed:
                 self.client.resume([assigned.at_next()])
-            if assigned is not None and assigned.state is PartitionReadState.READING:
+            if assigned is not None and assigned.reading:
                 # From where the reader stands, whatever the client had handed out before it heard of the pause.
                 self.place([assigned])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import dropwhile, groupby
@@ -29,6 +29,9 @@ class SeekRequest:
     since: tuple[int, int] | None = None  # the time that `target` stands for, and the end of the log at the seek
     refused: int | None = None
     topic_id: str | None = None
+
+
+SeekRequests = Mapping[Partition, SeekRequest]
 
 
 class PartitionReadState(Enum):
@@ -75,6 +78,10 @@ class KafkaPartition:
     def announced(self) -> bool:
         """Return whether the listener knows of the partition."""
         return self.state is not PartitionReadState.ASSIGNED
+
+    @property
+    def reading(self) -> bool:
+        return self.state is PartitionReadState.READING
 
     def was_handed_out(self, offset: int) -> bool:
         """Return whether an offset lies within what was handed out in this assignment, or at its end."""

@@ -45,11 +45,9 @@ from txnbridge_kafka.read.start_positions import (
     ResolvedOffsets,
     out_of_range_text,
 )
-from txnbridge_kafka.settings import KafkaSettings
 from txnbridge_kafka.write.acks import KafkaAckContext
 
 _log = logging.getLogger("txnbridge.kafka.client")
-_group_log = logging.getLogger("txnbridge.kafka")  # for people: what a group does, and why no message comes
 
 # A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
 SHORT_CALL = 10.0
@@ -83,7 +81,6 @@ class KafkaReader(Reader):
 
     def __init__(
         self,
-        settings: KafkaSettings,
         subscription: Subscription,
         listener: ReaderListener,
         context: Context,
@@ -97,15 +94,11 @@ class KafkaReader(Reader):
         create = subscription.group is not None
         counts = {topic: cluster.topics.partitions(topic, deadline, create=create) for topic in subscription.topics}
         self._offsets = cluster.offsets
-        self._assignment = KafkaAssignment(
-            settings, subscription, cluster.watched_partitions, lambda *result: self._lookup.on_commit(*result)
-        )
+        self._assignment = KafkaAssignment(cluster, subscription, lambda *args: self._lookup.on_commit(*args))
         try:
             starts = self._start_positions(context, cluster, counts, deadline)
-            self._lookup = StartLookup(
-                self._assignment, starts, self._offsets, listener, subscription.topics, settings.timeout, self._say
-            )
-            self._rebalance = GroupRebalance(self._assignment, listener, self._say)
+            self._lookup = StartLookup(self._assignment, starts, listener, cluster.settings.timeout)
+            self._rebalance = GroupRebalance(self._assignment, listener)
             if subscription.group is None:
                 self._begin_alone(starts, counts, deadline)
             else:
@@ -132,13 +125,11 @@ class KafkaReader(Reader):
         partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
         assigned = {partition: self._assignment.add(partition) for partition in partitions}
         if isinstance(self._subscription.start, int):
-            self._lookup.request_time(assigned, self._subscription.start, deadline)
+            self._lookup.request(starts.at_time(assigned, self._subscription.start, deadline))
         else:
             topic_ids = self._offsets.topic_ids(counts, deadline)
             first = ResolvedOffsets(starts.first(partitions, deadline), topic_ids=topic_ids)
             self._lookup.settle({each: each.request for each in assigned.values()}, first)
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         while True:
@@ -229,7 +220,7 @@ class KafkaReader(Reader):
             assigned = self._assignment.partitions.get(partition)
             if assigned is None:
                 continue  # it has left meanwhile
-            if assigned.state is not PartitionReadState.READING or partition in self._assignment.paused:
+            if not assigned.reading or partition in self._assignment.paused:
                 assigned.reached = None
                 continue
             try:
@@ -245,7 +236,7 @@ class KafkaReader(Reader):
         """Take an error that came in place of a message."""
         partition = message.topic(), message.partition()
         assigned = self._assignment.partitions.get(partition)
-        reading = assigned is not None and assigned.state is PartitionReadState.READING
+        reading = assigned is not None and assigned.reading
         if error.code() == KafkaError._PARTITION_EOF:
             if assigned is not None and reading and assigned.reached is not None:
                 assigned.reached = message.offset()
@@ -261,8 +252,6 @@ class KafkaReader(Reader):
             self._assignment.keep(translate(cause, f"reading {partition[0]}"), cause)
         else:
             _log.debug("waited out: %s", error)
-
-    # --- positions --------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         partitions = self._assignment.partitions
@@ -284,7 +273,7 @@ class KafkaReader(Reader):
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         placed = {partition: each for partition, each in self._assignment.partitions.items() if each.next is not None}
-        self._lookup.request_time(placed, timestamp, deadline)
+        self._lookup.request(self._lookup.starts.at_time(placed, timestamp, deadline))
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         lowest = {partition: min(map(_offset, given)) for partition, given in positions.items() if given}
@@ -312,8 +301,7 @@ class KafkaReader(Reader):
         return {key: self._behind(each, stands[key], ends[key]) for key, each in assigned.items()}
 
     def _behind(self, assigned: KafkaPartition, stands: int, end: int) -> int:
-        reading = assigned.state is PartitionReadState.READING
-        if reading and assigned.reached is not None and stands >= (assigned.next or 0):
+        if assigned.reading and assigned.reached is not None and stands >= (assigned.next or 0):
             # No message is outstanding, so the reader stands where the client does.
             stands = max(stands, assigned.reached, self._assignment.offset_ahead(assigned))
         return max(0, end - stands)
@@ -323,8 +311,6 @@ class KafkaReader(Reader):
             self._assignment.renew_context()
         return self._assignment.context
 
-    # --- closing ----------------------------------------------------------------------------------------------------
-
     def close(self, deadline: Deadline) -> None:
         if self._assignment.closed:
             return
@@ -333,11 +319,7 @@ class KafkaReader(Reader):
         if not closing.join(deadline.left()):
             raise DeadlineExceeded(f"no broker answered within {deadline.seconds:g} s while the reader was closed")
         closing.finish()
-        self._say("left")
-
-    def _say(self, text: str, *args: object) -> None:
-        if self._subscription.group is not None:
-            _group_log.info("group %r: " + text, self._subscription.group, *args)
+        self._assignment.say("left")
 
 
 def _offset(position: Position) -> int:

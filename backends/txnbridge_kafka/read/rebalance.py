@@ -18,35 +18,34 @@ from txnbridge_kafka.read.assignment import KafkaAssignment, shown
 class GroupRebalance:
     """The callbacks of a group's member."""
 
-    def __init__(self, assignment: KafkaAssignment, listener: ReaderListener, say: Callable[..., None]) -> None:
+    def __init__(self, assignment: KafkaAssignment, listener: ReaderListener) -> None:
         self._assignment = assignment
         self._listener = listener
-        self._say = say
 
     def join(self, topics: Sequence[str]) -> None:
         self._assignment.client.subscribe(
             list(topics), on_assign=self.on_assign, on_revoke=self.on_revoke, on_lost=self.on_lost
         )
-        self._say("joining; what a member that died had comes here once the broker takes it for dead")
+        self._assignment.say("joining; what a member that died had comes here once the broker takes it for dead")
 
     def on_assign(self, client: Any, partitions: list[TopicPartition]) -> None:
         try:
             if not self._assignment.closed:
                 for partition in _keys(partitions):
                     self._assignment.add(partition)
-                self._say("given %s", shown(_keys(partitions)) or "nothing")
+                self._assignment.say("given %s", shown(_keys(partitions)) or "nothing")
             # None of them is read before its start is found.
             (client.assign if self._assignment.eager else client.incremental_assign)([])
         except BaseException as error:
             self._assignment.errors.append(error)
 
     def on_revoke(self, client: object, partitions: list[TopicPartition]) -> None:
-        self._say("gives up %s: it is shared out anew", shown(_keys(partitions)))
+        self._assignment.say("gives up %s: it is shared out anew", shown(_keys(partitions)))
         self._leave(partitions, before=self._revoking)
 
     def on_lost(self, client: object, partitions: list[TopicPartition]) -> None:
         names = shown(_keys(partitions))
-        self._say("%s left: the broker took this member for dead, or could not be reached in time", names)
+        self._assignment.say("%s left: the broker took this member for dead, or could not be reached in time", names)
         self._leave(partitions, after=self._listener.lost)
 
     def _leave(

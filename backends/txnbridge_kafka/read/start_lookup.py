@@ -10,9 +10,8 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded
-from txnbridge.spi import BackgroundTask, Deadline, Partition, ReaderListener
+from txnbridge.spi import BackgroundTask, Deadline, ReaderListener
 from txnbridge_kafka.client.messages import metadata_of
-from txnbridge_kafka.client.offsets import KafkaOffsets
 from txnbridge_kafka.errors import is_passing, translate
 from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, shown, telling_the_client
 from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
@@ -33,23 +32,13 @@ class StartLookup:
     """
 
     def __init__(
-        self,
-        assignment: KafkaAssignment,
-        starts: KafkaStartPositions,
-        offsets: KafkaOffsets,
-        listener: ReaderListener,
-        topics: Sequence[str],
-        timeout: float,
-        say: Callable[..., None],
+        self, assignment: KafkaAssignment, starts: KafkaStartPositions, listener: ReaderListener, timeout: float
     ) -> None:
         self._assignment = assignment
         self.starts = starts
         self._group_starts = starts if isinstance(starts, KafkaGroupStartPositions) else None
-        self._offsets = offsets
         self._listener = listener
-        self._topics = topics
         self._timeout = timeout
-        self._say = say
         self._task: BackgroundTask[Any] | None = None
         # The requests and offsets of a start, until the broker says that it is the group's position.
         self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
@@ -87,15 +76,13 @@ class StartLookup:
             self._record(sorted(unchecked), lambda: None)
         elif self._group_starts is None and time.monotonic() >= self._refresh_at:
             self._refresh_at = time.monotonic() + REFRESH_SECONDS
-            self._task = BackgroundTask(lambda: self._offsets.counts(self._topics, deadline), self._add_new_partitions)
+            self._task = BackgroundTask(lambda: starts.counts(deadline), self._add_new_partitions)
 
     def _add_new_partitions(self, counts: Mapping[str, int]) -> None:
         for topic, count in counts.items():
             for number in range(count):
                 if (topic, number) not in self._assignment.partitions:
                     self._assignment.add((topic, number))
-
-    # --- where a group begins is committed and recorded before it is read -------------------------------------------
 
     def _begin(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
         owed = set() if self._group_starts is None else self._group_starts.owed
@@ -104,7 +91,7 @@ class StartLookup:
         current = [each.partition for each in self._assignment.current(requests)]
         begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
         if begun:
-            self._say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
+            self._assignment.say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
             topic_ids = {partition: metadata_of(resolved.topic_ids.get(partition[0])) for partition in begun}
             offsets = [TopicPartition(*partition, at, topic_ids[partition]) for partition, at in begun.items()]
             with telling_the_client():
@@ -139,8 +126,6 @@ class StartLookup:
         assert starts is not None
         self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
 
-    # --- going on ---------------------------------------------------------------------------------------------------
-
     def settle(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
         """Let partitions go on at the offsets that were found; a partition without one waits."""
         ready: list[KafkaPartition] = []
@@ -149,7 +134,7 @@ class StartLookup:
                 continue
             if not each.announced:
                 at = start.at if isinstance(start, LostPosition) else start
-                self._say("%s: is here, from %d on", shown([each.partition]), at)
+                self._assignment.say("%s: is here, from %d on", shown([each.partition]), at)
                 each.announce(self._listener.assigned(each.partition))
             if isinstance(start, LostPosition):
                 each.lose(start.why, start.at)
@@ -172,15 +157,3 @@ class StartLookup:
             each.seek(request)
         if self._group_starts is None and all(request.topic_id == p.topic_id for p, request in requests.items()):
             self.settle(requests, ResolvedOffsets({p.partition: p.next for p in requests if p.next is not None}))
-
-    def request_time(self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline) -> None:
-        """Let partitions go on at the first message that is stamped at or after a time."""
-        topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
-        since = self._offsets.since(partitions, timestamp, deadline)
-        starts = {each: since[partition] for partition, each in partitions.items()}
-        self.request(
-            {
-                each: SeekRequest(target=first, since=(timestamp, end), topic_id=topic_ids.get(each.partition[0]))
-                for each, (first, end) in starts.items()
-            }
-        )

@@ -12,7 +12,7 @@ from typing import Any
 from txnbridge.errors import AccessDenied, TxnBridgeError
 from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
 from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
-from txnbridge_kafka.read.partition import SeekRequest
+from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
 
 _log = logging.getLogger("txnbridge")
 
@@ -58,7 +58,21 @@ class KafkaStartPositions:
                 since = self._offsets.since(partitions, int(timestamp), deadline)
                 return {partition: first for partition, (first, _end) in since.items()}
 
-    def resolve(self, requests: Mapping[Partition, SeekRequest], deadline: Deadline) -> ResolvedOffsets:
+    def at_time(
+        self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline
+    ) -> dict[KafkaPartition, SeekRequest]:
+        """Return the requests by which partitions go on at the first message stamped at or after a time."""
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
+        since = self._offsets.since(partitions, timestamp, deadline)
+        return {
+            partitions[name]: SeekRequest(target=first, since=(timestamp, end), topic_id=topic_ids.get(name[0]))
+            for name, (first, end) in since.items()
+        }
+
+    def counts(self, deadline: Deadline) -> dict[str, int]:
+        return self._offsets.counts(self._subscription.topics, deadline)
+
+    def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Answer seek requests. A partition that was added since the reader's start is read from its beginning."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
@@ -70,9 +84,7 @@ class KafkaStartPositions:
         """Return the name of the position's owner, for errors."""
         return "this reader's position"
 
-    def _of_known_topics(
-        self, requests: Mapping[Partition, SeekRequest], deadline: Deadline
-    ) -> tuple[Mapping[str, str], Mapping[Partition, SeekRequest]]:
+    def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
         """Return the ids of the topics, and the requests about topics that the broker knows now.
 
         A broker that has just started answers before it knows its topics; the others are asked about again.
@@ -80,9 +92,7 @@ class KafkaStartPositions:
         topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
         return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
 
-    def _recreated(
-        self, requests: Mapping[Partition, SeekRequest], topic_ids: Mapping[str, str]
-    ) -> Mapping[Partition, LostPosition]:
+    def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
         """Return the partitions whose offset belongs to a topic that was deleted and created again since."""
         return {
             partition: self.recreated(partition, request.target or request.refused or 0)
@@ -93,9 +103,7 @@ class KafkaStartPositions:
     def recreated(self, partition: Partition, at: int) -> LostPosition:
         return LostPosition(recreated_text(self.owner(), partition, at), at)
 
-    def _refused(
-        self, requests: Mapping[Partition, SeekRequest], deadline: Deadline
-    ) -> Mapping[Partition, int | LostPosition]:
+    def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
         """Return the offsets that the broker refused: as they are if it has them now, else as lost."""
         refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
         begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
@@ -145,7 +153,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
     def owner(self) -> str:
         return f"the position of group {self._group!r}"
 
-    def resolve(self, requests: Mapping[Partition, SeekRequest], deadline: Deadline) -> ResolvedOffsets:
+    def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Answer seek requests, but for partitions whose position an open transaction may still change."""
         topic_ids, requests = self._of_known_topics(requests, deadline)
         committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
@@ -195,9 +203,7 @@ class KafkaGroupStartPositions(KafkaStartPositions):
             _log.debug("whether an end was forgotten that group %r waits for is asked again: %s", self._group, error)
         self._search_at = time.monotonic() + _PATIENCE
 
-    def _begin(
-        self, topic: str, numbers: Sequence[int], requests: Mapping[Partition, SeekRequest], deadline: Deadline
-    ) -> ResolvedOffsets:
+    def _begin(self, topic: str, numbers: Sequence[int], requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
         """Answer for partitions in which the group has no position: they begin, or their position was lost."""
         count, began = self._read_record(topic, deadline)
         targets: dict[Partition, int] = {}

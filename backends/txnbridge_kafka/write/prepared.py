@@ -197,8 +197,6 @@ class PreparedIdPool:
         if self._ahead is not None:
             self._ahead.join(deadline.left())
 
-    # --- opening ahead ----------------------------------------------------------------------------------------------
-
     def _open_ahead(self) -> None:
         with self._lock:
             if self._closed or self._ready or (self._ahead is not None and self._ahead.is_alive()):

@@ -56,8 +56,6 @@ class ProducerSession:
         self.id = id
         self.opened = self.previous_transaction = None
 
-    # --- opening ----------------------------------------------------------------------------------------------------
-
     def open(self, deadline: Deadline) -> None:
         """Open the id: the coordinator fences any other process, and aborts what that had open."""
         # A process that slept since it last checked would fence a newer owner (hazard H14).
@@ -142,8 +140,6 @@ class ProducerSession:
                 self._cluster, self._owner, self.opened, self.previous_transaction, partitions, deadline
             )
 
-    # --- what the coordinator says ------------------------------------------------------------------------------------
-
     def describe(self, deadline: Deadline) -> TransactionDescription | None:
         return self._cluster.requests.describe([self.id], deadline).get(self.id)
 
@@ -156,8 +152,6 @@ class ProducerSession:
         """Return the open transaction's start, which tells it from one that a late request may begin (hazard H19)."""
         now = self.describe(deadline)
         return now.start if now is not None and now.state == OPEN and self.is_own(now) else None
-
-    # --- raw requests of a transaction --------------------------------------------------------------------------------
 
     def acknowledge(
         self, context: KafkaAckContext, offsets: Mapping[Partition, int], deadline: Deadline
@@ -187,8 +181,6 @@ class ProducerSession:
             self.stale = "a commit was not answered"
             raise
         return (None if ended.code == DONE else KafkaError(ended.code)), ended.only_once
-
-    # --- ending -------------------------------------------------------------------------------------------------------
 
     def end_if_open(self, deadline: Deadline) -> TransactionDescription | None:
         """Abort what is open under this opening, and describe the id's last transaction; None if the id is forgotten.

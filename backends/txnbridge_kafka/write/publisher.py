@@ -50,8 +50,6 @@ class KafkaPublisher(Publisher):
         self._unserved = 0
         self._producer: ConfluentProducer | None = make_producer(settings, self._failures.append, _own(settings))
 
-    # --- sending --------------------------------------------------------------------------------------------------
-
     def send(
         self,
         topic: str,
@@ -116,8 +114,6 @@ class KafkaPublisher(Publisher):
             raise translate(error, f"looking at topic {topic!r}") from error
         time.sleep(_PAUSE)
 
-    # --- what became of it ----------------------------------------------------------------------------------------
-
     def flush(self, deadline: Deadline) -> None:
         """Return when every message is stored. A message that is not stored by the deadline is tried further."""
         producer = self._ready()
@@ -161,8 +157,6 @@ class KafkaPublisher(Publisher):
         if self._producer is None:
             raise InvalidState("this publisher is closed")
         return self._producer
-
-    # --- the rest -------------------------------------------------------------------------------------------------
 
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
         raise NotSupported(_NO_SEQUENCE)

@@ -353,7 +353,7 @@ def answers(log):
 
 FORKING = """
 import gc, os, sys
-from tests.kafka.test_log import append, open_log, read
+from tests.kafka.test_decision_log import append, open_log, read
 log = open_log(sys.argv[1], sys.argv[2])
 append(log, b"parent")
 assert len(read(log)) == 1
