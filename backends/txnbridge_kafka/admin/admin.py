@@ -98,8 +98,8 @@ class KafkaAdmin(Admin):
         return count
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
-        found = self._topics.all(deadline)
-        settings = self._topics.configs(list(found), deadline)
+        topics = self._topics.all(deadline)
+        settings = self._topics.configs(list(topics), deadline)
         return [
             TopicInfo(
                 name=name,
@@ -108,16 +108,16 @@ class KafkaAdmin(Admin):
                 retention_seconds=None if (kept := _limit(settings[name], "retention.ms")) is None else kept / 1000,
                 retention_bytes=_limit(settings[name], "retention.bytes"),
             )
-            for name, topic in found.items()
+            for name, topic in topics.items()
         ]
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        while users := [f for f in self._unended(deadline) if any(topic == name for topic, _ in f.partitions)]:
-            for found in users:
+        while users := [each for each in self._unended(deadline) if any(topic == name for topic, _ in each.partitions)]:
+            for last in users:
                 # A transaction that is ending is over within milliseconds, and its writer may believe that it has
                 # ended.
-                if found.state == OPEN or deadline.left() <= _CHECK_SECONDS:
-                    raise InvalidState(f"topic {name!r} is in use by the transaction of {found.id}; end that first")
+                if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
+                    raise InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end that first")
             time.sleep(_CHECK_SECONDS)
         self._topics.delete(name, deadline)
 
@@ -153,7 +153,7 @@ class KafkaAdmin(Admin):
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         records = self._records(deadline)
-        return [self._shown(found, records.of(found), deadline) for found in self._unended(deadline, owners)]
+        return [self._shown(last, records.of(last), deadline) for last in self._unended(deadline, owners)]
 
     def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
         listed = self._requests.transactions(deadline, _UNENDED)
@@ -161,25 +161,25 @@ class KafkaAdmin(Admin):
         wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
         described = self._requests.describe(wanted, deadline)
         # A transaction that has ended in between is left out.
-        return [found for found in described.values() if found.state in _UNENDED]
+        return [last for last in described.values() if last.state in _UNENDED]
 
-    def _shown(self, found: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+    def _shown(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
         if prepared is None:
-            token, transaction, messages = None, found.id, None
+            token, transaction, messages = None, last.id, None
         else:
             token = token_of(prepared.entry, self._cluster, deadline)
             transaction, messages = token.transaction, token.messages
         open_state = "open" if prepared is None else "prepared"
         return OpenTransaction(
             transaction=transaction,
-            state=open_state if found.state == OPEN else "ending",
-            owner=found.id,
-            since=found.start,
-            expires_at=None if found.start is None else found.start + found.timeout,
-            partitions=found.partitions,
+            state=open_state if last.state == OPEN else "ending",
+            owner=last.id,
+            since=last.start,
+            expires_at=None if last.start is None else last.start + last.timeout,
+            partitions=last.partitions,
             messages=messages,
             token=token,
-            transactional_id=owner_of(found.id),
+            transactional_id=owner_of(last.id),
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
@@ -190,21 +190,21 @@ class KafkaAdmin(Admin):
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         records = self._records(deadline)
-        found, prepared = self._look_up(transaction, records, deadline)
+        last, prepared = self._look_up(transaction, records, deadline)
         commit = decision is Decision.COMMIT
         if prepared is not None:
             token = token_of(prepared.entry, self._cluster, deadline)
             return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
-        if found is None or found.state not in _UNENDED:
+        if last is None or last.state not in _UNENDED:
             raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
-        if found.state != OPEN:
-            return _outcome(found)
+        if last.state != OPEN:
+            return _outcome(last)
         if commit:
             raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
         if records.unread is not None:
             # The transaction may be prepared, and its commit decided.
             raise records.unread
-        return self._abort(found, deadline)
+        return self._abort(last, deadline)
 
     def _records(self, deadline: Deadline) -> _PrepareRecords:
         return _PrepareRecords(self._topics, self._settings.log_topic(""), self._context, deadline)
@@ -216,20 +216,20 @@ class KafkaAdmin(Admin):
         prepared = records.named(transaction)
         if prepared is not None:
             return None, prepared
-        found = self._requests.describe([transaction], deadline).get(transaction)
-        return found, None if found is None else records.of(found)
+        last = self._requests.describe([transaction], deadline).get(transaction)
+        return last, None if last is None else records.of(last)
 
-    def _abort(self, found: TransactionDescription, deadline: Deadline) -> Outcome:
+    def _abort(self, last: TransactionDescription, deadline: Deadline) -> Outcome:
         """Fence the id, which aborts what is open in one act (hazard H13), and return the true outcome.
 
         The writer may itself have ended the transaction since it was described.
         """
-        self._requests.fence(found.id, found.timeout, deadline)
-        assert found.start is not None
-        status = status_after_fencing(self._cluster, found, deadline)
+        self._requests.fence(last.id, last.timeout, deadline)
+        assert last.start is not None
+        status = status_after_fencing(self._cluster, last, deadline)
         if status.state is TokenState.UNKNOWN:
             raise OutcomeUnknown(
-                f"the writer of {found.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
+                f"the writer of {last.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
                 f" that, unless it had just been ended by its writer: {status.reason}"
             )
         return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
@@ -275,15 +275,15 @@ class _PrepareRecords:
         self._context = context
         self._deadline = deadline
         self._applications: list[str] | None = None
-        self._found: dict[str, list[_Prepared]] = {}
+        self._by_owner: dict[str, list[_Prepared]] = {}
         self.unread: TxnBridgeError | None = None  # why a log could not be read
 
-    def of(self, found: TransactionDescription) -> _Prepared | None:
+    def of(self, last: TransactionDescription) -> _Prepared | None:
         """Return the record of the transaction that a writer has open, or has ended last."""
-        writer = _WRITER.fullmatch(found.id)
-        if writer is None or not writer["prepared"] or found.state == "Empty":
+        writer = _WRITER.fullmatch(last.id)
+        if writer is None or not writer["prepared"] or last.state == "Empty":
             return None
-        return next((each for each in self._all(writer["owner"]) if each.is_about(found)), None)
+        return next((each for each in self._all(writer["owner"]) if each.is_about(last)), None)
 
     def named(self, transaction: str) -> _Prepared | None:
         """Return the record of a transaction by its own id, which begins with its owner's."""
@@ -293,10 +293,10 @@ class _PrepareRecords:
         return next((each for each in self._all(owner) if each.entry.transaction == transaction), None)
 
     def _all(self, owner: str) -> list[_Prepared]:
-        if owner not in self._found:
+        if owner not in self._by_owner:
             ledgers = [self._context.ledger(application, owner) for application in self._logs()]
-            self._found[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
-        return self._found[owner]
+            self._by_owner[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
+        return self._by_owner[owner]
 
     def _entries(self, ledger: Ledger) -> list[LedgerEntry]:
         try:
@@ -321,10 +321,10 @@ def owner_of(id: str) -> str:
     return id if writer is None else writer["owner"]
 
 
-def _outcome(found: TransactionDescription) -> Outcome:
-    if found.state in COMMITTED:
+def _outcome(last: TransactionDescription) -> Outcome:
+    if last.state in COMMITTED:
         return Outcome.COMMITTED
-    assert found.state in ABORTED, found.state
+    assert last.state in ABORTED, last.state
     return Outcome.ABORTED
 
 

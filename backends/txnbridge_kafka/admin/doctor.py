@@ -42,11 +42,11 @@ def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice
 def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     settings = cluster.settings
     wanted = settings.timeout + (settings.hold or 0)
-    for number, found in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
-        if not found:
+    for number, config in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
+        if not config:
             text = f"this user may not see the settings of broker {number}, so nothing is said of them"
             yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
-        longest = longest_ms(found) / 1000
+        longest = longest_ms(config) / 1000
         if longest < wanted:
             yield Advice(
                 "problem",
@@ -79,10 +79,10 @@ def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[st
 
 
 def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    told = settings.get("min.insync.replicas")
-    in_sync = _IN_SYNC if told is None else int(told)
+    configured = settings.get("min.insync.replicas")
+    in_sync = _IN_SYNC if configured is None else int(configured)
     has = f"has {'1 copy' if copies == 1 else f'{copies} copies'}"
-    if told is not None and copies < in_sync:
+    if configured is not None and copies < in_sync:
         yield (
             "problem",
             f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it",
@@ -117,8 +117,8 @@ def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings)
 
 def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
     """Report transactions that are open in a partition although they have ended, or no coordinator knows them."""
-    found = survey(cluster, deadline)
-    for each in found.hanging:
+    seen = survey(cluster, deadline)
+    for each in seen.hanging:
         id = each.description.id
         yield Advice(
             "problem",
@@ -126,15 +126,15 @@ def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]
             f"has ended, and the broker forgot that in {listed(each.open_in)}: readers wait there for ever",
             f"stop its writer, then: txnbridge transactions repair {shlex.quote(id)} --yes --reason TEXT",
         )
-    for pid, open_in in found.unknown.items():
+    for pid, open_in in seen.unknown.items():
         yield Advice(
             "problem",
             f"producer {pid}",
             f"has a transaction open in {listed(open_in)}, and no coordinator knows it: readers wait there for ever",
             "kafka-transactions.sh abort, once it is certain that it was not committed",
         )
-    if found.unread:
-        text = f"this user may not read {found.unread} of the partitions that it sees, so nothing is said of those"
+    if seen.unread:
+        text = f"this user may not read {seen.unread} of the partitions that it sees, so nothing is said of those"
         yield Advice("warning", "rights", text, "grant it Read on their topics")
-    if not (found.hanging or found.unknown):
+    if not (seen.hanging or seen.unknown):
         yield Advice("ok", "markers", "what has ended has ended in all partitions that this user may read")

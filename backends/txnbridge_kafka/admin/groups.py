@@ -30,7 +30,7 @@ class KafkaGroups:
         what = "listing groups"
         listed = self._result(self._client.list_consumer_groups(request_timeout=seconds(self._deadline)), what)
         names = [each.group_id for each in listed.valid if each.type in _KINDS]
-        return {name: len(found.members) for name, found in self._described(names).items()}
+        return {name: len(group.members) for name, group in self._described(names).items()}
 
     def describe(self, name: str) -> GroupInfo:
         """Return one group. Raise `NotFound`."""
@@ -66,8 +66,7 @@ class KafkaGroups:
         targets = self._offsets_at(wanted, to)
         offsets = ConsumerGroupTopicPartitions(name, [TopicPartition(*p, at) for p, at in targets.items()])
         answer = self._client.alter_consumer_group_offsets([offsets], request_timeout=seconds(self._deadline))[name]
-        found = self._result(answer, f"setting group {name!r}", name)
-        for each in found.topic_partitions:
+        for each in self._result(answer, f"setting group {name!r}", name).topic_partitions:
             if each.error is not None:
                 raise self._refusal(KafkaException(each.error), f"setting group {name!r}", name)
         return {partition: (at,) for partition, at in targets.items()}
@@ -88,9 +87,9 @@ class KafkaGroups:
         """Return a group's positions in the topics that still exist."""
         asked = [ConsumerGroupTopicPartitions(name)]
         answers = self._client.list_consumer_group_offsets(asked, request_timeout=seconds(self._deadline))
-        found = self._result(answers[name], f"reading the positions of group {name!r}").topic_partitions
+        offsets = self._result(answers[name], f"reading the positions of group {name!r}").topic_partitions
         topics = self._cluster.topics.all(self._deadline)
-        return {(p.topic, p.partition): p.offset for p in found if p.offset >= 0 and p.topic in topics}
+        return {(p.topic, p.partition): p.offset for p in offsets if p.offset >= 0 and p.topic in topics}
 
     def _result(self, answer: Any, what: str, group: str = "") -> Any:
         try:
@@ -99,7 +98,7 @@ class KafkaGroups:
             raise self._refusal(error, what, group) from error
 
     def _refusal(self, error: KafkaException, what: str, group: str) -> Exception:
-        found = kafka_error(error)
-        if found is not None and found.code() in _MEMBERS:
+        cause = kafka_error(error)
+        if cause is not None and cause.code() in _MEMBERS:
             return InvalidState(f"group {group!r} has members: stop them first")
         return translate(error, what)

@@ -27,9 +27,9 @@ def check_topics(cluster: KafkaCluster, log: str, overview: ClusterMetadata, dea
         settings = cluster.topics.configs(list(topics), Deadline(min(_SECONDS, deadline.left())))
     except BrokerUnavailable:
         return {}
-    found = list(judge(topics, settings))
-    problems = {advice.subject: advice for advice in found if advice.level == "problem"}
-    warnings = [advice for advice in found if advice.level == "warning" and len(overview.brokers) > 1]
+    findings = list(judge(topics, settings))
+    problems = {advice.subject: advice for advice in findings if advice.level == "problem"}
+    warnings = [advice for advice in findings if advice.level == "warning" and len(overview.brokers) > 1]
     for advice in (*problems.values(), *warnings):
         _log.warning("%s: %s; %s", advice.subject, advice.text, advice.remedy)
     return problems

@@ -118,9 +118,9 @@ def end_prepared(cluster: KafkaCluster, token: Token, commit: bool, ledger: Ledg
     """End a prepared transaction, and return its true outcome, also if another process was first. Safe to repeat."""
     id, pid, epoch, _ = read_how(token.how)
     with closing(cluster.requests.coordinator_session(id, deadline)) as session:
-        with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
+        with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
             ended = cluster.requests.end(id, pid, epoch, commit, deadline)
-            told["code"] = ended.code
+            event["code"] = ended.code
         if ended.code == 0:
             _wait_for_markers(cluster, id, session, deadline)
     if ended.code == 0:
@@ -164,7 +164,7 @@ def read_how(how: Mapping[str, Any]) -> tuple[str, int, int, int]:
 
 
 def _numbers(how: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
-    found = (how.get("id"), *(how.get(name) for name in names))
-    if not isinstance(found[0], str) or not all(type(number) is int for number in found[1:]):
+    values = (how.get("id"), *(how.get(name) for name in names))
+    if not isinstance(values[0], str) or not all(type(number) is int for number in values[1:]):
         raise InvalidToken(f"this token is damaged: it does not tell its id and, in numbers, its {' and '.join(names)}")
-    return found
+    return values

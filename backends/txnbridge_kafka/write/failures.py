@@ -30,8 +30,8 @@ _NEEDED = {
 
 
 def is_fenced(error: BaseException | None) -> bool:
-    found = None if error is None else kafka_error(error)
-    return found is not None and found.code() in _FENCED
+    cause = None if error is None else kafka_error(error)
+    return cause is not None and cause.code() in _FENCED
 
 
 def ends_producer(error: KafkaError) -> bool:
