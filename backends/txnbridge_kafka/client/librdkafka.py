@@ -158,9 +158,7 @@ class GroupMembership:
 
 
 def membership_of(metadata: bytes) -> GroupMembership:
-    """Read what confluent-kafka writes for itself. Raise `BackendMissing` for another format than that of
-    our versions.
-    """
+    """Read confluent-kafka's own format of a membership. Raise `BackendMissing` for another format."""
     try:
         if not metadata.startswith(_GROUP_METADATA):
             raise ValueError

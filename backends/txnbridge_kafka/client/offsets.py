@@ -26,9 +26,7 @@ class KafkaOffsets:
     def since(
         self, partitions: Iterable[Partition], timestamp: int, deadline: Deadline
     ) -> dict[Partition, tuple[int, int]]:
-        """Return the first offset stamped at or after a time, which may be a control marker's, else the end; and the
-        end.
-        """
+        """Return the first offset (of a message or a marker) stamped at or after a time, else the end; and the end."""
         names = list(partitions)
         # The ends first: a message that comes between the two requests is not passed over then.
         ends = self.ends(names, deadline)

@@ -99,9 +99,7 @@ class KafkaPreparedWriter(KafkaWriter):
         self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """Write the record by which the next owner spares the transaction; if there is one, abort, and
-        raise `Fenced`.
-        """
+        """Write the record for which the next owner spares the transaction. If there is one, abort: `Fenced`."""
         evidence = self.evidence()
         data = {
             **evidence.how,
