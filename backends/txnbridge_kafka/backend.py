@@ -1,4 +1,4 @@
-"""What Kafka promises through us, and how a URL becomes a connection."""
+"""The backend that the core finds: how a URL becomes a connection to Kafka."""
 
 from __future__ import annotations
 
@@ -6,62 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from txnbridge.errors import BackendMissing
-from txnbridge.spi import (
-    NATIVE,
-    Backend,
-    Broker,
-    Capabilities,
-    Capability,
-    Context,
-    Deadline,
-    Limits,
-    Support,
-    Url,
-    absent,
-    emulated,
-)
-from txnbridge_kafka.limits import DEFAULT_LONGEST_MS, message_bytes
+from txnbridge.spi import Backend, Broker, Context, Deadline, Limits, Url
+from txnbridge_kafka.capabilities import CAPABILITIES, DEFAULT_LONGEST_MS, message_bytes
 from txnbridge_kafka.settings import OPTIONS, read
-
-_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
-_ONE_MEMBER = "a partition is read by one member of a group"
-
-CAPABILITIES = Capabilities(
-    "Kafka",
-    {
-        **dict.fromkeys(Capability, NATIVE),
-        Capability.FENCING: emulated(
-            "the broker fences each writer; the decision log says which owner of the id is newest"
-        ),
-        Capability.PREPARE: emulated(
-            "an open transaction whose producer is dropped; a record of it is in the decision log"
-        ),
-        Capability.RESOLVE_ANYWHERE: emulated("EndTxn with the producer id and epoch that the token carries"),
-        Capability.STATUS_LOOKUP: emulated(
-            "the coordinator's start time tells a transaction from others of its writer"
-        ),
-        Capability.REDELIVERY: emulated("the reader goes back; what came after the message comes again too"),
-        Capability.DECISION_LOG: emulated("a topic with one partition in which the first record for an id counts"),
-        Capability.INDIVIDUAL_ACK: absent(_ONE_POSITION),
-        Capability.SHARE_MESSAGE: absent(_ONE_MEMBER),
-        Capability.SHARE_KEY: absent(_ONE_MEMBER),
-        Capability.RESUME_SEQUENCE: absent("a producer's sequence ends with its session"),
-        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
-    },
-)
-
-
-def without_log(denied: str) -> Mapping[Capability, Support]:
-    """What is left for an owner that may not use its decision log; `denied` says what it would need."""
-    return {
-        Capability.FENCING: emulated(
-            "the broker fences each writer; without the decision log an owner that may use it can take the id back"
-        ),
-        Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
-        Capability.STATUS_LOOKUP: emulated(
-            "the coordinator tells until a writer is opened again; after that nobody can without the decision log"
-        ),
-    }
 
 
 class KafkaBackend(Backend):
@@ -80,7 +27,7 @@ class KafkaBackend(Backend):
     def check_installed(self) -> None:
         try:
             from txnbridge_kafka import broker  # noqa: F401
-            from txnbridge_kafka.wire.library import check_version
+            from txnbridge_kafka.client.kafka_python import check_version
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0].replace("_", "-")
             if package.startswith("txnbridge"):
@@ -94,4 +41,4 @@ class KafkaBackend(Backend):
         self.check_installed()
         from txnbridge_kafka.broker import KafkaBroker
 
-        return KafkaBroker(read(url, options, context), context, self, deadline)
+        return KafkaBroker(read(url, options, context), context, deadline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from txnbridge.errors import AccessDenied, InvalidOption, NotSupported, TxnBridgeError
@@ -26,61 +25,56 @@ from txnbridge.spi import (
     TokenState,
     Writer,
 )
-from txnbridge_kafka.administration.admin import KafkaAdmin
-from txnbridge_kafka.administration.preflight import look_at_topics
-from txnbridge_kafka.backend import without_log
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.endings import end_prepared, plain_status, prepared_status
-from txnbridge_kafka.ends.history import STATE_TOPIC
-from txnbridge_kafka.ends.watch import Watch
-from txnbridge_kafka.limits import longest_transaction_ms, message_bytes
-from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.owner import Owner
+from txnbridge_kafka.admin.admin import KafkaAdmin
+from txnbridge_kafka.admin.preflight import check_topics
+from txnbridge_kafka.capabilities import CAPABILITIES, message_bytes, without_log
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.decision_log import KafkaDecisionLog
+from txnbridge_kafka.outcome.hanging_transaction_monitor import HangingTransactionMonitor
+from txnbridge_kafka.outcome.outcome import end_prepared, plain_status, prepared_status
+from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
 from txnbridge_kafka.read.reader import KafkaReader
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics, longest_transaction_ms
 from txnbridge_kafka.write.opening import open_id
-from txnbridge_kafka.write.prepared import Pool
+from txnbridge_kafka.write.owner import KafkaOwner
+from txnbridge_kafka.write.prepared import PreparedIdPool
 from txnbridge_kafka.write.publisher import KafkaPublisher
 from txnbridge_kafka.write.writer import KafkaWriter
 
-if TYPE_CHECKING:
-    from txnbridge_kafka.backend import KafkaBackend
-
-
 _log = logging.getLogger("txnbridge")
-# A URL that is wrong, or a broker that does not run, mostly stays so: a user who mistyped a port hears of it soon.
+# A wrong URL, or a broker that does not run, mostly stays so: the user of a mistyped port learns of it soon.
 _NOBODY_SECONDS = 1.0
 
 
 class KafkaBroker(Broker):
-    """Opened by `KafkaBackend.open`."""
+    """The connection that `KafkaBackend.open` makes."""
 
-    def __init__(self, settings: Settings, context: Context, backend: KafkaBackend, deadline: Deadline) -> None:
+    def __init__(self, settings: KafkaSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._log = settings.log_topic(context.application)
         requests = Requests(settings)
-        self._cluster = Cluster(settings, requests, Topics(settings, requests), context.events)
+        self._cluster = KafkaCluster(settings, requests, KafkaTopics(settings, requests), context.events)
         try:
             self.cluster = self._cluster.requests.cluster_id(deadline, nobody_for=_NOBODY_SECONDS)
             overview = self._cluster.topics.overview(deadline)
             self._longest_ms = longest_transaction_ms(self._cluster.topics, overview.brokers, deadline)
             self._check_times()
-            self._useless = look_at_topics(self._cluster, self._log, overview, deadline)
+            self._unwritable = check_topics(self._cluster, self._log, overview, deadline)
         except BaseException:
             self._cluster.requests.close()
             raise
-        self.capabilities = backend.capabilities
+        self.capabilities = CAPABILITIES
         self.limits = Limits(
             message_bytes=message_bytes(settings.client),
             prepared_seconds=self._longest_ms / 1000,
             prepared_transactions=settings.prepared_ids,
         )
-        self._watch = Watch(self._cluster)
-        self._owner: Owner | None = None
-        self._pool: Pool | None = None
+        self._monitor = HangingTransactionMonitor(self._cluster)
+        self._owner: KafkaOwner | None = None
+        self._pool: PreparedIdPool | None = None
         self._publishers: WeakSet[KafkaPublisher] = WeakSet()
 
     def _check_times(self) -> None:
@@ -93,17 +87,15 @@ class KafkaBroker(Broker):
 
     def _check_topics(self, *needed: str) -> None:
         for name in needed:
-            if name in self._useless:
-                advice = self._useless[name]
+            if name in self._unwritable:
+                advice = self._unwritable[name]
                 raise NotSupported(f"nothing can be written here: {name} {advice.text}; {advice.remedy}")
 
-    def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
-        self._watch.start()
+    def _owner_of(self, identity: Identity, ledger: Ledger) -> KafkaOwner:
+        self._monitor.start()
         if self._owner is None:
-            self._owner = Owner(identity, ledger, self._settings.prepared_ids)
+            self._owner = KafkaOwner(identity, ledger, self._settings.prepared_ids)
         return self._owner
-
-    # --- writing --------------------------------------------------------------------------------------------------
 
     def open_writers(self, identity: Identity, count: int, ledger: Ledger, deadline: Deadline) -> list[Writer]:
         self._check_topics(STATE_TOPIC, *([self._log] if identity.owned else []))
@@ -116,13 +108,13 @@ class KafkaBroker(Broker):
             open_id(self._cluster, owner, writers, deadline)
             if owner.denied:
                 self.capabilities = self.capabilities.but(without_log(owner.denied))
-        # Without an id of its own nobody has to be fenced, and each is opened when it is first used.
+        # Nobody has to be fenced from an id that the bridge made up: each is opened when it is first used.
         return list(writers)
 
     def prepare_writer(self, identity: Identity, ledger: Ledger, deadline: Deadline) -> Writer:
         owner = self._owner_of(identity, ledger)
         if self._pool is None:
-            self._pool = Pool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
+            self._pool = PreparedIdPool(self._cluster, owner, self._prepared_ms(), self._longest_ms)
         return self._pool.take(deadline)
 
     def _prepared_ms(self) -> int:
@@ -135,13 +127,9 @@ class KafkaBroker(Broker):
         self._publishers.add(publisher)
         return publisher
 
-    # --- reading --------------------------------------------------------------------------------------------------
-
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        self._watch.start()
-        return KafkaReader(self._settings, subscription, listener, self._context, self._cluster, deadline)
-
-    # --- tokens ---------------------------------------------------------------------------------------------------
+        self._monitor.start()
+        return KafkaReader(subscription, listener, self._context, self._cluster, deadline)
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
         return end_prepared(self._cluster, token, True, ledger, deadline)
@@ -157,17 +145,15 @@ class KafkaBroker(Broker):
         except AccessDenied as error:
             return Status(TokenState.UNKNOWN, reason=f"only the decision log can tell: {error}")
 
-    # --- the rest -------------------------------------------------------------------------------------------------
-
     @property
     def admin(self) -> Admin:
         return KafkaAdmin(self._cluster, self._context)
 
     def decision_log(self, name: str, deadline: Deadline) -> DecisionLog:
-        return KafkaLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
+        return KafkaDecisionLog(self._settings, name, deadline, self._context.events, self._cluster.topics)
 
     def close(self, deadline: Deadline) -> None:
-        self._watch.close()
+        self._monitor.close()
         for publisher in list(self._publishers):
             try:
                 publisher.close(deadline)

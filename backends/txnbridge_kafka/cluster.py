@@ -1,4 +1,4 @@
-"""What every part of a bridge to one cluster shares."""
+"""The things that all parts of a bridge to one cluster share."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from txnbridge.spi import Emitter, Partition
-from txnbridge_kafka.offsets import Offsets
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.offsets import KafkaOffsets
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The settings, and the ways to ask."""
+class KafkaCluster:
+    """The settings of a cluster, and the means to ask it."""
 
-    settings: Settings
+    settings: KafkaSettings
     requests: Requests
-    topics: Topics
+    topics: KafkaTopics
     events: Emitter
-    places: set[Partition] = field(default_factory=set)  # where this bridge writes and reads
+    watched_partitions: set[Partition] = field(default_factory=set)  # the partitions that this bridge writes and reads
 
     @cached_property
-    def offsets(self) -> Offsets:
-        """Where partitions begin and end."""
-        return Offsets(self.requests)
+    def offsets(self) -> KafkaOffsets:
+        return KafkaOffsets(self.requests)

@@ -1,4 +1,4 @@
-"""Topics: looked at by confluent-kafka's client, created and changed by our own requests, each with a deadline."""
+"""Topics: described by confluent-kafka's client, created and changed by raw requests, each with a deadline."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from confluent_kafka.admin._metadata import ClusterMetadata, TopicMetadata
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, InvalidOption, NotFound
 from txnbridge.spi import Deadline, Partition
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire.answers import BROKER, DONE, TOPIC, Answer
-from txnbridge_kafka.wire.clients import AdminClient, ignore, look_at
-from txnbridge_kafka.wire.errors import kafka_error, translate
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.capabilities import DEFAULT_LONGEST_MS, longest_ms
+from txnbridge_kafka.client.librdkafka import ConfluentAdminClient, ignore, refresh_metadata
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import BROKER, DONE, TOPIC, RequestResult
+from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.settings import KafkaSettings
 
 OFFSETS_TOPIC = "__consumer_offsets"
 
-# What a topic of our own needs: records that nothing drops by age or size, and no leader that has lost some.
+# The settings of a topic of our own: nothing drops records by age or size, and no leader may lack some.
 KEEP_ALL: Mapping[str, str] = {
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
     "unclean.leader.election.enable": "false",
 }
-# The client of a log's reader wants the name of a group, and looks for its coordinator; no group is ever joined.
+# A log's consumer needs the name of a group, and looks for its coordinator; no group is ever joined.
 LOG_GROUP = "txnbridge-log"
-# To read, to append, to look at, and to drop old records.
+# Needed to read, to append, to describe, and to drop old records.
 _RIGHTS = ("Read", "Write", "Describe", "DescribeConfigs", "Delete")
 
-# As many copies as Kafka keeps of its own transaction state, where there are as many brokers.
+# Kafka's own number of copies of its transaction state, where there are as many brokers.
 _COPIES = 3
-# Topics of Kafka's own, which makes them itself.
+# Topics of Kafka's own, which it creates itself.
 _KAFKAS_OWN = "__"
 
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
-_LOOK_SECONDS = 0.02
-# One that lives answers within milliseconds.
+_PAUSE_SECONDS = 0.02
+# A living broker answers within milliseconds.
 _BROKER_SECONDS = 2.0
 _DENIED = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
@@ -52,28 +53,28 @@ _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 _log = logging.getLogger("txnbridge.kafka.client")
 
 
-class Topics:
+class KafkaTopics:
     """The topics of a cluster. Any thread may call; nothing is connected before the first call."""
 
-    def __init__(self, settings: Settings, requests: Requests | None = None) -> None:
+    def __init__(self, settings: KafkaSettings, requests: Requests | None = None) -> None:
         self._settings = settings
         self._requests = requests
         self._lock = threading.Lock()
-        self._client: AdminClient | None = None
+        self._client: ConfluentAdminClient | None = None
 
     def partitions(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> int:
-        """How many partitions a topic has; a missing one is created where that is allowed. Raises `NotFound`.
+        """Return how many partitions a topic has; create a missing topic where that is allowed. Raise `NotFound`.
 
-        If it has less than `at_least`, it is asked again for a moment: partitions may have been added just now.
+        If there are fewer than `at_least`, ask again for a moment: partitions may have been added just now.
         """
         count = self.count(topic, deadline)
-        # From the first answer on: it may itself take longer than that.
+        # From the first answer on, which may itself take longer than that.
         sure_at = time.monotonic() + _SURE_SECONDS
         if not count and create and self._may_create(topic):
             self.create(topic, self._settings.create_topics, deadline)
             sure_at = deadline.at
         while count < at_least and time.monotonic() < sure_at and not deadline.expired:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
             count = self.count(topic, deadline)
         if not count:
             raise NotFound(
@@ -83,7 +84,7 @@ class Topics:
         return count
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> int:
-        """As `partitions`, for a message to this one, or to any. Raises `NotFound` also for a missing partition."""
+        """Return how many partitions a topic has. Raise `NotFound` if the topic or the partition is missing."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         count = self.partitions(topic, deadline, at_least=(partition or 0) + 1)
@@ -95,30 +96,30 @@ class Topics:
         return self._settings.create_topics > 0 and not topic.startswith(_KAFKAS_OWN)
 
     def count(self, topic: str, deadline: Deadline) -> int:
-        """How many partitions a broker says that a topic has; 0 if it knows none of that name."""
+        """Return how many partitions a topic has, as one broker says; 0 if it does not know the topic."""
         what = f"looking at topic {topic!r}"
-        found = self._asked(lambda: look_at(self._admin(), deadline, topic), deadline, what).topics[topic]
-        if found.error is None or found.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
-            return len(found.partitions)
-        if found.error.code() in _MISSING:
+        metadata = self._call_client(lambda: refresh_metadata(self._admin(), deadline, topic), deadline, what)
+        described: TopicMetadata = metadata.topics[topic]
+        if described.error is None or described.error.code() == KafkaError.LEADER_NOT_AVAILABLE:
+            return len(described.partitions)
+        if described.error.code() in _MISSING:
             return 0
-        error = KafkaException(found.error)
+        error = KafkaException(described.error)
         raise translate(error, what) from error
 
     def all(self, deadline: Deadline) -> dict[str, TopicMetadata]:
-        """Every topic, with its partitions and their replicas."""
+        """Return every topic, with its partitions and their replicas."""
         return dict(self.overview(deadline).topics)
 
     def brokers(self, deadline: Deadline) -> list[int]:
-        """The numbers of the living brokers."""
+        """Return the numbers of the living brokers."""
         return sorted(self.overview(deadline).brokers)
 
     def overview(self, deadline: Deadline) -> ClusterMetadata:
-        """The living brokers and every topic, by one question."""
-        found: ClusterMetadata = self._asked(
-            lambda: look_at(self._admin(), deadline), deadline, "listing brokers and topics"
-        )
-        return found
+        """Return the living brokers and every topic, by one request."""
+        what = "listing brokers and topics"
+        metadata: ClusterMetadata = self._call_client(lambda: refresh_metadata(self._admin(), deadline), deadline, what)
+        return metadata
 
     def create(
         self,
@@ -128,7 +129,7 @@ class Topics:
         config: Mapping[str, str] | None = None,
         replicas: int | None = None,
     ) -> bool:
-        """Create a topic; False if it was there already, with however many partitions. Raises `InvalidOption`."""
+        """Create a topic; False if it exists, with however many partitions. Raise `InvalidOption`."""
         copies, settings = replicas or self._settings.replicas, config or {}
         try:
             self._administer(
@@ -143,27 +144,27 @@ class Topics:
     def create_internal_topic(
         self, name: str, deadline: Deadline, config: Mapping[str, str] = KEEP_ALL, partitions: int = 1
     ) -> None:
-        """See to it that a topic of our own is there, whoever creates it.
+        """Make sure that a topic of our own exists, whoever creates it.
 
-        Raises `AccessDenied` with what an administrator has to do if it is not and this user may not create it, and
-        `InvalidOption` if it has another number of partitions.
+        Raise `AccessDenied`, with what an administrator has to do, if it does not exist and this user may not create
+        it, and `InvalidOption` if it has another number of partitions.
         """
         try:
-            found = self.count(name, deadline)
-            if not found:
+            count = self.count(name, deadline)
+            if not count:
                 copies = self._copies(deadline)
                 self.create(name, partitions, deadline, {**config, **_in_sync(copies)}, copies)
-            while not found:  # a broker may hear of it later than the one that made it
+            while not count:  # a broker may learn of the topic later than the one that created it
                 deadline.check(f"waiting for the topic {name!r} to be there")
-                time.sleep(_LOOK_SECONDS)
-                found = self.count(name, deadline)
+                time.sleep(_PAUSE_SECONDS)
+                count = self.count(name, deadline)
         except AccessDenied as error:
             raise AccessDenied(self._for_the_administrator(name, config, partitions)) from error.__cause__
-        if found != partitions:
-            raise InvalidOption(f"topic {name!r} has {found} partitions and must have {partitions}: it is not ours")
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} has {count} partitions and must have {partitions}: it is not ours")
 
     def _copies(self, deadline: Deadline) -> int:
-        """How many copies a topic of our own gets: a broker's own default is one, in a cluster of many too."""
+        """Return the number of copies of a topic of our own: a broker's own default is 1, in a large cluster too."""
         if self._settings.replicas > 0:
             return self._settings.replicas
         return min(_COPIES, len(self.brokers(deadline)))
@@ -181,17 +182,17 @@ class Topics:
         )
 
     def grants(self, name: str) -> str:
-        """The commands that give a user all rights to a topic of our own, a line each."""
+        """Return the commands that give a user all rights to a topic of our own, a line each."""
         command = f"\n  kafka-acls.sh --bootstrap-server {self._settings.bootstrap} --add --allow-principal User:NAME"
         rights = " ".join(f"--operation {right}" for right in _RIGHTS)
         return f"{command} {rights} --topic {name}{command} --operation Describe --group {LOG_GROUP}"
 
     def delete(self, topic: str, deadline: Deadline) -> None:
-        """Raises `NotFound`."""
+        """Delete a topic. Raise `NotFound`."""
         self._change(lambda requests: requests.delete_topic(topic, deadline), deadline, f"deleting topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions. Raise `NotFound`, and `InvalidOption` for fewer partitions than there are."""
         has = self.count(topic, deadline)
         if not has:
             raise NotFound(f"there is no topic {topic!r}")
@@ -202,59 +203,59 @@ class Topics:
             self._change(lambda requests: requests.grow_topic(topic, partitions, deadline), deadline, what)
 
     def configs(self, topics: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """The settings in effect of topics; of one that this user may not look into, none."""
+        """Return the settings in effect of topics; none for a topic whose settings this user may not see."""
         return self._settings_of(TOPIC, topics, deadline)
 
     def broker_configs(self, brokers: Iterable[int], deadline: Deadline) -> dict[str, dict[str, str]]:
-        """The settings in effect of brokers; of one that this user may not look into, none.
+        """Return the settings in effect of brokers; none for a broker whose settings this user may not see.
 
-        Without those that do not answer soon, unless none does: a cluster counts one that died for some seconds more.
+        Brokers that do not answer soon are left out, unless none does: a cluster counts a dead broker for seconds more.
         """
-        asked = list(brokers)
-        found: dict[str, dict[str, str]] = {}
-        while asked and not found:
+        numbers = list(brokers)
+        configs: dict[str, dict[str, str]] = {}
+        while numbers and not configs:
             deadline.check("asking brokers for their settings")
-            for number in asked:
+            for number in numbers:
                 with suppress(BrokerUnavailable):
                     soon = Deadline(min(_BROKER_SECONDS, deadline.left()))
-                    found.update(self._settings_of(BROKER, [str(number)], soon))
-        return found
+                    configs.update(self._settings_of(BROKER, [str(number)], soon))
+        return configs
 
     def _settings_of(self, kind: int, names: Sequence[str], deadline: Deadline) -> dict[str, dict[str, str]]:
         what = "asking for settings"
-        found: dict[str, dict[str, str]] = {}
+        configs: dict[str, dict[str, str]] = {}
         with self._asking() as requests:
-            told = requests.configs(kind, names, deadline)
-        for name, (answer, settings) in told.items():
+            answers = requests.configs(kind, names, deadline)
+        for name, (answer, settings) in answers.items():
             if answer.code and answer.code not in (*_DENIED, *_MISSING):
                 error = _exception(answer)
                 raise translate(error, what) from error
-            found[name] = dict(settings)
-        return found
+            configs[name] = dict(settings)
+        return configs
 
     def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> None:
-        """Drop the records of a partition before an offset. Raises the client's own error."""
+        """Drop the records of a partition before an offset. Raise the client's own error."""
         self._administer(lambda requests: requests.drop_records(partition, before, deadline), deadline)
 
     @contextmanager
     def _asking(self) -> Iterator[Requests]:
-        """Our own requests: the client's may end the process when a broker dies while it is asked."""
+        """Yield raw requests: the client's may end the process when a broker dies under them (hazard H21)."""
         if self._requests is not None:
             yield self._requests
             return
         with closing(Requests(self._settings)) as requests:
             yield requests
 
-    def _admin(self) -> AdminClient:
+    def _admin(self) -> ConfluentAdminClient:
         with self._lock:
             if self._client is None:
-                # Nobody polls it, so its lines would pile up; its errors say the same.
-                told = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
-                self._client = AdminClient(told)
+                # This client is never polled, so its log lines would pile up; its errors say the same.
+                config = {**self._settings.client, "log_level": 0, "logger": _log, "error_cb": ignore}
+                self._client = ConfluentAdminClient(config)
             return self._client
 
-    def _asked(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
-        """One call of the client; an error that passes by itself is asked again until the deadline."""
+    def _call_client(self, ask: Callable[[], Any], deadline: Deadline, what: str) -> Any:
+        """Call the client; repeat the call after an error that passes by itself, until the deadline."""
         while True:
             try:
                 return ask()
@@ -262,46 +263,51 @@ class Topics:
                 refused = translate(error, what)
                 if not _passes(error):
                     raise refused from error
-                if deadline.left() <= _LOOK_SECONDS:
+                if deadline.left() <= _PAUSE_SECONDS:
                     raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
 
-    def _change(self, ask: Callable[[Requests], Answer], deadline: Deadline, what: str) -> None:
+    def _change(self, ask: Callable[[Requests], RequestResult], deadline: Deadline, what: str) -> None:
         try:
             self._administer(ask, deadline)
         except KafkaException as error:
             raise translate(error, what) from error
 
-    def _administer(self, ask: Callable[[Requests], Answer], deadline: Deadline) -> None:
-        """Ask until it is done. Raises the client's own error."""
+    def _administer(self, ask: Callable[[Requests], RequestResult], deadline: Deadline) -> None:
+        """Send a request until it is carried out. Raise the client's own error."""
         while True:
             with self._asking() as requests:
                 answer = ask(requests)
             if answer.code == DONE:
                 return
             error = _exception(answer)
-            if not _passes(error) or deadline.left() <= _LOOK_SECONDS:
+            if not _passes(error) or deadline.left() <= _PAUSE_SECONDS:
                 raise error
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_PAUSE_SECONDS)
 
 
-def _exception(answer: Answer) -> KafkaException:
+def longest_transaction_ms(topics: KafkaTopics, brokers: Iterable[int], deadline: Deadline) -> int:
+    """Return how long a transaction may live on every one of these brokers that answers."""
+    return min(map(longest_ms, topics.broker_configs(brokers, deadline).values()), default=DEFAULT_LONGEST_MS)
+
+
+def _exception(answer: RequestResult) -> KafkaException:
     return KafkaException(KafkaError(answer.code, answer.text))
 
 
 def _in_sync(copies: int) -> dict[str, str]:
-    """So many that one broker may be away, and of three copies two have a record before it counts."""
+    """Return the setting by which one broker may be down, and with three copies a record counts once two have it."""
     return {"min.insync.replicas": str(max(1, min(2, copies - 1)))}
 
 
 def _code(error: KafkaException) -> int:
-    found = kafka_error(error)
-    assert found is not None
-    return found.code()
+    cause = kafka_error(error)
+    assert cause is not None
+    return cause.code()
 
 
 def _passes(error: KafkaException) -> bool:
-    # A broker that has just started, or was slow, may be out of the controller's count for a moment.
+    # A broker that has just started, or was slow, may be missing at the controller for a moment.
     if _code(error) == KafkaError.INVALID_REPLICATION_FACTOR:
         return "currently fenced" in error.args[0].str()
     return _code(error) in (
@@ -315,7 +321,7 @@ def _passes(error: KafkaException) -> bool:
 
 
 def offsets_partition(group: str, partitions: int) -> Partition:
-    """Where the broker keeps a group's positions: by the hash that Java has for text."""
+    """Return where the broker keeps a group's positions: by the hash that Java has for text."""
     code = 0
     units = group.encode("utf-16-be", "surrogatepass")
     for at in range(0, len(units), 2):

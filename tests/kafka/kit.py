@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from txnbridge_kafka.broker import KafkaBroker
-from txnbridge_kafka.wire.answers import Described
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import TransactionDescription
 from txnbridge_kafka.write.producer import TransactionalProducer
 from txnbridge_kafka.write.writer import KafkaWriter
 
@@ -18,7 +18,7 @@ def writer_of(txn: Transaction) -> KafkaWriter:
 
 
 def producer_of(txn: Transaction) -> TransactionalProducer:
-    producer = writer_of(txn)._producer
+    producer = writer_of(txn).session.producer
     assert producer is not None
     return producer
 
@@ -33,6 +33,6 @@ def requests_of(bridge: Bridge) -> Requests:
     return bridge._connection.broker._cluster.requests
 
 
-def describe(bridge: Bridge, *ids: str) -> dict[str, Described]:
+def describe(bridge: Bridge, *ids: str) -> dict[str, TransactionDescription]:
     """What the coordinator says of Kafka's own ids; those that it does not know are absent."""
     return requests_of(bridge).describe(ids, Deadline(30))

@@ -13,11 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import confluent_kafka
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.ends.history import Step
-from txnbridge_kafka.wire.answers import Acknowledged, ActiveProducer, Described, Ended, Listed
-from txnbridge_kafka.wire.line import Witness
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import (
+    ActiveProducer,
+    EndTxnResult,
+    OffsetCommitResult,
+    TransactionDescription,
+    TransactionListing,
+)
+from txnbridge_kafka.outcome.transaction_state_log import StateRecord
 
 from txnbridge.errors import AccessDenied, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
@@ -78,10 +84,10 @@ class Coordinator(Requests):
     """Says of every transactional id what the test wants to be true, and ends what is open."""
 
     def __init__(self) -> None:
-        self.told = Described("", "Empty", 1000, 0, None, 30_000, ())
+        self.told = TransactionDescription("", "Empty", 1000, 0, None, 30_000, ())
         self.silent = self.denied = False
         self.settles = False  # whether what is being committed is complete when it is asked about again
-        self.steps: list[Step] = []  # what it has written down
+        self.steps: list[StateRecord] = []  # what it has written down
         self.ended: list[bool] = []  # the decisions that were asked for
         self.refusals: list[int] = []  # of acknowledgements, which our own requests bring
 
@@ -97,25 +103,27 @@ class Coordinator(Requests):
     def cluster_id(self, deadline: Deadline, *, nobody_for: float = 0) -> str:
         return "mock"
 
-    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, Described]:
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
         self._answer(deadline)
         told = self.told
         if self.settles and told.state == "PrepareCommit":
             self.becomes("CompleteCommit")
         return {id: replace(told, id=id) for id in ids}
 
-    def witness(self, id: str, deadline: Deadline) -> Witness:
-        return _Witness(self, id, deadline)
+    def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
+        return _CoordinatorSession(self, id, deadline)
 
     def end(
-        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, shut_out: bool | None = None
-    ) -> Ended:
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
+    ) -> EndTxnResult:
         self._answer(deadline)
         self.ended.append(commit)
         self.becomes("CompleteCommit" if commit else "CompleteAbort")
-        return Ended(0, pid, epoch)
+        return EndTxnResult(0, pid, epoch)
 
-    def transactions(self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()) -> list[Listed]:
+    def transactions(
+        self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
+    ) -> list[TransactionListing]:
         self._answer(deadline)
         return []
 
@@ -128,14 +136,14 @@ class Coordinator(Requests):
         id: str,
         pid: int,
         epoch: int,
-        member: Member,
+        member: GroupMembership,
         offsets: Mapping[Partition, int],
         deadline: Deadline,
         topic_ids: Mapping[Partition, str] | None = None,
-    ) -> Acknowledged:
+    ) -> OffsetCommitResult:
         self._answer(deadline)
         assert (member.group, member.generation, member.name) == ("billing", -1, ""), member
-        return Acknowledged(self.refusals.pop(0) if self.refusals else 0, again=False)
+        return OffsetCommitResult(self.refusals.pop(0) if self.refusals else 0, answer_lost=False)
 
     def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
         self._answer(deadline)
@@ -157,12 +165,12 @@ class Coordinator(Requests):
             raise AccessDenied("the stand-in was told to refuse")
 
 
-class _Witness(Witness):
+class _CoordinatorSession(CoordinatorSession):
     def __init__(self, coordinator: Coordinator, id: str, deadline: Deadline) -> None:
         self._coordinator, self._id = coordinator, id
-        self.first = coordinator.describe([id], deadline)[id]
+        self.first_description = coordinator.describe([id], deadline)[id]
 
-    def last(self, deadline: Deadline) -> Described | None:
+    def last_transaction(self, deadline: Deadline) -> TransactionDescription | None:
         try:
             return self._coordinator.describe([self._id], deadline)[self._id]
         except TxnBridgeError:

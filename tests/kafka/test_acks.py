@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import eventually, seen, send, take, values
-from txnbridge_kafka.acks import Member, member_of
+from txnbridge_kafka.client.librdkafka import GroupMembership, membership_of
 
 import txnbridge
 from tests.in_time import within
@@ -41,20 +41,20 @@ def test_a_member_is_read_from_what_the_client_says_of_it(
 ) -> None:
     behind = b"\1" if instance is None else b"\0" + instance.encode() + b"\0"
     told = b"CGMDv2:" + struct.pack("<i", generation) + group.encode() + b"\0" + name.encode() + b"\0" + behind
-    assert member_of(told) == Member(group, generation, name, instance)
+    assert membership_of(told) == GroupMembership(group, generation, name, instance)
 
 
 @given(st.binary() | st.binary().map(lambda rest: b"CGMDv2:" + rest))
 def test_what_is_not_understood_is_told_as_another_version(told: bytes) -> None:
     with suppress(BackendMissing):
-        member_of(told)
+        membership_of(told)
 
 
 @pytest.mark.parametrize("instance", [None, "one"])
 def test_the_client_that_is_installed_is_understood(instance: str | None) -> None:
     settings = {"bootstrap.servers": "127.0.0.1:1", "group.id": "g", "log_level": 0}
     client = Consumer(settings if instance is None else {**settings, "group.instance.id": instance})
-    assert member_of(client.consumer_group_metadata()) == Member("g", -1, "", instance)
+    assert membership_of(client.consumer_group_metadata()) == GroupMembership("g", -1, "", instance)
     client.close()
 
 

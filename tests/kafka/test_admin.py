@@ -20,15 +20,16 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
-from txnbridge_kafka.administration.admin import KafkaAdmin, owner_of
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends import forgotten, history
-from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import KEEP_ALL, Topics
-from txnbridge_kafka.wire.answers import Described
-from txnbridge_kafka.wire.clients import result_of
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.admin.admin import KafkaAdmin, owner_of
+from txnbridge_kafka.client.librdkafka import result_of
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.decision_log import KafkaDecisionLog
+from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome import transaction_state_log as state_log
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KEEP_ALL, KafkaTopics
 
 import txnbridge
 from tests.brokers.kit import state
@@ -95,9 +96,9 @@ def bootstrap_of(broker: brokers.Broker | faults.Proxy) -> str:
     return broker.url.removeprefix("kafka://")
 
 
-def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> Settings:
+def settings_of(broker: brokers.Broker | faults.Proxy, **changes: Any) -> KafkaSettings:
     bootstrap = bootstrap_of(broker)
-    settings = Settings(
+    settings = KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, "allow.auto.create.topics": "false"},
         raw={},
@@ -125,7 +126,7 @@ def make_admin(kafka_broker: brokers.Broker) -> Iterator[MakeAdmin]:
         settings = settings_of(broker, **changes)
         opened.append(Requests(settings))
         context = Context("tests", Emitter("tests", []), "tests", LONG, None, 0, ledger=no_ledger)
-        return KafkaAdmin(Cluster(settings, opened[-1], Topics(settings), context.events), context)
+        return KafkaAdmin(KafkaCluster(settings, opened[-1], KafkaTopics(settings), context.events), context)
 
     yield make
     for requests in opened:
@@ -152,7 +153,7 @@ def write(producer: Producer, topic: str, *values: bytes) -> None:
 
 
 def make_topic(broker: brokers.Broker, name: str) -> str:
-    Topics(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
+    KafkaTopics(settings_of(broker)).create_internal_topic(name, Deadline(LONG))
     return name
 
 
@@ -194,7 +195,7 @@ def test_administering_makes_no_connections_beside_the_bridges_own(bridge, monke
     def refuse(settings: object) -> None:
         raise AssertionError("another client")
 
-    monkeypatch.setattr("txnbridge_kafka.topics.AdminClient", refuse)
+    monkeypatch.setattr("txnbridge_kafka.topics.ConfluentAdminClient", refuse)
     for _ in range(2):
         assert bridge.admin.topics(internal=True)
 
@@ -284,7 +285,7 @@ def test_a_topic_is_not_deleted_while_a_transaction_holds_messages_there(bridge,
 def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge, topic, make_admin, monkeypatch):
     """A commit is told before the coordinator has finished it."""
     admin = make_admin()
-    ending = Described("writer.0", "PrepareCommit", 1, 0, 1, 1000, ((topic, 0),))
+    ending = TransactionDescription("writer.0", "PrepareCommit", 1, 0, 1, 1000, ((topic, 0),))
     answers = [[ending], [ending], []]
     monkeypatch.setattr(admin, "_unended", lambda deadline: answers.pop(0))
     admin.delete_topic(topic, Deadline(LONG))
@@ -297,7 +298,7 @@ def test_a_topic_is_deleted_once_what_was_just_committed_there_has_ended(bridge,
 
 
 def test_a_broker_that_died_and_is_still_counted_does_not_hold_up_what_the_others_say(kafka_broker):
-    topics = Topics(settings_of(kafka_broker))
+    topics = KafkaTopics(settings_of(kafka_broker))
     with within(0):
         assert list(topics.broker_configs([99, 1], Deadline(100))) == ["1"]
     with pytest.raises(DeadlineExceeded):
@@ -374,7 +375,7 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     settings = settings_of(proxy, **as_guest(proxy))
     name = "_txnbridge-log-guests"
     with pytest.raises(AccessDenied) as told:
-        Topics(settings).create_internal_topic(name, Deadline(LONG))
+        KafkaTopics(settings).create_internal_topic(name, Deadline(LONG))
     text = str(told.value)
     assert PASSWORD not in text
     create, acls, group = (line for line in text.splitlines() if line.startswith("  kafka-"))
@@ -383,13 +384,13 @@ def test_without_rights_the_error_says_what_to_create_and_grant_and_that_is_enou
     assert KEEP_ALL.items() <= config.items()
 
     # What the two commands say, done by the administrator.
-    assert Topics(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
+    assert KafkaTopics(settings_of(broker)).create(name, 1, Deadline(LONG), config, 1)
     granted = [each.split(" ")[0] for each in acls.split(" --operation ")[1:]]
     grant(broker, name, [_OPERATIONS[each] for each in granted])
     assert "--operation Describe" in group
     grant(broker, group.split(" --group ")[1], ["DESCRIBE"], ResourceType.GROUP)
 
-    log = KafkaLog(settings, "guests", Deadline(LONG), Emitter("tests", []))
+    log = KafkaDecisionLog(settings, "guests", Deadline(LONG), Emitter("tests", []))
     positions = [log.append(b"record", Deadline(LONG)) for _ in range(3)]
     assert [record for _, record in log.read(None, None, Deadline(LONG))] == [b"record"] * 3
     log.trim(positions[2], Deadline(LONG))
@@ -587,7 +588,7 @@ def test_a_log_that_cannot_be_read_hides_nothing_and_its_prepared_ones_are_not_a
 ):
     broker = start_kafka()
     bridge = connect(broker, transactional_id="reader", create_topics=1)
-    topics = Topics(settings_of(broker))
+    topics = KafkaTopics(settings_of(broker))
     topics.create("data", 1, Deadline(LONG))
     topics.create("_txnbridge-log-odd", 2, Deadline(LONG))
     producer = producer_of(broker, "odd.p0")
@@ -651,7 +652,7 @@ class Held:
 
 @pytest.fixture
 def hold(careless: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Held]:
-    monkeypatch.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)
+    monkeypatch.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
     return lambda commit, broker=careless: Held(broker, make_admin(broker), commit)
 
 
@@ -743,9 +744,10 @@ def test_the_doctor_takes_no_living_writer_for_a_forgotten_one(hold, monkeypatch
             begin_again(one, describe)
         return describe(*args)
 
-    assert one.id in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    survey = hanging_transactions.survey
+    assert one.id in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
     monkeypatch.setattr(one.admin._requests, "describe", meanwhile)
-    assert one.id not in [each.told.id for each in forgotten.survey(one.admin._cluster, Deadline(LONG)).forgotten]
+    assert one.id not in [each.description.id for each in survey(one.admin._cluster, Deadline(LONG)).hanging]
     assert next(looks) == 3
 
 
@@ -781,7 +783,9 @@ def test_what_a_later_transaction_of_the_same_id_came_to_elsewhere_decides_nothi
 
 def test_what_the_coordinators_log_does_not_tell_any_more_nobody_guesses(hold, monkeypatch):
     one = hold(True)
-    monkeypatch.setattr(forgotten, "recorded_ends", lambda *_: [])  # compaction leaves an id's last state only
+    monkeypatch.setattr(
+        hanging_transactions, "recorded_ends", lambda *_: []
+    )  # compaction leaves an id's last state only
     with pytest.raises(InvalidState, match="log any more"):
         one.admin.repair(one.id, Deadline(LONG))
     assert one.visible() == [b"before"]
@@ -804,10 +808,12 @@ def check_endings(broker: brokers.Broker, admin: KafkaAdmin, unique: Callable[[s
     write(again, topics[0], b"x")
     opened = admin._requests.describe([id], Deadline(LONG))[id]
     again.abort_transaction(LONG)
-    committed, aborted = history.recorded_ends(admin._cluster, id, Deadline(LONG))
-    assert committed == history.Ending(told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics))
-    assert aborted == history.Ending(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
-    assert history.recorded_ends(admin._cluster, unique("nobody"), Deadline(LONG)) == []
+    committed, aborted = state_log.recorded_decisions(admin._cluster, id, Deadline(LONG))
+    assert committed == state_log.RecordedDecision(
+        told.pid, told.epoch + step, True, frozenset((name, 1) for name in topics)
+    )
+    assert aborted == state_log.RecordedDecision(opened.pid, opened.epoch, False, frozenset([(topics[0], 0)]))
+    assert state_log.recorded_decisions(admin._cluster, unique("nobody"), Deadline(LONG)) == []
 
 
 def test_the_coordinators_log_tells_every_decision_and_its_partitions(kafka_broker, make_admin, unique):
@@ -822,7 +828,7 @@ def test_so_does_that_of_kafka_3_9_in_its_older_form(start_kafka, make_admin, un
 
 def test_a_record_of_another_form_is_not_guessed_at():
     with pytest.raises(StorageFailed, match="__transaction_state"):
-        history._step(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
+        state_log._state_record(b"\0\1" + bytes(14) + b"\2" + b"\xff" * 4)
 
 
 @pytest.mark.full
@@ -903,12 +909,12 @@ def test_topics_with_one_copy_are_a_warning(make_admin, bridge, topic, owner):
 def test_a_leader_that_may_lack_records_is_a_warning(make_admin, unique):
     name = f"_txnbridge-log-{unique('unclean')}"
     admin = make_admin()
-    Topics(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
+    KafkaTopics(settings_of_admin(admin)).create(name, 1, Deadline(LONG), {"unclean.leader.election.enable": "true"})
     assert any("may become leader" in advice.text for advice in advice_of(admin, name))
     admin.delete_topic(name, Deadline(LONG))
 
 
-def settings_of_admin(admin: KafkaAdmin) -> Settings:
+def settings_of_admin(admin: KafkaAdmin) -> KafkaSettings:
     return admin._settings
 
 

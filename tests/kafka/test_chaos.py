@@ -11,8 +11,8 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartKafka
 from txnbridge_kafka.broker import KafkaBroker
-from txnbridge_kafka.ends import forgotten
-from txnbridge_kafka.offsets import Offsets
+from txnbridge_kafka.client.offsets import KafkaOffsets
+from txnbridge_kafka.outcome import hanging_transactions
 from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
 
 from tests import chaos
@@ -122,13 +122,13 @@ def who_stands_where(bridge: Bridge) -> str:
     group = "copiers"
     assert isinstance(bridge._connection.broker, KafkaBroker)
     cluster, deadline = bridge._connection.broker._cluster, Deadline(60)
-    offsets = Offsets(cluster.requests)
+    offsets = KafkaOffsets(cluster.requests)
     partitions = [(topic, number) for topic in ("source", "target") for number in range(PARTITIONS)]
     own = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
     held = cluster.requests.producers([*partitions, own], deadline)
     ids = {each.pid: each.id for each in cluster.requests.transactions(deadline)}
     told = cluster.requests.describe(list(ids.values()), deadline)
-    found = forgotten.survey(cluster, deadline)
+    found = hanging_transactions.survey(cluster, deadline)
     return "\n".join(
         [
             *(
@@ -138,7 +138,7 @@ def who_stands_where(bridge: Bridge) -> str:
                 if one.start_offset is not None
             ),
             *(f"{each}" for each in told.values() if not each.state.startswith("Complete")),
-            *(f"forgotten: {each}" for each in found.forgotten),
+            *(f"forgotten: {each}" for each in found.hanging),
             f"no coordinator knows: {found.unknown}",
             f"ends: {offsets.ends(partitions, deadline)}",
             f"group, decided: {offsets.committed(group, partitions[:PARTITIONS], deadline, decided=True)}",

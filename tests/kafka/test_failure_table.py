@@ -16,9 +16,9 @@ import confluent_kafka
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 from txnbridge_kafka import broker as broker_module
-from txnbridge_kafka.acks import AckContext
-from txnbridge_kafka.ends import endings as endings_module
-from txnbridge_kafka.ends.history import Step
+from txnbridge_kafka.outcome import outcome as outcome_module
+from txnbridge_kafka.outcome.transaction_state_log import StateRecord
+from txnbridge_kafka.write.acks import KafkaAckContext
 
 import txnbridge
 from tests.core.decisions_kit import MemoryLog
@@ -66,8 +66,8 @@ class World:
         patch.setattr(broker_module, "Requests", lambda settings: coordinator)
         # The mock has no settings to tell.
         patch.setattr(broker_module, "longest_transaction_ms", lambda *asked: 900_000)
-        patch.setattr(broker_module, "look_at_topics", lambda *asked: {})
-        patch.setattr(endings_module, "steps", lambda *asked: coordinator.steps)
+        patch.setattr(broker_module, "check_topics", lambda *asked: {})
+        patch.setattr(outcome_module, "state_records", lambda *asked: coordinator.steps)
         patch.setattr(broker_module.KafkaBroker, "decision_log", lambda *asked: log)
 
     def connect(self, timeout: float = TIMEOUT, **client: object) -> Bridge:
@@ -141,7 +141,7 @@ def acknowledge(world: World, txn: Transaction) -> None:
     consumer = confluent_kafka.Consumer(
         {"bootstrap.servers": world.cluster.url.removeprefix("kafka://"), "group.id": GROUP}, logger=Silent()
     )
-    context = AckContext(GROUP)
+    context = KafkaAckContext(GROUP)
     context.metadata = consumer.consumer_group_metadata()
     consumer.close()
     txn._writer.ack(context, {(INPUT, 0): [(0,)]})
@@ -495,7 +495,7 @@ def test_a_commit_that_was_sent_twice_and_refused_is_what_the_coordinator_wrote_
     first = [] if wrote == "nothing" else [(0, 0), (0, 2), (0, 4), (0, 1)]
     ends = {"committed": [(0, 2), (0, 4), (1, 0)], "aborted": [(1, 3), (1, 5), (2, 0)], "nothing": [(2, 0)]}
     all_of_it = [*first, *ends.get(wrote, [])]
-    world.coordinator.steps = [Step(pid, epoch + later, status, frozenset(), 7) for later, status in all_of_it]
+    world.coordinator.steps = [StateRecord(pid, epoch + later, status, frozenset(), 7) for later, status in all_of_it]
     expected = {"committed": COMMITTED, "aborted": Fenced, "nothing": EvidenceLost, "not yet": OutcomeUnknown}[wrote]
     with within(SHORT), nullcontext() if expected is None else pytest.raises(expected):
         txn.commit()
@@ -598,7 +598,7 @@ def test_a_client_that_is_full_for_long_is_waited_for_until_the_deadline(
     """Longer than Python's stack is deep."""
     txn = bridge.transaction()
     writer = writer_of(txn)
-    writer._look_at(TOPIC, None, txn._begin.deadline)
+    writer._check_topic(TOPIC, None, txn._begin.deadline)
     produce, refusals = writer.quick[TOPIC], iter(range(5000))
 
     def full(*message: object, **where: object) -> None:
@@ -622,7 +622,7 @@ def test_a_client_that_stays_full_costs_the_transaction_at_its_deadline(
 ) -> None:
     txn = bridge.transaction(timeout=SHORT)
     writer = writer_of(txn)
-    writer._look_at(TOPIC, None, txn._begin.deadline)
+    writer._check_topic(TOPIC, None, txn._begin.deadline)
 
     def full(*message: object, **where: object) -> None:
         raise BufferError("full")

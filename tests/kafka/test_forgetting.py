@@ -11,12 +11,12 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, NewTopic
-from txnbridge_kafka.wire.line import Witness
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
 
 import txnbridge
 from tests.kafka.kit import describe, flush, requests_of
 from tests.kafka.test_admin import LONG, MakeAdmin, commit_one, make_admin, producer_of, visible, write  # noqa: F401
-from tests.kafka.test_mending import unverified  # noqa: F401
+from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge, Outcome, Token, Transaction
 from txnbridge.spi import Deadline
 
@@ -125,22 +125,22 @@ def test_ending_by_token_finishes_what_a_coordinator_forgot_that_died_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("txnbridge_kafka.wire.line.EPOCH_BUMPS", 99)  # else its producer could not write on
+    monkeypatch.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)  # else its producer could not write on
     make_admin(unverified).create_topic(owner, 1, Deadline(LONG))
     producer = producer_of(unverified, owner)
     write(producer, owner, b"1")
-    last = Witness.last
+    last = CoordinatorSession.last_transaction
 
-    def dies(self: Witness, deadline: Deadline) -> None:
+    def dies(self: CoordinatorSession, deadline: Deadline) -> None:
         """It has ended the transaction, and leaves it open in a partition."""
-        monkeypatch.setattr(Witness, "last", last)
+        monkeypatch.setattr(CoordinatorSession, "last_transaction", last)
         assert last(self, deadline) is not None
         producer.produce(owner, b"2", partition=0)
         assert producer.flush(LONG) == 0
         commit_one(unverified, owner, b"later")
         assert visible(unverified, owner) == ([b"1"] if commit else [])
 
-    monkeypatch.setattr(Witness, "last", dies)
+    monkeypatch.setattr(CoordinatorSession, "last_transaction", dies)
     with txnbridge.connect(unverified.url) as bridge:
         (told,) = describe(bridge, owner).values()
         how = {"id": owner, "pid": told.pid, "epoch": told.epoch, "start": told.start}

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from tests.kafka.test_log import open_log
+from tests.kafka.test_decision_log import open_log
 from tests.log_decisions import *  # noqa: F403
 from tests.log_decisions import Numbered
 

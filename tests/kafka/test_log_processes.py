@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.races import race
-from tests.kafka.test_log import open_log
+from tests.kafka.test_decision_log import open_log
 from txnbridge.spi import Deadline
 
 SECONDS = 60  # a broker that was killed is back within ten

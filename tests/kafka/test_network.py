@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from txnbridge_conformance import faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import seen, send, values
-from txnbridge_kafka.wire.clients import PATIENCE, look_at
+from txnbridge_kafka.client.librdkafka import PATIENCE, refresh_metadata
 
 import txnbridge
 from tests.kafka.kit import flush
@@ -100,7 +100,7 @@ class Forgetful:
 
 def test_a_question_that_is_never_answered_is_asked_anew_until_the_deadline():
     client = Forgetful()
-    look_at(client, Deadline(60))
+    refresh_metadata(client, Deadline(60))
     assert client.limits == [PATIENCE] * 3
     with pytest.raises(KafkaException):
-        look_at(Forgetful(), Deadline(0))
+        refresh_metadata(Forgetful(), Deadline(0))

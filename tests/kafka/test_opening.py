@@ -8,7 +8,7 @@ import pytest
 from txnbridge_conformance.faults import programs
 from txnbridge_conformance.looking import eventually, seen, send, values
 from txnbridge_conformance.plugin import Connect, RunChild
-from txnbridge_kafka.owner import OPEN
+from txnbridge_kafka.client.responses import OPEN
 
 import txnbridge
 from tests.kafka.kit import describe, flush, writer_of

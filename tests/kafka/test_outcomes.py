@@ -363,7 +363,7 @@ def test_what_became_of_a_token_whose_id_the_broker_forgot_is_told_by_its_log_or
         assert bridge.commit(token) is Outcome.COMMITTED
         eventually(lambda: not describe(bridge, Token.parse(token).how["id"]), "the id is forgotten")
         assert bridge.status(token).state is TokenState.COMMITTED
-        monkeypatch.setattr("txnbridge_kafka.ends.endings.steps", lambda *_: [])  # once that is compacted
+        monkeypatch.setattr("txnbridge_kafka.outcome.outcome.state_records", lambda *_: [])  # once that is compacted
         status = bridge.status(token)
         assert (status.state, status.permanent) == (TokenState.UNKNOWN, True)
         assert "has expired" in status.reason

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.looking import eventually
-from txnbridge_kafka.administration.doctor import judge
-from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.admin.doctor import judge
+from txnbridge_kafka.topics import KafkaTopics
 
 import txnbridge
 from tests.kafka.kit import describe
@@ -96,12 +96,12 @@ def test_who_connects_does_not_wait_for_topics_of_which_nobody_tells(connect, ow
     connect(transactional_id=owner)
     given: list[float] = []
 
-    def silent(self: Topics, topics: object, deadline: Deadline) -> None:
+    def silent(self: KafkaTopics, topics: object, deadline: Deadline) -> None:
         given.append(deadline.left())
         raise DeadlineExceeded("no answer")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Topics, "configs", silent)
+        broken.setattr(KafkaTopics, "configs", silent)
         connect()
     assert [seconds < 3 for seconds in given] == [True]
 
@@ -112,13 +112,13 @@ def test_a_connection_asks_one_question_more(connect, owner, monkeypatch):
     asked: list[str] = []
 
     def count(name: str) -> None:
-        ask = getattr(Topics, name)
+        ask = getattr(KafkaTopics, name)
 
         def counted(*args: Any) -> Any:
             asked.append(name)
             return ask(*args)
 
-        monkeypatch.setattr(Topics, name, counted)
+        monkeypatch.setattr(KafkaTopics, name, counted)
 
     count("overview")
     count("_settings_of")

@@ -12,11 +12,11 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from txnbridge_conformance import faults
 from txnbridge_embedded.write.murmur import partition_of
-from txnbridge_kafka.topics import Topics
+from txnbridge_kafka.topics import KafkaTopics
 from txnbridge_kafka.write.publisher import KafkaPublisher
 
 from tests.in_time import takes
-from tests.kafka.test_log import client_settings, pausing, settings_for  # noqa: F401
+from tests.kafka.test_decision_log import client_settings, pausing, settings_for  # noqa: F401
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -54,7 +54,7 @@ def open_publisher(kafka_broker):
 
     def open_one(url=kafka_broker.url, create_topics=0, **producer):
         settings = replace(settings_for(url), create_topics=create_topics, producer=producer)
-        publishers.append(KafkaPublisher(settings, Topics(settings)))
+        publishers.append(KafkaPublisher(settings, KafkaTopics(settings)))
         return publishers[-1]
 
     yield open_one
@@ -291,7 +291,7 @@ def test_its_own_retries_make_no_duplicates(kafka_broker, open_publisher, topic)
 def test_messages_outlive_kill_9_of_the_broker(start_kafka):
     broker = start_kafka()
     settings = replace(settings_for(broker.url), create_topics=1)
-    publisher = KafkaPublisher(settings, Topics(settings))
+    publisher = KafkaPublisher(settings, KafkaTopics(settings))
     expected = [b"%d" % number for number in range(3000)]
     for number, value in enumerate(expected):
         send(publisher, "killed", value)

@@ -12,18 +12,17 @@ import confluent_kafka.admin
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaException, Producer, TopicPartition
 from txnbridge_kafka import cluster as asked
-from txnbridge_kafka.read import cursor
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.read import partition as read_partition
 from txnbridge_kafka.read import reader as reading
 from txnbridge_kafka.read.reader import KafkaReader
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KafkaTopics
 
 from tests.in_time import within
 from txnbridge.errors import (
     AccessDenied,
     DeadlineExceeded,
-    Fenced,
     InvalidOption,
     InvalidState,
     NotFound,
@@ -131,9 +130,11 @@ class Member:
         context = Context(
             "test", Emitter("test", ()), APPLICATION, 30, None, None, {}, lambda _, id: cluster.ledger(id)
         )
-        self.cluster = asked.Cluster(self.settings, Requests(self.settings), Topics(self.settings), context.events)
+        self.cluster = asked.KafkaCluster(
+            self.settings, Requests(self.settings), KafkaTopics(self.settings), context.events
+        )
         try:
-            self.reader = KafkaReader(self.settings, subscription, self.listener, context, self.cluster, Deadline(20))
+            self.reader = KafkaReader(subscription, self.listener, context, self.cluster, Deadline(20))
         except BaseException:
             self.cluster.requests.close()
             raise
@@ -168,7 +169,7 @@ class Member:
 
     def passes(self, topic, offset):
         """Poll until the client has passed over what is no message."""
-        self.until(lambda: self.reader._client.position([TopicPartition(topic, 0)])[0].offset == offset)
+        self.until(lambda: self.reader._assignment.client.position([TopicPartition(topic, 0)])[0].offset == offset)
 
     def lag(self):
         return self.reader.lag(Deadline(10))
@@ -194,7 +195,7 @@ class Cluster:
 
     def settings(self, **options):
         client = {"bootstrap.servers": self.bootstrap}
-        return Settings(self.bootstrap, client, {}, 30, None, APPLICATION, 0, **options)
+        return KafkaSettings(self.bootstrap, client, {}, 30, None, APPLICATION, 0, **options)
 
     def ledger(self, id):
         return self.ledgers.setdefault(id, Openings())
@@ -347,7 +348,7 @@ def test_a_message_comes_with_all_its_fields(cluster, join):
 def pieces(monkeypatch, member, before_second=lambda: None, size=10):
     """Let polls take so many of the client's messages at a time, and something happen before the second time."""
     asked = []
-    read = member.reader._read
+    read = member.reader._assignment.fetch
 
     def read_piece(limit, wait):
         asked.append(limit)
@@ -356,7 +357,7 @@ def pieces(monkeypatch, member, before_second=lambda: None, size=10):
         return read(limit, wait)
 
     monkeypatch.setattr(reading, "_PIECE", size)
-    monkeypatch.setattr(member.reader, "_read", read_piece)
+    monkeypatch.setattr(member.reader._assignment, "fetch", read_piece)
     return asked
 
 
@@ -387,9 +388,9 @@ def test_what_was_read_of_a_partition_that_leaves_within_the_same_poll_is_not_ha
 
     def leave():
         """Whichever has just been read."""
-        furthest = max(member.reader._cursors.values(), key=lambda each: each.next)
+        furthest = max(member.reader._assignment.partitions.values(), key=lambda each: each.next)
         leaving.append(TopicPartition(*furthest.partition))
-        member.reader._on_revoke(member.reader._client, leaving)
+        member.reader._rebalance.on_revoke(member.reader._assignment.client, leaving)
 
     pieces(monkeypatch, member, before_second=leave)
     found = []
@@ -407,7 +408,7 @@ def test_what_the_client_cannot_decode_is_told_and_not_skipped(cluster, join, gr
     cluster.write(topic, b"1")
     cluster.write(topic, b"2", headers=[("name", b"")])
     member = join(topic, None if alone else group)
-    monkeypatch.setattr(cursor, "_headers", fail)
+    monkeypatch.setattr(read_partition, "_headers", fail)
     found = []
     for _ in range(2):
         with pytest.raises(NotSupported, match=rf"{topic}\[0\]"):
@@ -669,7 +670,7 @@ def test_the_record_is_not_read_again_while_nothing_is_missing(cluster, join, gr
     ledger = cluster.ledgers[f"group/{group}/{topic}"]
     second = join(topic, group)
     share(first, second, topic, 2)
-    second.until(lambda: not second.reader._starts.unchecked)  # a reader makes sure once
+    second.until(lambda: not second.reader._lookup.starts.unchecked)  # a reader makes sure once
     reads = ledger.reads
     second.close()
     first.has(2)
@@ -699,18 +700,17 @@ def test_without_the_right_to_the_decision_log_a_group_reads_and_says_so_once(cl
         cluster.write(topic, b"1")
     member = join(topics, group)
     assert values(member.take(2)) == [b"1", b"1"]
-    member.until(lambda: not member.reader._starts.unchecked)
+    member.until(lambda: not member.reader._lookup.starts.unchecked)
     assert [r.message for r in caplog.records if "decision log" in r.message and group in r.message] != []
     assert len([r for r in caplog.records if r.name == "txnbridge"]) == 1
 
 
 def test_another_members_record_in_between_is_no_error(cluster, join, group):
     class Contended(Openings):
-        def opened(self, data, deadline):
-            super().opened({"partitions": 2, "positions": [None, 7]}, deadline)
-            if len(self.all) == 1:
-                raise Fenced("another one has opened it")
-            return super().opened(data, deadline)
+        def open_behind(self, before, data, deadline):
+            if not self.all:
+                self.opened({"partitions": 2, "positions": [None, 7]}, deadline)
+            return super().open_behind(before, data, deadline)
 
     topic = cluster.topic(2)
     cluster.ledgers[f"group/{group}/{topic}"] = ledger = Contended()

@@ -25,10 +25,10 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers.plugin import StartKafka, kafka_or_skip
 from txnbridge_conformance.looking import take
-from txnbridge_kafka.settings import Settings
-from txnbridge_kafka.wire import asking, bodies, line
-from txnbridge_kafka.wire.answers import ANSWERS, Described, Ended
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client import connections, messages, request_runner
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import END_TXN_CODES, EndTxnResult, TransactionDescription
+from txnbridge_kafka.settings import KafkaSettings
 
 import txnbridge
 from tests.brokers.kit import create_topic, port_of, state, topic_appears
@@ -59,8 +59,8 @@ _silent.addHandler(logging.NullHandler())
 _silent.propagate = False
 
 
-def settings_for(bootstrap: str, **raw: Any) -> Settings:
-    return Settings(
+def settings_for(bootstrap: str, **raw: Any) -> KafkaSettings:
+    return KafkaSettings(
         bootstrap=bootstrap, client={}, raw=raw, timeout=LONG, hold=None, application="tests", create_topics=0
     )
 
@@ -102,7 +102,7 @@ class World:
         producer.produce(self.topic, self.id.encode())
         assert producer.flush(LONG) == 0
 
-    def described(self) -> Described:
+    def described(self) -> TransactionDescription:
         return self.requests.describe([self.id], Deadline(LONG))[self.id]
 
     def who(self) -> tuple[int, int]:
@@ -115,10 +115,10 @@ class World:
         assert wait_until(lambda: self.described().state == "CompleteAbort", LONG)
         return who
 
-    def end(self, who: tuple[int, int], commit: bool) -> Ended:
-        return self.requests.end(self.id, *who, commit, Deadline(LONG), shut_out=True)
+    def end(self, who: tuple[int, int], commit: bool) -> EndTxnResult:
+        return self.requests.end(self.id, *who, commit, Deadline(LONG), bump_epoch=True)
 
-    def completed(self) -> Described:
+    def completed(self) -> TransactionDescription:
         """What the coordinator says once the markers are written: a kill before that may lose them."""
         assert wait_until(lambda: self.described().state.startswith("Complete"), LONG)
         return self.described()
@@ -175,7 +175,7 @@ def world(kafka_broker: brokers.Broker, make_world: Callable[..., World]) -> Wor
 @pytest.fixture
 def older_end(monkeypatch) -> None:
     """A coordinator that has not finalised what EndTxn 5 needs."""
-    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
+    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
 
 
 # --- the answers to EndTxn -------------------------------------------------------------------------------------------
@@ -331,9 +331,9 @@ def rows(version: int) -> list[Any]:
 def check_row(world: World, situation: Situation, commit: bool, code: int) -> None:
     pid, epoch = situation(world)
     ended = world.end((pid, epoch), commit)
-    assert ended.code == code, ANSWERS[ended.code]
+    assert ended.code == code, END_TXN_CODES[ended.code]
     if code != 0 or world.version < 5:
-        assert ended == Ended(code, pid, epoch)
+        assert ended == EndTxnResult(code, pid, epoch)
     else:
         assert (ended.pid, ended.epoch) == world.who()
         assert ended.epoch > epoch
@@ -378,18 +378,18 @@ def test_what_a_cluster_with_transaction_version_1_says(older_transactions, make
 
 def test_an_older_end_after_the_newer_one_is_fenced(world, monkeypatch):
     who = committed_one(world)
-    monkeypatch.setattr(line, "EPOCH_BUMPS", 99)
-    assert world.end(who, COMMIT) == Ended(90, *who)
+    monkeypatch.setattr(connections, "EPOCH_BUMPS", 99)
+    assert world.end(who, COMMIT) == EndTxnResult(90, *who)
 
 
 def test_an_abort_that_need_not_shut_the_producer_out_never_denies_what_that_has_committed(world):
     who = committed_by_its_producer(world)
     before = world.completed()
-    assert world.requests.end(world.id, *who, ABORT, Deadline(LONG)) == Ended(48, *who)
+    assert world.requests.end(world.id, *who, ABORT, Deadline(LONG)) == EndTxnResult(48, *who)
     assert world.described() == before
     world.producers.clear()
     pid, epoch = world.begun()
-    assert world.requests.end(world.id, pid, epoch, COMMIT, Deadline(LONG)) == Ended(0, pid, epoch + 1)
+    assert world.requests.end(world.id, pid, epoch, COMMIT, Deadline(LONG)) == EndTxnResult(0, pid, epoch + 1)
     assert world.requests.end(world.id, pid, epoch, ABORT, Deadline(LONG)).code == 90
     assert world.completed().state == "CompleteCommit"
 
@@ -441,7 +441,7 @@ def check_states(world: World) -> None:
     assert (again.state, again.epoch) == ("Empty", late.epoch + 1)
 
 
-def check_ended(world: World, mine: Described, commit: bool) -> None:
+def check_ended(world: World, mine: TransactionDescription, commit: bool) -> None:
     """The start stays as evidence, the epoch depends on the version."""
     assert world.end((mine.pid, mine.epoch), commit).code == 0
     at_once = world.described()
@@ -691,7 +691,7 @@ def test_an_end_whose_answer_is_lost_is_asked_for_again(world, through):
     who = world.begun()
     hold = proxy.hold(answers="EndTxn", count=1)
     ending = threading.Thread(target=lambda: ended.append(ours.end(world.id, *who, COMMIT, Deadline(LONG))))
-    ended: list[Ended] = []
+    ended: list[EndTxnResult] = []
     ending.start()
     hold.answered()
     proxy.cut()
@@ -767,7 +767,7 @@ def test_many_threads_share_it(world):
     for thread in threads:
         thread.join()
     assert len({pid for pid, _ in found}) == 12
-    assert len(world.requests._asker._idle) <= asking._IDLE
+    assert len(world.requests._runner._idle) <= request_runner._IDLE
 
 
 def test_a_closed_one_refuses(world):
@@ -795,11 +795,11 @@ def cluster(three_nodes, make_world) -> Iterator[World]:
 def coordinator_of(world: World) -> int:
     """The number of the node that coordinates a world's id."""
 
-    async def ask(line: Any) -> int:
-        node: int = await line.coordinator(world.id)
+    async def ask(connections: Any) -> int:
+        node: int = await connections.coordinator(world.id)
         return node
 
-    return world.requests._asker.until(Deadline(LONG), "asking", ask)
+    return world.requests._runner.repeat(Deadline(LONG), "asking", ask)
 
 
 @pytest.mark.full
@@ -954,16 +954,16 @@ main(["demo", "kafka"])
 
 def test_a_broker_that_is_too_old_is_told_as_such(world, monkeypatch):
     """One that knows only older versions of a request, as a newer client sees it."""
-    newer = bodies.features()
+    newer = messages.features()
     newer._min_version, newer._max_version = 99, 99
-    monkeypatch.setattr(bodies, "features", lambda: newer)
+    monkeypatch.setattr(messages, "features", lambda: newer)
     with pytest.raises(NotSupported, match=r"Kafka 3\.0"):
         world.requests.transaction_version(Deadline(LONG))
 
 
 def test_every_final_answer_has_a_sentence():
-    assert set(ANSWERS) == {0, 47, 48, 49, 90, 120}
-    assert all(sentence for sentence in ANSWERS.values())
+    assert set(END_TXN_CODES) == {0, 47, 48, 49, 90, 120}
+    assert all(sentence for sentence in END_TXN_CODES.values())
 
 
 def test_the_clients_own_administrator_is_asked_for_names_alone_while_messages_flow(kafka_broker, monkeypatch):

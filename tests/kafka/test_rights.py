@@ -15,12 +15,12 @@ from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
 from txnbridge_conformance.looking import eventually, seen, values
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.ends.history import recorded_ends
-from txnbridge_kafka.log import KafkaLog
-from txnbridge_kafka.owner import Owner
-from txnbridge_kafka.topics import Topics
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.decision_log import KafkaDecisionLog
+from txnbridge_kafka.outcome.transaction_state_log import recorded_decisions
+from txnbridge_kafka.topics import KafkaTopics
+from txnbridge_kafka.write.owner import KafkaOwner
 
 import txnbridge
 from tests.kafka.kit import describe, flush
@@ -152,7 +152,7 @@ class User:
             assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
 
     def trim(self) -> None:
-        log = KafkaLog(self.settings(), self.name, Deadline(LONG), Emitter("test", ()))
+        log = KafkaDecisionLog(self.settings(), self.name, Deadline(LONG), Emitter("test", ()))
         try:
             log.trim(log.append(b"x", Deadline(LONG)), Deadline(LONG))
         finally:
@@ -170,7 +170,9 @@ class User:
         settings = self.settings()
         requests = Requests(settings)
         try:
-            recorded_ends(Cluster(settings, requests, Topics(settings), Emitter("test", ())), self.name, Deadline(LONG))
+            recorded_decisions(
+                KafkaCluster(settings, requests, KafkaTopics(settings), Emitter("test", ())), self.name, Deadline(LONG)
+            )
         finally:
             requests.close()
 
@@ -443,7 +445,7 @@ def denied(monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object) -> None:
         raise AccessDenied("this user may not use the log")
 
-    monkeypatch.setattr(Owner, "open", deny)
+    monkeypatch.setattr(KafkaOwner, "open", deny)
 
 
 @pytest.mark.usefixtures("denied")

@@ -20,10 +20,10 @@ from confluent_kafka import KafkaException
 from confluent_kafka import admin as kafka
 from txnbridge_conformance.brokers._ports import HOST, free_ports
 from txnbridge_conformance.brokers.plugin import kafka_or_skip
-from txnbridge_kafka.settings import Settings, security
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.errors import translate
+from txnbridge_kafka.settings import KafkaSettings, security
 from txnbridge_kafka.settings.security import OAuthTokens
-from txnbridge_kafka.wire.errors import translate
-from txnbridge_kafka.wire.requests import Requests
 
 import txnbridge
 from tests.in_time import within
@@ -65,7 +65,7 @@ class World:
     foreign: Authority
     endpoint: Endpoint
 
-    def settings(self, listener: str, told: dict[str, Any], timeout: float = LONG, host: str = HOST) -> Settings:
+    def settings(self, listener: str, told: dict[str, Any], timeout: float = LONG, host: str = HOST) -> KafkaSettings:
         return read(told, Url("kafka", ((host, self.ports[listener]),), "", ""), timeout)
 
 
@@ -192,7 +192,7 @@ def _encoded(claims: dict[str, Any]) -> str:
 # --- the two clients -------------------------------------------------------------------------------------------------
 
 
-def by_confluent(settings: Settings, seconds: float, lines: list[str]) -> str:
+def by_confluent(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
     """The cluster's id as confluent-kafka learns it; what goes wrong on the way is in its log."""
 
     class Log:
@@ -208,7 +208,7 @@ def by_confluent(settings: Settings, seconds: float, lines: list[str]) -> str:
         client.poll(0)
 
 
-def by_kafka_python(settings: Settings, seconds: float, lines: list[str]) -> str:
+def by_kafka_python(settings: KafkaSettings, seconds: float, lines: list[str]) -> str:
     requests = Requests(settings)
     try:
         return requests.cluster_id(Deadline(seconds))
@@ -219,7 +219,7 @@ def by_kafka_python(settings: Settings, seconds: float, lines: list[str]) -> str
         requests.close()
 
 
-Ask = Callable[[Settings, float, list[str]], str]
+Ask = Callable[[KafkaSettings, float, list[str]], str]
 
 
 @pytest.fixture(params=[by_confluent, by_kafka_python], ids=lambda ask: ask.__name__.removeprefix("by_"))

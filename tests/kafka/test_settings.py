@@ -23,7 +23,7 @@ from confluent_kafka.admin import AdminClient
 from hypothesis import example, given
 from hypothesis import strategies as st
 from txnbridge_kafka import settings
-from txnbridge_kafka.settings import OPTIONS, REFUSED, Settings, java, names
+from txnbridge_kafka.settings import OPTIONS, REFUSED, KafkaSettings, java, names
 
 import txnbridge
 from tests.java_kit import ask_java
@@ -42,7 +42,9 @@ SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule"
 OAUTH = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
 
 
-def read(told: Mapping[str, Any] | None = None, url: Url = HERE, timeout: float = 30.0, **options: Any) -> Settings:
+def read(
+    told: Mapping[str, Any] | None = None, url: Url = HERE, timeout: float = 30.0, **options: Any
+) -> KafkaSettings:
     context = Context("bridge", Emitter("bridge", ()), "app", timeout, None, None, told or {})
     return settings.read(url, {**{name: option.default for name, option in OPTIONS.items()}, **options}, context)
 

@@ -16,16 +16,16 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._broker import wait_until
 from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_conformance.plugin import Connect
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.ends import forgotten, watch
-from txnbridge_kafka.wire.bodies import acknowledgement
-from txnbridge_kafka.wire.line import Line
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.messages import acknowledgement
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.outcome import hanging_transaction_monitor, hanging_transactions
 
 import txnbridge
 from tests.kafka.kit import describe, requests_of
 from tests.kafka.test_admin import LONG, producer_of, visible, write
-from tests.kafka.test_mending import unverified  # noqa: F401
+from tests.kafka.test_missing_markers import unverified  # noqa: F401
 from txnbridge import Bridge
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline, Partition
@@ -56,9 +56,9 @@ class Still:
         assert producer.flush(LONG) == 0
         told = requests.describe([self.id], deadline)[self.id]
         self.pid, self.epoch = told.pid, told.epoch
-        member, offsets = Member(self.group, -1, "", None), {(self.source, 0): 2}
+        member, offsets = GroupMembership(self.group, -1, "", None), {(self.source, 0): 2}
         assert requests.acknowledge(self.id, self.pid, self.epoch, member, offsets, deadline).code == 0
-        requests.end(self.id, self.pid, self.epoch, commit, deadline, shut_out=False)
+        requests.end(self.id, self.pid, self.epoch, commit, deadline, bump_epoch=False)
         assert wait_until(lambda: describe(bridge, self.id)[self.id].state.startswith("Complete"), LONG)
         # What it has ended for its coordinator, and for nobody else:
         producer.produce(self.target, b"behind", partition=0)
@@ -66,12 +66,14 @@ class Still:
         self._acknowledge(requests, member, offsets, deadline)
         del producer
 
-    def _acknowledge(self, requests: Requests, member: Member, offsets: Mapping[Partition, int], by: Deadline) -> None:
-        async def attempt(line: Line) -> Any:
-            node = await line.group_coordinator(self.group)
-            return await line.ask(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets, {}))
+    def _acknowledge(
+        self, requests: Requests, member: GroupMembership, offsets: Mapping[Partition, int], by: Deadline
+    ) -> None:
+        async def attempt(connections: Connections) -> Any:
+            node = await connections.group_coordinator(self.group)
+            return await connections.send(node, acknowledgement(self.id, self.pid, self.epoch, member, offsets, {}))
 
-        (topic,) = requests._asker.until(by, "acknowledging", attempt).topics
+        (topic,) = requests._runner.repeat(by, "acknowledging", attempt).topics
         assert [each.error_code for each in topic.partitions] == [0]
 
 
@@ -92,10 +94,10 @@ def test_one_that_was_not_ended_is_waited_for(
     name, looks = f"open-{next(_numbers)}", []
 
     def look(*args: Any) -> list[str]:
-        looks.append(forgotten.mend_group(*args))
+        looks.append(hanging_transactions.write_missing_markers_of_group(*args))
         return looks[-1]
 
-    monkeypatch.setattr("txnbridge_kafka.read.reader.mend_group", look)
+    monkeypatch.setattr("txnbridge_kafka.read.reader.write_missing_markers_of_group", look)
     send(bridge, name, b"1", b"2")
     with bridge.consumer(name, name) as consumer:
         take(consumer, 1)
@@ -105,7 +107,10 @@ def test_one_that_was_not_ended_is_waited_for(
     requests, deadline = requests_of(bridge), Deadline(120)
     told = describe(bridge, name)[name]
     offsets = {(name, 0): 1}
-    assert requests.acknowledge(name, told.pid, told.epoch, Member(name, -1, "", None), offsets, deadline).code == 0
+    assert (
+        requests.acknowledge(name, told.pid, told.epoch, GroupMembership(name, -1, "", None), offsets, deadline).code
+        == 0
+    )
     with bridge.consumer(name, name) as waits:
         eventually(lambda: (waits.poll(1, 0), len(looks) > 1)[-1], "it is looked at twice")
         assert looks[:2] == [[], []]
@@ -137,7 +142,8 @@ def test_without_the_rights_it_is_told_and_nothing_is_touched(
         assert len(asked) == 1, "a producer that lives would be shut out again and again"
         assert visible(unverified, one.target) == [b"before"]
     # As after a death between the opening of its id and the markers: whoever comes next can finish it still.
-    assert forgotten.mend_group(bridge._connection.broker._cluster, one.group, Deadline(LONG))  # type: ignore[attr-defined]
+    cluster = bridge._connection.broker._cluster  # type: ignore[attr-defined]
+    assert hanging_transactions.write_missing_markers_of_group(cluster, one.group, Deadline(LONG))
     assert wait_until(lambda: visible(unverified, one.target) == [b"before", b"behind"], LONG)
 
 
@@ -148,8 +154,8 @@ def test_what_a_gone_process_left_is_finished_by_any_bridge_that_is_at_work_ther
     monkeypatch: pytest.MonkeyPatch,
     role: str,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     one = Still(unverified, bridge, True)
     with txnbridge.connect(unverified.url) as other:
         if role == "writes":
@@ -165,15 +171,15 @@ def test_what_is_open_is_left_alone_where_a_bridge_is_at_work(
     bridge: Bridge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     name, looks = f"open-{next(_numbers)}", list[int]()
 
     def look(*args: Any) -> list[str]:
-        looks.append(len(found := forgotten.mend_others(*args)))
+        looks.append(len(found := hanging_transactions.write_missing_markers_of_others(*args)))
         return found
 
-    monkeypatch.setattr(watch, "mend_others", look)
+    monkeypatch.setattr(hanging_transaction_monitor, "write_missing_markers_of_others", look)
     bridge.admin.create_topic(name)
     producer = producer_of(unverified, name)
     write(producer, name, b"its own")
@@ -191,8 +197,8 @@ def test_a_bridge_that_may_not_finish_it_says_so_and_looks_no_more(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watch, "_EVERY_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "_SELDOM_SECONDS", 0.5)
+    monkeypatch.setattr(hanging_transaction_monitor, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(hanging_transaction_monitor, "_SELDOM_SECONDS", 0.5)
     one, asked = Still(unverified, bridge, True), []
 
     def denied(*_: object) -> None:

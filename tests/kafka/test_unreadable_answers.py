@@ -11,12 +11,12 @@ from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 import pytest
-from txnbridge_kafka.acks import Member
-from txnbridge_kafka.wire import library
-from txnbridge_kafka.wire.answers import NotYetError
-from txnbridge_kafka.wire.asking import Asker
-from txnbridge_kafka.wire.line import Line
-from txnbridge_kafka.wire.requests import Requests
+from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.requests import Requests
+from txnbridge_kafka.client.responses import RetryLaterError
 
 from tests.kafka.test_settings import read
 from txnbridge import TxnBridgeError
@@ -32,7 +32,9 @@ ASKED: dict[str, Callable[[Requests, Deadline], object]] = {
     "describe": lambda requests, by: requests.describe(["id"], by),
     "end": lambda requests, by: requests.end("id", 1, 1, True, by),
     "fence": lambda requests, by: requests.fence("id", 1000, by),
-    "acknowledge": lambda requests, by: requests.acknowledge("id", 1, 1, Member("g", 1, "", None), {("t", 0): 1}, by),
+    "acknowledge": lambda requests, by: requests.acknowledge(
+        "id", 1, 1, GroupMembership("g", 1, "", None), {("t", 0): 1}, by
+    ),
     "offsets": lambda requests, by: requests.list_offsets({("t", 0): -1}, by),
     "positions": lambda requests, by: requests.positions("g", [("t", 0)], by, decided=True),
     "topics": lambda requests, by: requests.topic_ids(["t"], by),
@@ -44,10 +46,12 @@ ASKED: dict[str, Callable[[Requests, Deadline], object]] = {
 }
 
 
-class Once(Asker):
+class Once(RequestRunner):
     """It asks once, and says what came of that."""
 
-    def until(self, deadline: Deadline, what: str, attempt: Callable[[Line], Awaitable[T]], *_: Any, **__: Any) -> T:
+    def repeat(
+        self, deadline: Deadline, what: str, attempt: Callable[[Connections], Awaitable[T]], *_: Any, **__: Any
+    ) -> T:
         return self._once(attempt, deadline.left())
 
 
@@ -101,9 +105,9 @@ def babbler() -> Iterator[Babbler]:
 def test_an_answer_that_is_none_is_an_error_that_is_understood(babbler: Babbler, asked: str) -> None:
     settings = read()
     requests = Requests(settings)
-    requests._asker = Once(settings)
-    requests._asker._servers = [babbler.address]
+    requests._runner = Once(settings)
+    requests._runner._servers = [babbler.address]
     with closing(requests):
         for _ in range(20):
-            with suppress(TxnBridgeError, NotYetError, OSError, library.errors.KafkaError):
+            with suppress(TxnBridgeError, RetryLaterError, OSError, kafka_python.errors.KafkaError):
                 ASKED[asked](requests, Deadline(0.15))

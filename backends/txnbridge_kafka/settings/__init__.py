@@ -1,4 +1,4 @@
-"""What a bridge to Kafka was told, once, for both clients."""
+"""The settings of a bridge to Kafka, read once from its URL and options, for both client libraries."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_kafka.settings import java, names, security
 
-PORT = 9092  # of a host without one, as everywhere with Kafka
+PORT = 9092  # for a host without a port, as everywhere with Kafka
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that the rest of the backend asks about how to reach and use a cluster."""
+class KafkaSettings:
+    """The settings by which the rest of the backend reaches and uses a cluster."""
 
     bootstrap: str  # "host:port,host:port"
     client: Mapping[str, Any] = field(repr=False)  # librdkafka's settings, for every confluent-kafka client
@@ -32,28 +32,28 @@ class Settings:
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
     group_protocol: str = "classic"
     assignment: str = "cooperative-sticky"
-    log_level: int = 6  # what of the client's log goes on to `logging`, as syslog counts: 3 errors, 6 info, 7 debug
-    # A client warns about settings that are not for its kind: what producers get besides `client`, and what consumers.
+    # which lines of the client's log go on to `logging`, as syslog counts: 3 errors, 6 info, 7 debug
+    log_level: int = 6
+    # A client warns about settings that are not for its kind: those for producers, and for consumers, besides `client`.
     producer: Mapping[str, Any] = field(default_factory=dict, repr=False)
     consumer: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    advice: str = ""  # what to check when no connection comes about
+    advice: str = ""  # the advice when no connection can be made
 
     def log_topic(self, name: str) -> str:
-        """The topic of a decision log."""
         return f"{self.prefix}log-{name}"
 
     @property
     def soonest_retry(self) -> float:
-        """The seconds within which no producer can have sent a request again that the broker had refused."""
-        # It waits as long as this says, give or take a fifth, or longer.
+        """Return the seconds within which no producer repeats a request that the broker has refused."""
+        # A producer waits as long as this setting says, give or take a fifth, or longer.
         return float(self.client.get("retry.backoff.ms", 100)) / 2000
 
     def __reduce__(self) -> Any:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = Settings("", {}, {}, 0, None, "", 0)
+_DEFAULTS = KafkaSettings("", {}, {}, 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
     "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin: the decision logs"),
@@ -83,9 +83,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
 }
 
-# A longest name of a topic is 249; the name of an application follows the prefix.
+# The name of a topic has 249 characters at most; the name of an application follows the prefix.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_MOST_PREPARED_IDS = 1000  # each is remembered by the coordinator for seven days, and opened one after another
+_MOST_PREPARED_IDS = 1000  # the coordinator remembers each for seven days, and they are opened one after another
 
 _ALL_IN_ORDER = "a transaction needs each message stored once, in order, by all replicas in sync"
 _ACKS = "what was read is acknowledged in transactions, by the backend"
@@ -102,7 +102,7 @@ _KEYS = "certificates and keys are PEM files or text here, because two clients n
 _OIDC = "the client's id and secret are shown to a token endpoint here, and nothing else"
 _KERBEROS = "Kerberos is not supported: the client's wheels are built without it"
 
-# Settings with an owner, or none: not taken, with the reason.
+# Settings that are not taken, by the reason: they belong to the backend, or have no meaning here.
 REFUSED: Mapping[str, str] = {
     name: reason
     for reason, listed in {
@@ -161,7 +161,7 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-# What a program that comes from another client sets, and what holds here all the same.
+# Settings of programs that come from another client, with the values that hold here all the same.
 _AS_IT_IS: Mapping[str, frozenset[str]] = {
     "acks": frozenset({"all", "-1"}),
     "request.required.acks": frozenset({"all", "-1"}),
@@ -171,11 +171,8 @@ _AS_IT_IS: Mapping[str, frozenset[str]] = {
 }
 
 
-def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
-    """What a URL, our options and the client's own say together.
-
-    Raises `InvalidOption` for a setting that nobody knows, that belongs to the backend, or whose value is wrong.
-    """
+def read(url: Url, options: Mapping[str, Any], context: Context) -> KafkaSettings:
+    """Return the settings that URL and options make. Raise `InvalidOption` for a setting that cannot be taken."""
     bootstrap = _bootstrap(url)
     _check(options)
     given = {name: _value(name, value) for name, value in context.client_options.items()}
@@ -183,11 +180,11 @@ def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
     for name in given:
         if name in REFUSED:
             raise InvalidOption(f"{name!r} is not yours to set: {REFUSED[name]}")
-    told = security.complete(java.librdkafka_names(given))
-    client, producer, consumer = _sorted({**_defaults(context.timeout), **told})
+    completed = security.complete(java.librdkafka_names(given))
+    client, producer, consumer = _sorted({**_defaults(context.timeout), **completed})
     raw = security.raw(client)
     _ask_the_client(client, producer, consumer, options["group_protocol"])
-    return Settings(
+    return KafkaSettings(
         bootstrap=bootstrap,
         client={"bootstrap.servers": bootstrap, **client},
         raw=raw,
@@ -222,7 +219,7 @@ def _check(options: Mapping[str, Any]) -> None:
 
 
 def _value(name: str, value: Any) -> str:
-    """Every value as text, as both clients and the URL have it."""
+    """Return a value as text, as both clients and the URL have it."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float | os.PathLike):
@@ -231,7 +228,7 @@ def _value(name: str, value: Any) -> str:
 
 
 def _defaults(timeout: float) -> dict[str, str]:
-    """Where ours differ from the client's own. The user's settings win over these."""
+    """Return our defaults where they differ from the client's own. The user's settings win over these."""
     # A half-open connection must be noticed, and another tried, well within one deadline. The least is what the client
     # wants beyond the half second that a fetch waits at the broker; it warns about less.
     patience = str(int(min(max(timeout / 3, 1.5), 10.0) * 1000))
@@ -239,12 +236,12 @@ def _defaults(timeout: float) -> dict[str, str]:
         "client.id": "txnbridge",
         "socket.timeout.ms": patience,
         "socket.connection.setup.timeout.ms": patience,
-        # Half of it passes between a new client's learning of the brokers and its connecting to one of them: with the
-        # client's own 100 ms that is most of the time that opening an id takes. It doubles with each attempt.
+        # Half of this time passes between a new client's learning of the brokers and its connecting to one of them:
+        # with the client's own 100 ms that is most of the time that opening an id takes. It doubles with each attempt.
         "reconnect.backoff.ms": "20",
         # The client's own ten seconds between two attempts are too long for a deadline of thirty.
         "reconnect.backoff.max.ms": "1000",
-        # Before the broker closes an idle connection (ten minutes), which could meet a request that is on its way.
+        # Shorter than the broker's ten minutes, after which it closes an idle connection, perhaps under a request.
         "connections.max.idle.ms": "540000",
         # The producer's own default would create a mistyped topic wherever the broker lets it.
         "allow.auto.create.topics": "false",
@@ -252,7 +249,7 @@ def _defaults(timeout: float) -> dict[str, str]:
 
 
 def _sorted(settings: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """For every client, for producers only, for consumers only."""
+    """Return the settings for every client, for producers only, and for consumers only."""
     producer = {name: value for name, value in settings.items() if name in names.PRODUCER}
     consumer = {name: value for name, value in settings.items() if name in names.CONSUMER}
     own = {*producer, *consumer}
@@ -275,7 +272,7 @@ def _ask_the_client(
 
 
 class _Silent:
-    """Takes the log of a client that is only asked: the one that is used says it again."""
+    """Drops the log of a client that only judges settings: the client that is used logs the same."""
 
     def log(self, *line: object) -> None:
         pass

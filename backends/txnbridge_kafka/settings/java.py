@@ -1,4 +1,4 @@
-"""Settings as Kafka's Java clients name them, in librdkafka's names: what comes with Spark or out of a Java service."""
+"""Settings as Kafka's Java clients name them, in librdkafka's names: they come with Spark or from a Java service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RENAMED = {
     "compression.zstd.level": "compression.level",
     "fetch.max.wait.ms": "fetch.wait.max.ms",
     "max.request.size": "message.max.bytes",
-    "sasl.mechanisms": "sasl.mechanism",  # librdkafka has both; from here on there is one
+    "sasl.mechanisms": "sasl.mechanism",  # librdkafka has both; from here on there is only this name
     "sasl.oauthbearer.client.credentials.client.id": "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.credentials.client.secret": "sasl.oauthbearer.client.secret",
     "ssl.keystore.certificate.chain": "ssl.certificate.pem",
@@ -43,7 +43,7 @@ _CONVERTED: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "ssl.endpoint.identification.algorithm": ("ssl.endpoint.identification.algorithm", _algorithm),
 }
 
-# Java classes that stand for what both of our clients do by themselves.
+# Java classes for what both of our clients do by themselves.
 _CLASSES = {
     "sasl.login.callback.handler.class": (
         "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
@@ -58,7 +58,7 @@ NAMES = frozenset({*_RENAMED, *_CONVERTED, *_CLASSES, *_STORE_SETTINGS, "sasl.ja
 
 
 def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
-    """The same settings in librdkafka's names. Raises `InvalidOption`, which never shows a value that may be secret."""
+    """Return the same settings in librdkafka's names. `InvalidOption` never shows a value that may be secret."""
     left = dict(given)
     line = left.pop("sasl.jaas.config", None)
     pairs = [pair for store in _STORES for pair in _store(store, left)]
@@ -66,12 +66,12 @@ def librdkafka_names(given: Mapping[str, str]) -> dict[str, str]:
     if line is not None:
         mechanism = dict(pairs).get("sasl.mechanism")
         pairs = [pair for pair in pairs if pair[0] != "sasl.mechanism"] + [*login(line, mechanism).items()]
-    found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for name, value in pairs:
-        if name in found:
+        if name in named:
             raise InvalidOption(f"{name!r} is given twice, under two of its names")
-        found[name] = value
-    return found
+        named[name] = value
+    return named
 
 
 def _is_known_class(name: str, value: str) -> bool:
@@ -92,7 +92,7 @@ def _renamed(name: str, value: str) -> tuple[str, str]:
 
 
 def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
-    """Take a store's settings out of `left`: where its PEM file is, in librdkafka's names."""
+    """Take a store's settings out of `left`, and return its PEM file in librdkafka's names."""
     kind = left.pop(f"{store}.type", "").upper()
     location = left.pop(f"{store}.location", None)
     password = left.pop(f"{store}.password", None)
@@ -113,7 +113,7 @@ def _store(store: str, left: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def _conversion(store: str, location: str, kind: str) -> str:
-    """The command that makes PEM of a store; it asks for the store's password."""
+    """Return the command that converts a store to PEM; it asks for the store's password."""
     stem = re.sub(r"\.(jks|p12|pfx|pkcs12|keystore|truststore)$", "", location, flags=re.IGNORECASE)
     source, pem, p12 = (shlex.quote(path) for path in (location, f"{stem}.pem", f"{stem}.converted.p12"))
     if store == "ssl.truststore":
@@ -149,10 +149,7 @@ class _Token(NamedTuple):
 
 
 def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
-    """A JAAS line's login module and its options, read as Java reads it.
-
-    Raises `InvalidOption`, which says where the line is wrong and never shows any of it.
-    """
+    """Return a JAAS line's module and options, as Java reads it. `InvalidOption` never shows any of the line."""
     tokens = _tokens(line)
     module = _text(next(tokens))
     if _text(next(tokens)).lower() not in _FLAGS:
@@ -171,28 +168,28 @@ def parse_jaas(line: str) -> tuple[str, dict[str, str]]:
 def _tokens(line: str) -> Iterator[_Token]:
     at = _end(_SKIPPED, line, 0)
     while at < len(line):
-        found = _TOKEN.match(line, at)
-        if found is None:
+        match = _TOKEN.match(line, at)
+        if match is None:
             raise InvalidOption(
                 f"'sasl.jaas.config' cannot be read from character {at + 1} on: a quote is not closed, or what stands "
                 f"there needs quotes: {FORM}"
             )
-        kind, text = str(found.lastgroup), str(found[str(found.lastgroup)])
+        kind, text = str(match.lastgroup), str(match[str(match.lastgroup)])
         if kind in ("double", "single"):
             text = _ESCAPE.sub(_unescape, text)
         yield _Token(text if kind == "mark" else "", text, at)
-        at = _end(_SKIPPED, line, found.end())
+        at = _end(_SKIPPED, line, match.end())
     while True:
         yield _Token("end", "", at)
 
 
 def _end(pattern: re.Pattern[str], line: str, at: int) -> int:
-    found = pattern.match(line, at)
-    return found.end() if found else at
+    match = pattern.match(line, at)
+    return match.end() if match else at
 
 
-def _unescape(found: re.Match[str]) -> str:
-    text = found[1]
+def _unescape(match: re.Match[str]) -> str:
+    text = match[1]
     return chr(int(text, 8)) if text in "01234567" or len(text) > 1 else _ESCAPES.get(text, text)
 
 
@@ -213,7 +210,7 @@ _SECURITY = "org.apache.kafka.common.security."
 _PLAIN = _SECURITY + "plain.PlainLoginModule"
 _SCRAM = _SECURITY + "scram.ScramLoginModule"
 _OAUTH = _SECURITY + "oauthbearer.OAuthBearerLoginModule"
-# What each module calls the settings of the client.
+# The client's settings by each module's names.
 _MODULES = {
     _PLAIN: {"username": "sasl.username", "password": "sasl.password"},
     _SCRAM: {"username": "sasl.username", "password": "sasl.password"},
@@ -228,24 +225,24 @@ _EXTENSION = "extension_"
 
 
 def login(line: str, mechanism: str | None) -> dict[str, str]:
-    """A JAAS line in librdkafka's names, with the mechanism that belongs to it."""
+    """Return a JAAS line in librdkafka's names, with the mechanism that belongs to it."""
     module, options = parse_jaas(line)
     if module not in _MODULES:
         known = ", ".join(name.rpartition(".")[2] for name in _MODULES)
         raise InvalidOption(f"the login module of 'sasl.jaas.config' is none of {known}; others need Java")
-    found = {"sasl.mechanism": _mechanism(module, mechanism)}
+    settings = {"sasl.mechanism": _mechanism(module, mechanism)}
     extensions = []
     for name, value in options.items():
         if module == _OAUTH and name.startswith(_EXTENSION):
             extensions.append(f"{name[len(_EXTENSION) :]}={value}")
         elif name in _MODULES[module]:
-            found[_MODULES[module][name]] = value
+            settings[_MODULES[module][name]] = value
         else:
             known = ", ".join(_MODULES[module])
             raise InvalidOption(f"'sasl.jaas.config': {module.rpartition('.')[2]} takes {known} here, and nothing else")
     if extensions:
-        found["sasl.oauthbearer.extensions"] = ",".join(extensions)
-    return found
+        settings["sasl.oauthbearer.extensions"] = ",".join(extensions)
+    return settings
 
 
 def _mechanism(module: str, given: str | None) -> str:

@@ -1,6 +1,6 @@
-"""The names of librdkafka's settings that are the user's, sorted by who takes them: a client warns about others.
+"""The names of the librdkafka settings that a user may set, by the kind of client: a client warns about others.
 
-A newer librdkafka may have more. It is asked about names that are not here, and they go to every client.
+A newer librdkafka may have more. It judges names that are not here, and they go to every client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TLS and SASL, given once in librdkafka's names: checked, completed, and put as kafka-python wants them."""
+"""TLS and SASL, given once in librdkafka's names: checked, completed, and translated for kafka-python."""
 
 from __future__ import annotations
 
@@ -24,28 +24,24 @@ _PASSWORDS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _OAUTH = "OAUTHBEARER"
 _SECRETS = ("sasl.password", "sasl.oauthbearer.client.secret", "ssl.key.password", "ssl.key.pem")
 _ENDPOINT = "sasl.oauthbearer.token.endpoint.url"
-_OAUTH_NEEDS = (
-    _ENDPOINT,
-    "sasl.oauthbearer.client.id",
-    "sasl.oauthbearer.client.secret",
-)
+_OAUTH_NEEDS = (_ENDPOINT, "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret")
 
 
 def secrets(client: Mapping[str, str]) -> Iterator[str]:
-    """The values that must not be shown."""
+    """Yield the values that must not be shown."""
     yield from (client[name] for name in _SECRETS if client.get(name))
 
 
-def complete(told: Mapping[str, str]) -> dict[str, str]:
-    """The settings with their security spelled out. Raises `InvalidOption` for a part that would have no effect.
+def complete(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings with their security spelled out. Raise `InvalidOption` for a part without effect.
 
-    A password that is not used, or a certificate that is not checked, would be a promise weakened in silence.
+    A password that is not used, or a certificate that is not checked, would weaken a promise in silence.
     """
-    settings = {**told, "security.protocol": told.get("security.protocol", "PLAINTEXT").upper()}
+    settings = {**given, "security.protocol": given.get("security.protocol", "PLAINTEXT").upper()}
     protocol = settings["security.protocol"]
     if protocol not in _PROTOCOLS:
         raise InvalidOption(f"'security.protocol' is one of {', '.join(_PROTOCOLS)}")
-    for name in sorted(settings.keys() & COMMON):  # of any other the client says that there is no such setting
+    for name in sorted(settings.keys() & COMMON):  # the client refuses any other as unknown
         if name.startswith("ssl.") and not protocol.endswith("SSL"):
             raise InvalidOption(f"{name!r} has no effect without security.protocol=SSL or SASL_SSL")
         if name.startswith("sasl.") and not protocol.startswith("SASL"):
@@ -74,7 +70,7 @@ def _sasl(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def advice(client: Mapping[str, str]) -> str:
-    """What to check when no connection comes about: what the other side would have to have, and what was given."""
+    """Return what to check when no connection can be made: the settings that have to match the listener."""
     protocol, checks = client["security.protocol"], []
     if protocol.startswith("SASL"):
         checks += list(_OAUTH_NEEDS) if client["sasl.mechanism"] == _OAUTH else ["sasl.username", "sasl.password"]
@@ -87,9 +83,9 @@ def advice(client: Mapping[str, str]) -> str:
 
 
 def raw(client: Mapping[str, str]) -> dict[str, Any]:
-    """The same for kafka-python."""
+    """Return the same settings for kafka-python."""
     patience = int(client["socket.timeout.ms"])
-    found: dict[str, Any] = {
+    config: dict[str, Any] = {
         "client_id": client["client.id"],
         "security_protocol": client["security.protocol"],
         "request_timeout_ms": patience,
@@ -97,22 +93,22 @@ def raw(client: Mapping[str, str]) -> dict[str, Any]:
         "reconnect_backoff_max_ms": int(client["reconnect.backoff.max.ms"]),
     }
     if client["security.protocol"].endswith("SSL"):
-        found["ssl_context"] = ssl_context(client)
+        config["ssl_context"] = ssl_context(client)
     if client["security.protocol"].startswith("SASL"):
-        found["sasl_mechanism"] = client["sasl.mechanism"]
+        config["sasl_mechanism"] = client["sasl.mechanism"]
         if client["sasl.mechanism"] == _OAUTH:
-            found["sasl_oauth_token_provider"] = OAuthTokens(client, patience / 1000)
+            config["sasl_oauth_token_provider"] = OAuthTokens(client, patience / 1000)
         else:
-            found["sasl_plain_username"] = client["sasl.username"]
-            found["sasl_plain_password"] = client["sasl.password"]
-    return found
+            config["sasl_plain_username"] = client["sasl.username"]
+            config["sasl_plain_password"] = client["sasl.password"]
+    return config
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 
 def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
-    """What librdkafka would check and show, for Python's own TLS. Raises `InvalidOption` naming what cannot be used."""
+    """Return a TLS context for Python with librdkafka's checks. Raise `InvalidOption` naming what cannot be used."""
     context = _trusting(client, "ssl.ca")
     context.sslsocket_class = _Socket
     if client.get("enable.ssl.certificate.verification", "true").lower() in ("false", "f", "0"):
@@ -131,7 +127,7 @@ def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
         certificate = _file(client, "ssl.certificate", files)
         key = _file(client, "ssl.key", files)
         if certificate and key:
-            password = client.get("ssl.key.password", "")  # without one it would ask at the terminal
+            password = client.get("ssl.key.password", "")  # without a password OpenSSL would ask at the terminal
             with _naming("the certificate and key under 'ssl.certificate…' and 'ssl.key…'"):
                 context.load_cert_chain(certificate, key, lambda: password)
         elif certificate or key:
@@ -140,21 +136,21 @@ def ssl_context(client: Mapping[str, str]) -> ssl.SSLContext:
 
 
 class _Socket(ssl.SSLSocket):
-    """Closes itself when nobody needs it any more: kafka-python forgets a connection whose handshake failed."""
+    """Closes itself when it is freed: kafka-python forgets a connection whose handshake failed."""
 
     def __del__(self) -> None:
         self.close()
 
 
 def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
-    """A context that trusts the authorities under an option, or, without it, those that the system trusts."""
+    """Return a context that trusts the authorities under an option, or, without it, those of the system."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some systems' OpenSSL would still take less
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # some systems' OpenSSL would still accept an older version
     location, pem = client.get(f"{option}.location"), client.get(f"{option}.pem")
     if pem:
         with _naming(f"{option}.pem"):
             context.load_verify_locations(cadata=pem)
-    elif location and location != "probe":  # librdkafka's word for the system's
+    elif location and location != "probe":  # librdkafka's word for the system's authorities
         with _naming(f"{option}.location"):
             if os.path.isdir(location):
                 context.load_verify_locations(capath=location)
@@ -166,11 +162,11 @@ def _trusting(client: Mapping[str, str], option: str) -> ssl.SSLContext:
 
 
 def _file(client: Mapping[str, str], option: str, files: contextlib.ExitStack) -> str | None:
-    """The file that an option names, or one that holds the text that it gives until `files` are closed."""
+    """Return the file that an option names, or a file with the text that it gives until `files` are closed."""
     pem = client.get(f"{option}.pem")
     if pem is None:
         return client.get(f"{option}.location")
-    file = files.enter_context(tempfile.NamedTemporaryFile("w"))  # readable by its owner only
+    file = files.enter_context(tempfile.NamedTemporaryFile("w"))  # only its owner may read the file
     file.write(pem)
     file.flush()
     return file.name
@@ -187,14 +183,14 @@ def _naming(option: str) -> Iterator[None]:
 
 # --- OAuth -----------------------------------------------------------------------------------------------------------
 
-# A token is renewed when so much of its life has passed, as both Kafka's and librdkafka's clients do.
+# A token is renewed after so much of its life, as both Kafka's and librdkafka's clients do.
 _RENEWED_AFTER = 0.8
-# Where the endpoint does not say how long a token lives, it is asked for one each time.
+# An endpoint that does not say how long a token lives is asked for one each time.
 _UNSAID = 0.0
 
 
 class OAuthTokens:
-    """Tokens of a token endpoint for kafka-python, by client credentials, as librdkafka fetches its own."""
+    """Fetches tokens of a token endpoint for kafka-python, by client credentials, as librdkafka fetches its own."""
 
     def __init__(self, client: Mapping[str, str], timeout: float) -> None:
         self._url = client[_ENDPOINT]
@@ -208,7 +204,7 @@ class OAuthTokens:
         self._renew_at = self._dies_at = 0.0  # by time.monotonic()
 
     def token(self) -> str:
-        """A token that is still good. Raises `AccessDenied` and `BrokerUnavailable`."""
+        """Return a token that is still good. Raise `AccessDenied` and `BrokerUnavailable`."""
         with self._lock:
             now = time.monotonic()
             if now >= self._renew_at:
@@ -224,7 +220,7 @@ class OAuthTokens:
             return self._token
 
     def extensions(self) -> dict[str, str]:
-        """What is told to the broker beside the token."""
+        """Return the extensions that the broker gets beside the token."""
         return dict(pair.split("=", 1) for pair in self._extensions.split(",") if "=" in pair)
 
     def _fetch(self) -> dict[str, Any]:

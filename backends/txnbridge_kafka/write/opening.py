@@ -1,7 +1,7 @@
-"""Opening a transactional id: one act that leaves nothing of an older owner alive but what it prepared.
+"""Opening a transactional id: nothing of an older owner stays alive but what it has prepared.
 
-An older owner may live, so what it has open is ended by InitProducerId alone, which shuts it out and aborts as one act
-at the coordinator. Ended by EndTxn it would go on under the same epoch, and commit the second half of its transaction.
+An older owner may live, so its transaction is ended by InitProducerId alone, which fences it and aborts in one act at
+the coordinator. Ended by EndTxn, the owner would go on under the same epoch, and commit the second half (hazard H11).
 """
 
 from __future__ import annotations
@@ -14,54 +14,59 @@ from typing import Any
 
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Deadline
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import OPEN, PREPARE, SETTLED, Owner
+from txnbridge_kafka.client.responses import OPEN, SETTLED
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.write.owner import PREPARE, KafkaOwner
 from txnbridge_kafka.write.prepared import is_pool_id
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
-# Opening waits for the broker, not for this process; but each has a client with threads of its own.
+# Opening waits for the broker, not for this process; but each writer has a client with threads of its own.
 _AT_ONCE = 16
-# How many more writers than it has itself an owner looks for whom no log tells how many there were.
+# Without a log to say how many writers an older owner had, an owner looks for so many more than its own.
 _LOOKED_FOR = 64
 
 
-def open_id(cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
-    """Say in the log that the id is ours, end what is left of older owners, and open every writer.
+def open_id(cluster: KafkaCluster, owner: KafkaOwner, writers: Sequence[KafkaWriter], deadline: Deadline) -> None:
+    """Record in the log that the id is ours, end what is left of older owners, and open every writer.
 
-    Without the right to the log the broker alone fences; the owner says what that leaves open.
+    Without the right to the log the broker alone fences; the owner logs what that leaves open.
     """
     before: Mapping[str, Any] = {}
     try:
         before = owner.open(len(writers), deadline)
     except AccessDenied as error:
         owner.go_on_without_log(error)
-    _tell_of_the_living(cluster, owner, writers, before, deadline)
+    _warn_of_living_owner(cluster, owner, writers, before, deadline)
     if owner.denied:
-        # What an older owner prepares or has prepared cannot be told apart, so it is left alone.
+        # What an older owner prepares or has prepared cannot be told from the rest, so it is left alone.
         more = range(len(writers), len(writers) + _LOOKED_FOR)
         leftovers = list(cluster.requests.describe([f"{owner.name}.{number}" for number in more], deadline))
     else:
         _end_unprepared(cluster, owner, deadline)
         leftovers = [f"{owner.name}.{number}" for number in range(len(writers), int(before.get("writers", 0)))]
     _all_at_once(lambda writer: _open(cluster, owner, writer, deadline), writers)
-    # Of an owner with more writers than we have: nobody opens those, so they are fenced without a client.
+    # Older owners may have had more writers than we have. Nobody opens those, so they are fenced without a client.
     _all_at_once(lambda id: _fence(cluster, owner, id, deadline), leftovers)
 
 
-def _tell_of_the_living(
-    cluster: Cluster, owner: Owner, writers: Sequence[KafkaWriter], before: Mapping[str, Any], deadline: Deadline
+def _warn_of_living_owner(
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    writers: Sequence[KafkaWriter],
+    before: Mapping[str, Any],
+    deadline: Deadline,
 ) -> None:
-    """Warn of an older owner that is in a transaction. Of one that is not, nobody knows whether it is alive."""
+    """Warn of an older owner that is in a transaction. Of another it is unknown whether it is alive."""
     now = time.time() * 1000
-    for found in cluster.requests.describe([writer.id for writer in writers], deadline).values():
-        if found.state == OPEN and found.start is not None:
+    for last in cluster.requests.describe([writer.id for writer in writers], deadline).values():
+        if last.state == OPEN and last.start is not None:
             opened = f", which opened it {_age(now, before['at'])}" if "at" in before else ""
             _log.warning(
                 "%s: an older owner (%s%s) has begun a transaction on %s %s: it is alive, or died in it. It is shut out"
                 " now, and the transaction is aborted",
-                *(owner.name, before.get("host") or "its host is not known", opened, found.id, _age(now, found.start)),
+                *(owner.name, before.get("host") or "its host is not known", opened, last.id, _age(now, last.start)),
             )
 
 
@@ -69,39 +74,37 @@ def _age(now: float, then: int) -> str:
     return f"{max(0.0, now - then) / 1000:.0f} s ago"
 
 
-def _open(cluster: Cluster, owner: Owner, writer: KafkaWriter, deadline: Deadline) -> None:
-    writer.past = past = cluster.requests.describe([writer.id], deadline).get(writer.id)
-    if past is not None and past.state not in SETTLED:
-        # The client of the writer would wait for the end of an abort ten times as long.
+def _open(cluster: KafkaCluster, owner: KafkaOwner, writer: KafkaWriter, deadline: Deadline) -> None:
+    writer.session.previous_transaction = previous = cluster.requests.describe([writer.id], deadline).get(writer.id)
+    if previous is not None and previous.state not in SETTLED:
+        # The writer's client would wait for the end of an abort ten times as long.
         _fence(cluster, owner, writer.id, deadline)
     writer.open(deadline)
 
 
-def _fence(cluster: Cluster, owner: Owner, id: str, deadline: Deadline) -> None:
-    owner.check(deadline)  # a process that slept since it opened the id would shut out the next owner
+def _fence(cluster: KafkaCluster, owner: KafkaOwner, id: str, deadline: Deadline) -> None:
+    owner.check(deadline)  # a process that slept since it opened the id would fence the next owner
     with cluster.events.step("step:fence", id=id):
         cluster.requests.fence(id, int(cluster.settings.timeout * 1000), deadline)
 
 
-def _end_unprepared(cluster: Cluster, owner: Owner, deadline: Deadline) -> None:
-    """Of the ids for prepared transactions, of every earlier owner: abort what is open and has no prepare record that
-    counts.
-    """
+def _end_unprepared(cluster: KafkaCluster, owner: KafkaOwner, deadline: Deadline) -> None:
+    """Abort what earlier owners have open under ids for prepared transactions without a prepare record (hazard H16)."""
     listed = cluster.requests.transactions(deadline, [OPEN])
-    described = cluster.requests.describe([one.id for one in listed if is_pool_id(one.id, owner.name)], deadline)
-    if not any(found.state == OPEN for found in described.values()):
+    described = cluster.requests.describe([each.id for each in listed if is_pool_id(each.id, owner.name)], deadline)
+    if not any(last.state == OPEN for last in described.values()):
         return
-    # Read after the opening was written: whoever records one later is told that it does not count.
+    # Read after the opening was written: a prepare record that comes later does not count.
     spared = {(e.data["id"], e.data["pid"], e.data["start"]) for e in owner.ledger.entries(PREPARE, deadline)}
-    for id, found in described.items():
-        if found.state == OPEN and (id, found.pid, found.start) in spared:
+    for id, last in described.items():
+        if last.state == OPEN and (id, last.pid, last.start) in spared:
             owner.spared.append(id)
-        elif found.state == OPEN:
+        elif last.state == OPEN:
             _fence(cluster, owner, id, deadline)
 
 
 def _all_at_once(do: Callable[[Any], object], items: Sequence[Any]) -> None:
-    """Do it for all side by side; the first error is raised once all have ended."""
+    """Call a function for all items side by side. Raise the first error once all calls have ended."""
     if not items:
         return
     with ThreadPoolExecutor(min(len(items), _AT_ONCE), thread_name_prefix="txnbridge-kafka-open") as pool:

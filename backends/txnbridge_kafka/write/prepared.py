@@ -1,4 +1,4 @@
-"""Transactions that are prepared: under ids of their own, one transaction each time such an id is opened."""
+"""Prepared transactions: each under an id that holds no other, opened anew for each transaction."""
 
 from __future__ import annotations
 
@@ -12,54 +12,51 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from txnbridge.errors import (
-    DeadlineExceeded,
-    Fenced,
-    InvalidState,
-    TransactionTimedOut,
-    TxnBridgeError,
-)
+from txnbridge.errors import DeadlineExceeded, Fenced, InvalidState, TransactionTimedOut, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence, LedgerEntry, Token
-from txnbridge_kafka.cluster import Cluster
-from txnbridge_kafka.owner import COMMITTED, OPEN, PREPARE, Owner, evidence_key
-from txnbridge_kafka.wire.answers import Described
+from txnbridge_kafka.client.responses import COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.write.owner import PREPARE, KafkaOwner, evidence_key
 from txnbridge_kafka.write.writer import KafkaWriter
 
 _log = logging.getLogger("txnbridge")
 
-# While all ids are taken by unresolved transactions: how often to look whether one was resolved.
-_LOOK_SECONDS = 0.2
-# For opening an id ahead of its use, in the background.
+# The interval of checks for a resolved transaction while unresolved ones hold all ids.
+_CHECK_SECONDS = 0.2
+# The time for opening an id ahead of its use, in the background.
 _AHEAD_SECONDS = 30.0
 
 
 def is_pool_id(id: str, name: str) -> bool:
-    """Whether an id is for prepared transactions of any owner of a transactional id.
+    """Return whether an id is for prepared transactions of any owner of a transactional id.
 
-    They carry the opening that they belong to, so that no other owner ever opens one, except to end what is left. (In
-    earlier versions they did not.)
+    Such ids carry their opening, so that no other owner opens one but to end what is left (hazard H15). In earlier
+    versions they did not.
     """
     return re.fullmatch(rf"{re.escape(name)}(\.[0-9a-f]{{16}})?\.p\d+", id) is not None
 
 
-class PreparedWriter(KafkaWriter):
-    """Carries one transaction, which is prepared or aborted, and is then let go of."""
+class KafkaPreparedWriter(KafkaWriter):
+    """Writes one transaction, which is prepared or aborted, and then goes back to the pool."""
 
-    def __init__(self, pool: Pool, cluster: Cluster, owner: Owner, id: str, timeout_ms: int) -> None:
+    def __init__(
+        self, pool: PreparedIdPool, cluster: KafkaCluster, owner: KafkaOwner, id: str, timeout_ms: int
+    ) -> None:
         super().__init__(cluster, owner, id, timeout_ms)
         self._pool = pool
 
     def begin(self, begin: Begin) -> None:
         timeout_ms = self._pool.timeout_ms(begin)
-        if timeout_ms != self._timeout_ms:
+        if timeout_ms != self.session.timeout_ms:
             # The broker takes the time-out when an id is opened.
-            self._timeout_ms = timeout_ms
-            self._stale = "another time-out was asked for"
+            self.session.timeout_ms = timeout_ms
+            self.session.stale = "another time-out was asked for"
         super().begin(begin)
 
     def open(self, deadline: Deadline) -> None:
-        """An id whose opening met trouble is left for good: a late copy of that request would abort what is prepared
-        under it by then.
+        """Open the id, and leave an id for good whose opening met trouble.
+
+        A late copy of that request would abort what is prepared under the id by then (hazard H17).
         """
         while True:
             try:
@@ -67,45 +64,42 @@ class PreparedWriter(KafkaWriter):
             except BaseException:
                 self._take_another_id()
                 raise
-            assert self._producer is not None
-            if not self._producer.doubt():
+            if not self._producer().taint_reason():
                 return
             self._take_another_id()
             deadline.check("opening an id for a prepared transaction")
 
     def _take_another_id(self) -> None:
-        self._drop()
-        self.id = self._pool.another(self.id)
-        self._opened = self.past = None
+        self.session.use_id(self._pool.replace_id(self.id))
 
     def evidence(self) -> Evidence:
         plain = super().evidence()
         if self._start is None:
             return plain
         how = {name: value for name, value in plain.how.items() if name != "asked"}
-        return replace(plain, how={**how, "start": self._start}, expires_at=self._start + self._timeout_ms)
+        return replace(plain, how={**how, "start": self._start}, expires_at=self._start + self.session.timeout_ms)
 
     def prepare(self, deadline: Deadline) -> None:
-        assert self._producer is not None and self._opened is not None
-        opened = self._opened
-        nothing = not self.messages and not self._acks
+        opened = self.session.opened
+        assert opened is not None
+        empty = not self.messages and not self._acks
         self._store(deadline)
-        if nothing:
+        if empty:
             # The coordinator knows nothing of an empty transaction. A group that nobody uses makes it known.
             group = f"{self._cluster.settings.prefix}empty"
             self._cluster.requests.add_offsets(self.id, opened.pid, opened.epoch, group, deadline)
-        found = self._cluster.requests.describe([self.id], deadline).get(self.id)
-        if found is None or found.state != OPEN or (found.pid, found.epoch) != (opened.pid, opened.epoch):
+        last = self._cluster.requests.describe([self.id], deadline).get(self.id)
+        if last is None or last.state != OPEN or (last.pid, last.epoch) != (opened.pid, opened.epoch):
             self._owner.check(deadline)
-            self._abort_from_outside(deadline)
+            self.session.abort_from_outside(deadline)
             raise TransactionTimedOut("the transaction was ended before it was prepared: its time was over")
-        self._start = found.start
+        self._start = last.start
         with self._cluster.events.step("step:record", self._begun.transaction):
             self._record(deadline)
-        self._drop()
+        self.session.drop()
 
     def _record(self, deadline: Deadline) -> None:
-        """From here on the next owner spares it. Raises `Fenced`, and aborts, if there is one already."""
+        """Write the record for which the next owner spares the transaction. If there is one, abort: `Fenced`."""
         evidence = self.evidence()
         data = {
             **evidence.how,
@@ -116,7 +110,7 @@ class PreparedWriter(KafkaWriter):
         try:
             self._owner.ledger.record(PREPARE, self._begun.transaction, data, deadline)
         except Fenced:
-            self._abort_from_outside(deadline)
+            self.session.abort_from_outside(deadline)
             raise
 
     def commit(self, deadline: Deadline) -> None:
@@ -127,10 +121,10 @@ class PreparedWriter(KafkaWriter):
         self._pool.release(self)
 
 
-class Pool:
-    """The ids of prepared transactions of one owner: opened ahead, one at a time, never while unresolved."""
+class PreparedIdPool:
+    """The ids of one owner for prepared transactions: opened ahead, one at a time, never while unresolved."""
 
-    def __init__(self, cluster: Cluster, owner: Owner, timeout_ms: int, longest_ms: int) -> None:
+    def __init__(self, cluster: KafkaCluster, owner: KafkaOwner, timeout_ms: int, longest_ms: int) -> None:
         self._cluster = cluster
         self._owner = owner
         self._timeout_ms = timeout_ms
@@ -139,30 +133,30 @@ class Pool:
         self._numbers = count()
         self._taken: set[str] = set()
         self._next = 0
-        self._ready: deque[PreparedWriter] = deque()
+        self._ready: deque[KafkaPreparedWriter] = deque()
         self._lock = threading.Lock()
         self._ahead: threading.Thread | None = None
         self._closed = False
 
     def timeout_ms(self, begin: Begin) -> int:
-        """What a transaction asks of the broker; without a hold it gets the pool's, the longest that is allowed."""
+        """Return a transaction's time-out at the broker: without a hold the pool's, which is the longest allowed."""
         if begin.hold is None:
             return self._timeout_ms
         return min(max(int((begin.deadline.seconds + begin.hold) * 1000), 1000), self._longest_ms)
 
-    def take(self, deadline: Deadline) -> PreparedWriter:
-        """A writer on a fresh id. Raises `Fenced`, and `DeadlineExceeded` if every id holds an unresolved one."""
+    def take(self, deadline: Deadline) -> KafkaPreparedWriter:
+        """Return a writer on a fresh id. Raise `Fenced`, and `DeadlineExceeded` if no id becomes free."""
         self._owner.open_once(deadline)
         with self._lock:
             while len(self._ids) < self._owner.prepared_ids:
                 self._ids.append(self._new_id())
         writer, oldest = self._take_or_open(deadline), None
         while writer is None:
-            # While there is time: the caller has to learn what he may end.
+            # While there is time: the error names the oldest transaction, which the caller may end.
             oldest = self._oldest(deadline) or oldest
-            if deadline.left() <= _LOOK_SECONDS:
+            if deadline.left() <= _CHECK_SECONDS:
                 raise DeadlineExceeded(self._all_taken(oldest))
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_CHECK_SECONDS)
             try:
                 writer = self._take_or_open(deadline)
             except DeadlineExceeded as error:
@@ -170,8 +164,8 @@ class Pool:
         self._open_ahead()
         return writer
 
-    def _take_or_open(self, deadline: Deadline) -> PreparedWriter | None:
-        """A writer on a fresh id; None if every id holds an unresolved transaction."""
+    def _take_or_open(self, deadline: Deadline) -> KafkaPreparedWriter | None:
+        """Return a writer on a fresh id; None if every id holds an unresolved transaction."""
         with self._lock:
             writer = self._ready.popleft() if self._ready else None
         return writer or self._open_one(deadline)
@@ -179,15 +173,15 @@ class Pool:
     def _new_id(self) -> str:
         return f"{self._owner.name}.{self._owner.opening}.p{next(self._numbers)}"
 
-    def another(self, id: str) -> str:
-        """One in place of this one, which is not used any more."""
+    def replace_id(self, id: str) -> str:
+        """Return a new id in place of this one, which is not used any more."""
         with self._lock:
             new = self._ids[self._ids.index(id)] = self._new_id()
             self._taken.discard(id)
             self._taken.add(new)
         return new
 
-    def release(self, writer: PreparedWriter) -> None:
+    def release(self, writer: KafkaPreparedWriter) -> None:
         with self._lock:
             self._taken.discard(writer.id)
 
@@ -201,8 +195,6 @@ class Pool:
         if self._ahead is not None:
             self._ahead.join(deadline.left())
 
-    # --- opening ahead ----------------------------------------------------------------------------------------------
-
     def _open_ahead(self) -> None:
         with self._lock:
             if self._closed or self._ready or (self._ahead is not None and self._ahead.is_alive()):
@@ -214,7 +206,7 @@ class Pool:
         try:
             writer = self._open_one(Deadline(_AHEAD_SECONDS))
         except TxnBridgeError as error:
-            # The next transaction that needs one opens it in the foreground, and is told.
+            # The next transaction that needs an id opens it in the foreground, and reports the error.
             _log.debug("no id could be opened ahead for a prepared transaction: %s", error)
             return
         if writer is None:
@@ -225,18 +217,18 @@ class Pool:
                 return
         writer.close()
 
-    def _open_one(self, deadline: Deadline) -> PreparedWriter | None:
-        """A writer on an id that holds nothing unresolved; None if there is none at the moment."""
+    def _open_one(self, deadline: Deadline) -> KafkaPreparedWriter | None:
+        """Return a writer on an id that holds nothing unresolved; None if there is none at the moment."""
         free = self._find_free(deadline)
         if free is None:
             return None
         id, before = free
-        writer = PreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
+        writer = KafkaPreparedWriter(self, self._cluster, self._owner, id, self._timeout_ms)
         try:
-            writer.past = before
+            writer.session.previous_transaction = before
             if before is not None and before.state in ("CompleteCommit", "CompleteAbort"):
                 key = evidence_key(id, before.pid, f"start {before.start}")
-                self._owner.note_outcome(key, before.state in COMMITTED, deadline)
+                self._owner.record_outcome(key, before.state in COMMITTED, deadline)
             self._owner.check(deadline)
             writer.open(deadline)
         except BaseException:
@@ -244,33 +236,33 @@ class Pool:
             raise
         return writer
 
-    def _find_free(self, deadline: Deadline) -> tuple[str, Described | None] | None:
-        """The next id that holds nothing unresolved, marked as taken; None if there is none."""
+    def _find_free(self, deadline: Deadline) -> tuple[str, TransactionDescription | None] | None:
+        """Return the next id that holds nothing unresolved, marked as taken; None if there is none."""
         with self._lock:
             order = self._ids[self._next :] + self._ids[: self._next]
             candidates = [id for id in order if id not in self._taken]
         described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline)
-        if sum(found.state == OPEN for found in described.values()) >= self._owner.prepared_ids:
+        if sum(last.state == OPEN for last in described.values()) >= self._owner.prepared_ids:
             return None
         for id in candidates:
-            found = described.get(id)
-            if found is not None and found.state == OPEN:
+            last = described.get(id)
+            if last is not None and last.state == OPEN:
                 continue
-            if found is not None and found.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
-                continue  # it is being ended this moment
+            if last is not None and last.state not in ("Empty", "CompleteCommit", "CompleteAbort", "Dead"):
+                continue  # its transaction is being ended this moment
             with self._lock:
                 if id in self._taken:
                     continue
                 self._taken.add(id)
                 self._next = (self._ids.index(id) + 1) % len(self._ids)
-            return id, found
+            return id, last
         return None
 
     def _oldest(self, deadline: Deadline) -> Token | None:
-        """The oldest that is unresolved, as far as that can be told now."""
+        """Return the token of the oldest unresolved transaction, if that can be told now."""
         try:
             described = self._cluster.requests.describe([*self._ids, *self._owner.spared], deadline).items()
-            unresolved = {(id, found.pid, found.start) for id, found in described if found.state == OPEN}
+            unresolved = {(id, last.pid, last.start) for id, last in described if last.state == OPEN}
             for entry in self._owner.ledger.entries(PREPARE, deadline):
                 if (entry.data["id"], entry.data["pid"], entry.data["start"]) in unresolved:
                     return token_of(entry, self._cluster, deadline)
@@ -285,8 +277,8 @@ class Pool:
         return f"{text}: commit or abort some, or connect with a larger prepared_ids"
 
 
-def token_of(entry: LedgerEntry, cluster: Cluster, deadline: Deadline) -> Token:
-    """The token that was given out when this record was written."""
+def token_of(entry: LedgerEntry, cluster: KafkaCluster, deadline: Deadline) -> Token:
+    """Return the token that was given out when this record was written."""
     data: Mapping[str, Any] = entry.data
     return Token(
         broker="kafka",

@@ -1,0 +1,1 @@
+"""The administrator's side: topics, groups, open transactions, the doctor, and the check when a bridge connects."""

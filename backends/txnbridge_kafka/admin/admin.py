@@ -1,0 +1,345 @@
+"""Topics, groups, the cluster's transactions, their end by hand, the repair of missing markers, and the doctor."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    InvalidOption,
+    InvalidState,
+    NotFound,
+    OutcomeUnknown,
+    TxnBridgeError,
+)
+from txnbridge.spi import (
+    Admin,
+    Advice,
+    Context,
+    Deadline,
+    Decision,
+    GroupInfo,
+    Ledger,
+    LedgerEntry,
+    OpenTransaction,
+    Outcome,
+    Partition,
+    Position,
+    TokenState,
+    TopicInfo,
+)
+from txnbridge_kafka.admin import doctor
+from txnbridge_kafka.admin.groups import KafkaGroups
+from txnbridge_kafka.client.responses import ABORTED, COMMITTED, OPEN, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import write_missing_markers_of_id
+from txnbridge_kafka.outcome.outcome import end_prepared, status_after_fencing
+from txnbridge_kafka.topics import KafkaTopics
+from txnbridge_kafka.write.owner import PREPARE
+from txnbridge_kafka.write.prepared import token_of
+
+# The coordinators' states of a transaction that has begun and not ended.
+_UNENDED = (OPEN, "PrepareCommit", "PrepareAbort", "PrepareEpochFence")
+# A writer's id, plain or for prepared transactions: the transactional id, and the writer's number.
+_WRITER = re.compile(r"(?P<owner>.+?)(\.\d+|(?P<prepared>(\.[0-9a-f]{16})?\.p\d+))", re.DOTALL)
+# The interval between checks whether all brokers know of a new topic.
+_CHECK_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A prepare record, and the ledger that has it."""
+
+    entry: LedgerEntry
+    ledger: Ledger
+
+    def is_about(self, description: TransactionDescription) -> bool:
+        data = self.entry.data
+        return (data["id"], data["pid"], data["start"]) == (description.id, description.pid, description.start)
+
+
+class KafkaAdmin(Admin):
+    """Works on the whole cluster: it sees and ends the transactions of other programs, too."""
+
+    def __init__(self, cluster: KafkaCluster, context: Context) -> None:
+        self._cluster = cluster
+        self._settings = cluster.settings
+        self._requests = cluster.requests
+        self._topics = cluster.topics
+        self._context = context
+
+    # --- topics ----------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        created = self._topics.create(name, partitions, deadline, _retention(retention_seconds, retention_bytes))
+        # An existing topic may have been made this moment too, and not be known everywhere yet.
+        count = self._wait_until_known(name, partitions if created else 1, deadline)
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+        return created
+
+    def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
+        """Return the number of partitions when every broker knows so many: the next request may go to any broker."""
+        while (count := self._requests.partitions_everywhere(topic, deadline)) < partitions:
+            deadline.check(f"waiting until every broker knows topic {topic!r}")
+            time.sleep(_CHECK_SECONDS)
+        return count
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        topics = self._topics.all(deadline)
+        settings = self._topics.configs(list(topics), deadline)
+        return [
+            TopicInfo(
+                name=name,
+                partitions=len(topic.partitions),
+                internal=name.startswith((self._settings.prefix, "__")),
+                retention_seconds=None if (kept := _limit(settings[name], "retention.ms")) is None else kept / 1000,
+                retention_bytes=_limit(settings[name], "retention.bytes"),
+            )
+            for name, topic in topics.items()
+        ]
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        while users := [each for each in self._unended(deadline) if any(topic == name for topic, _ in each.partitions)]:
+            for last in users:
+                # A transaction that is ending is over within milliseconds, and its writer may believe that it has
+                # ended.
+                if last.state == OPEN or deadline.left() <= _CHECK_SECONDS:
+                    raise InvalidState(f"topic {name!r} is in use by the transaction of {last.id}; end that first")
+            time.sleep(_CHECK_SECONDS)
+        self._topics.delete(name, deadline)
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.grow(name, partitions, deadline)
+        self._wait_until_known(name, partitions, deadline)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        offsets = self._cluster.offsets
+        counts = offsets.counts(topics, deadline)
+        partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
+        # The ends first: whatever retention removes meanwhile, no partition ends before it begins.
+        ends, begins = offsets.ends(partitions, deadline), offsets.begins(partitions, deadline)
+        return {each: ((begins[each],), (max(begins[each], ends[each]),)) for each in partitions}
+
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        return {topic: id for topic, id in self._cluster.offsets.topic_ids(topics, deadline).items() if id}
+
+    # --- groups ----------------------------------------------------------------------------------------------------
+
+    def groups(self, deadline: Deadline) -> dict[str, int]:
+        return KafkaGroups(self._cluster, deadline).members()
+
+    def group(self, name: str, deadline: Deadline) -> GroupInfo:
+        return KafkaGroups(self._cluster, deadline).describe(name)
+
+    def reset_group(
+        self, name: str, to: str | int, topics: Sequence[str] | None, deadline: Deadline
+    ) -> dict[Partition, Position]:
+        return KafkaGroups(self._cluster, deadline).reset(name, to, topics)
+
+    # --- transactions ----------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        records = self._records(deadline)
+        return [self._shown(last, records.of(last), deadline) for last in self._unended(deadline, owners)]
+
+    def _unended(self, deadline: Deadline, owners: str = "") -> list[TransactionDescription]:
+        listed = self._requests.transactions(deadline, _UNENDED)
+        # Each id that is described may be looked up in every decision log.
+        wanted = [each.id for each in listed if owner_of(each.id).startswith(owners)]
+        described = self._requests.describe(wanted, deadline)
+        # A transaction that has ended in between is left out.
+        return [last for last in described.values() if last.state in _UNENDED]
+
+    def _shown(self, last: TransactionDescription, prepared: _Prepared | None, deadline: Deadline) -> OpenTransaction:
+        if prepared is None:
+            token, transaction, messages = None, last.id, None
+        else:
+            token = token_of(prepared.entry, self._cluster, deadline)
+            transaction, messages = token.transaction, token.messages
+        open_state = "open" if prepared is None else "prepared"
+        return OpenTransaction(
+            transaction=transaction,
+            state=open_state if last.state == OPEN else "ending",
+            owner=last.id,
+            since=last.start,
+            expires_at=None if last.start is None else last.start + last.timeout,
+            partitions=last.partitions,
+            messages=messages,
+            token=token,
+            transactional_id=owner_of(last.id),
+        )
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """End a transaction, given by its own id or the id of its writer.
+
+        Aborting a transaction that is not prepared fences its writer, which learns that, and opens its id anew.
+        """
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+        records = self._records(deadline)
+        last, prepared = self._look_up(transaction, records, deadline)
+        commit = decision is Decision.COMMIT
+        if prepared is not None:
+            token = token_of(prepared.entry, self._cluster, deadline)
+            return end_prepared(self._cluster, token, commit, prepared.ledger, deadline)
+        if last is None or last.state not in _UNENDED:
+            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+        if last.state != OPEN:
+            return _outcome(last)
+        if commit:
+            raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
+        if records.unread is not None:
+            # The transaction may be prepared, and its commit decided.
+            raise records.unread
+        return self._abort(last, deadline)
+
+    def _records(self, deadline: Deadline) -> _PrepareRecords:
+        return _PrepareRecords(self._topics, self._settings.log_topic(""), self._context, deadline)
+
+    def _look_up(
+        self, transaction: str, records: _PrepareRecords, deadline: Deadline
+    ) -> tuple[TransactionDescription | None, _Prepared | None]:
+        """Return the coordinator's description of a writer's id, and the prepare record of its transaction, if any."""
+        prepared = records.named(transaction)
+        if prepared is not None:
+            return None, prepared
+        last = self._requests.describe([transaction], deadline).get(transaction)
+        return last, None if last is None else records.of(last)
+
+    def _abort(self, last: TransactionDescription, deadline: Deadline) -> Outcome:
+        """Fence the id, which aborts what is open in one act (hazard H13), and return the true outcome.
+
+        The writer may itself have ended the transaction since it was described.
+        """
+        self._requests.fence(last.id, last.timeout, deadline)
+        assert last.start is not None
+        status = status_after_fencing(self._cluster, last, deadline)
+        if status.state is TokenState.UNKNOWN:
+            raise OutcomeUnknown(
+                f"the writer of {last.id} is shut out now, and nothing of it is open. Its transaction was aborted by"
+                f" that, unless it had just been ended by its writer: {status.reason}"
+            )
+        return Outcome.COMMITTED if status.state is TokenState.COMMITTED else Outcome.ABORTED
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        """Write the missing markers of a hanging transaction, as its coordinator had decided.
+
+        Its writer must be stopped: what that sends meanwhile to the same partitions would be ended too. Raise
+        `NotFound`, and `InvalidState` for a transaction that has not ended, or an id in use.
+        """
+        _, prepared = self._look_up(transaction, self._records(deadline), deadline)
+        id = transaction if prepared is None else str(prepared.entry.data["id"])
+        written = write_missing_markers_of_id(self._cluster, id, deadline)
+        if not written:
+            return f"nothing of {id} was forgotten: no partition holds a transaction of it open"
+        return f"wrote the forgotten markers of {id}: {', '.join(written)}"
+
+    # --- the doctor ------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        return list(self._look(deadline))
+
+    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+        parts: tuple[Callable[[], Iterable[Advice]], ...] = (
+            lambda: doctor.check_settings(self._cluster, deadline),
+            lambda: doctor.check_topics(self._cluster, deadline),
+            lambda: doctor.check_open(self.transactions(deadline), self._settings),
+            lambda: doctor.check_hanging(self._cluster, deadline),
+        )
+        for part in parts:
+            try:
+                yield from part()
+            except AccessDenied as error:
+                yield Advice("warning", "rights", str(error), "grant this user Describe on the cluster and its topics")
+
+
+class _PrepareRecords:
+    """The prepare records of all applications of a cluster, read when they are needed."""
+
+    def __init__(self, topics: KafkaTopics, logs: str, context: Context, deadline: Deadline) -> None:
+        self._topics = topics
+        self._logs_begin = logs
+        self._context = context
+        self._deadline = deadline
+        self._applications: list[str] | None = None
+        self._by_owner: dict[str, list[_Prepared]] = {}
+        self.unread: TxnBridgeError | None = None  # why a log could not be read
+
+    def of(self, last: TransactionDescription) -> _Prepared | None:
+        """Return the record of the transaction that a writer has open, or has ended last."""
+        writer = _WRITER.fullmatch(last.id)
+        if writer is None or not writer["prepared"] or last.state == "Empty":
+            return None
+        return next((each for each in self._all(writer["owner"]) if each.is_about(last)), None)
+
+    def named(self, transaction: str) -> _Prepared | None:
+        """Return the record of a transaction by its own id, which begins with its owner's."""
+        owner, *rest = transaction.rsplit("/", 2)
+        if len(rest) != 2:
+            return None
+        return next((each for each in self._all(owner) if each.entry.transaction == transaction), None)
+
+    def _all(self, owner: str) -> list[_Prepared]:
+        if owner not in self._by_owner:
+            ledgers = [self._context.ledger(application, owner) for application in self._logs()]
+            self._by_owner[owner] = [_Prepared(entry, ledger) for ledger in ledgers for entry in self._entries(ledger)]
+        return self._by_owner[owner]
+
+    def _entries(self, ledger: Ledger) -> list[LedgerEntry]:
+        try:
+            return ledger.entries(PREPARE, self._deadline)
+        except BrokerUnavailable:
+            raise
+        except TxnBridgeError as error:
+            # A log that cannot be read must not hide what all the others have.
+            self.unread = error
+            return []
+
+    def _logs(self) -> list[str]:
+        if self._applications is None:
+            names = self._topics.all(self._deadline)
+            self._applications = [name[len(self._logs_begin) :] for name in names if name.startswith(self._logs_begin)]
+        return self._applications
+
+
+def owner_of(id: str) -> str:
+    """Return the transactional id of a writer's id; an id that is not of our making stands for itself."""
+    writer = _WRITER.fullmatch(id)
+    return id if writer is None else writer["owner"]
+
+
+def _outcome(last: TransactionDescription) -> Outcome:
+    if last.state in COMMITTED:
+        return Outcome.COMMITTED
+    assert last.state in ABORTED, last.state
+    return Outcome.ABORTED
+
+
+def _retention(seconds: float | None, size: int | None) -> dict[str, str]:
+    for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
+        if kept is not None and not kept > 0:
+            raise InvalidOption(f"{what} must be above 0, not {kept}")
+    config = {}
+    if seconds is not None:
+        config["retention.ms"] = str(max(1, int(seconds * 1000)))
+    if size is not None:
+        config["retention.bytes"] = str(size)
+    return config
+
+
+def _limit(settings: dict[str, str], name: str) -> int | None:
+    value = int(settings.get(name, -1))
+    return None if value < 0 else value

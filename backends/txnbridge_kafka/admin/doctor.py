@@ -1,0 +1,140 @@
+"""The doctor's findings about a cluster."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from confluent_kafka.admin._metadata import TopicMetadata
+
+from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_kafka.capabilities import longest_ms
+from txnbridge_kafka.client.responses import EPOCH_BUMPS
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import listed, survey
+from txnbridge_kafka.outcome.transaction_state_log import STATE_TOPIC
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import OFFSETS_TOPIC
+
+COORDINATION = (STATE_TOPIC, OFFSETS_TOPIC)
+# With fewer copies, one broker that is lost or restarted takes committed data with it, or stops all writing.
+_COPIES, _IN_SYNC = 3, 2
+# Brokers end expired transactions every ten seconds; an older one is not being ended.
+_LATE_MS = 30_000
+
+
+def check_settings(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
+    """Check what the brokers allow, and which feature levels the cluster has finalised."""
+    version = cluster.requests.transaction_version(deadline)
+    if version >= EPOCH_BUMPS:
+        yield Advice("ok", "transaction.version", f"{version}: ending a transaction shuts its writer out")
+    else:
+        yield Advice(
+            "warning",
+            "transaction.version",
+            f"{version}: a writer whose transaction somebody else ended is not shut out at once",
+            "on Kafka 4: kafka-features.sh upgrade --feature transaction.version=2",
+        )
+    yield from _times(cluster, deadline)
+
+
+def _times(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
+    settings = cluster.settings
+    wanted = settings.timeout + (settings.hold or 0)
+    for number, config in cluster.topics.broker_configs(cluster.topics.brokers(deadline), deadline).items():
+        if not config:
+            text = f"this user may not see the settings of broker {number}, so nothing is said of them"
+            yield Advice("warning", "rights", text, "grant it DescribeConfigs on the cluster")
+        longest = longest_ms(config) / 1000
+        if longest < wanted:
+            yield Advice(
+                "problem",
+                f"broker {number}",
+                f"lets a transaction live {longest:g} s; timeout and hold of this bridge are {wanted:g} s together",
+                "raise transaction.max.timeout.ms, or ask for less",
+            )
+
+
+def check_topics(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
+    """Check how safe the topics are on which every promise stands."""
+    everything = cluster.topics.all(deadline)
+    logs = sorted(name for name in everything if name.startswith(cluster.settings.prefix))
+    topics = {name: everything[name] for name in (*COORDINATION, *logs) if name in everything}
+    if STATE_TOPIC not in topics:
+        text = "is not to be seen: nobody has used a transaction here yet, or this user may not know"
+        yield Advice("warning", STATE_TOPIC, text, "grant this user Describe on Kafka's own topics")
+    yield from judge(topics, cluster.topics.configs(list(topics), deadline))
+
+
+def judge(topics: Mapping[str, TopicMetadata], settings: Mapping[str, Mapping[str, str]]) -> Iterator[Advice]:
+    """Judge how safe topics are by their replicas and settings; unknown settings are not judged."""
+    for name, topic in topics.items():
+        copies = min((len(each.replicas) for each in topic.partitions.values()), default=0)
+        findings = list(_weak(copies, settings[name]))
+        if not findings:
+            yield Advice("ok", name, f"{copies} copies, and what is stored is on {_IN_SYNC} of them")
+        for level, text, remedy in findings:
+            yield Advice(level, name, text, remedy)
+
+
+def _weak(copies: int, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    configured = settings.get("min.insync.replicas")
+    in_sync = _IN_SYNC if configured is None else int(configured)
+    has = f"has {'1 copy' if copies == 1 else f'{copies} copies'}"
+    if configured is not None and copies < in_sync:
+        yield (
+            "problem",
+            f"{has} and min.insync.replicas={in_sync}: nothing can be stored in it",
+            "give it more replicas (kafka-reassign-partitions.sh)",
+        )
+    if copies < _COPIES:
+        text = f"{has}: with the loss of a broker it may be lost"
+        yield "warning", text, f"give it {_COPIES} replicas (kafka-reassign-partitions.sh)"
+    if copies > 1 and in_sync < _IN_SYNC:
+        yield "warning", "what is stored may be on one broker only", f"set min.insync.replicas={_IN_SYNC}"
+    if settings.get("unclean.leader.election.enable") == "true":
+        text = "a broker that lacks records may become leader"
+        yield "warning", text, "set unclean.leader.election.enable=false"
+
+
+def check_open(transactions: Iterable[OpenTransaction], settings: KafkaSettings) -> Iterator[Advice]:
+    """Report the transactions that hold readers back, and for how long still."""
+    now = int(time.time() * 1000)
+    for each in transactions:
+        age = 0 if each.since is None else (now - each.since) // 1000
+        if each.expires_at is not None and now > each.expires_at + _LATE_MS:
+            text, level = f"{each.state} since {age} s, and its time is over: the broker does not end it", "problem"
+        elif each.state == "prepared" or age > settings.timeout:
+            left = "" if each.expires_at is None else f", for up to {max(0, each.expires_at - now) // 1000} s more"
+            text, level = f"{each.state} since {age} s; readers wait for its end{left}", "warning"
+        else:
+            continue  # a writer is at work
+        how = "commit (or abort)" if each.state == "prepared" else "abort"
+        remedy = f"txnbridge transactions {how} {shlex.quote(each.transaction)} --yes --reason TEXT"
+        yield Advice(level, f"transaction {each.transaction}", text, remedy)
+
+
+def check_hanging(cluster: KafkaCluster, deadline: Deadline) -> Iterator[Advice]:
+    """Report transactions that are open in a partition although they have ended, or no coordinator knows them."""
+    seen = survey(cluster, deadline)
+    for each in seen.hanging:
+        id = each.description.id
+        yield Advice(
+            "problem",
+            f"transaction {id}",
+            f"has ended, and the broker forgot that in {listed(each.open_in)}: readers wait there for ever",
+            f"stop its writer, then: txnbridge transactions repair {shlex.quote(id)} --yes --reason TEXT",
+        )
+    for pid, open_in in seen.unknown.items():
+        yield Advice(
+            "problem",
+            f"producer {pid}",
+            f"has a transaction open in {listed(open_in)}, and no coordinator knows it: readers wait there for ever",
+            "kafka-transactions.sh abort, once it is certain that it was not committed",
+        )
+    if seen.unread:
+        text = f"this user may not read {seen.unread} of the partitions that it sees, so nothing is said of those"
+        yield Advice("warning", "rights", text, "grant it Read on their topics")
+    if not (seen.hanging or seen.unknown):
+        yield Advice("ok", "markers", "what has ended has ended in all partitions that this user may read")

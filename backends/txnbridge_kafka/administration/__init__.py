@@ -1,1 +1,0 @@
-"""What administrators see and do: topics, groups, others' transactions, advice, and the look when a bridge connects."""

@@ -1,0 +1,64 @@
+"""Kafka's capabilities through us, and the limits that the settings of a cluster and of the client set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from txnbridge.spi import NATIVE, Capabilities, Capability, Support, absent, emulated
+
+_ONE_POSITION = "a group has one position in each partition, so messages are acknowledged in order"
+_ONE_MEMBER = "a partition is read by one member of a group"
+
+CAPABILITIES = Capabilities(
+    "Kafka",
+    {
+        **dict.fromkeys(Capability, NATIVE),
+        Capability.FENCING: emulated(
+            "the broker fences each writer; the decision log says which owner of the id is newest"
+        ),
+        Capability.PREPARE: emulated(
+            "an open transaction whose producer is dropped; a record of it is in the decision log"
+        ),
+        Capability.RESOLVE_ANYWHERE: emulated("EndTxn with the producer id and epoch that the token carries"),
+        Capability.STATUS_LOOKUP: emulated(
+            "the coordinator's start time tells a transaction from others of its writer"
+        ),
+        Capability.REDELIVERY: emulated("the reader goes back; what came after the message comes again too"),
+        Capability.DECISION_LOG: emulated("a topic with one partition in which the first record for an id counts"),
+        Capability.INDIVIDUAL_ACK: absent(_ONE_POSITION),
+        Capability.SHARE_MESSAGE: absent(_ONE_MEMBER),
+        Capability.SHARE_KEY: absent(_ONE_MEMBER),
+        Capability.RESUME_SEQUENCE: absent("a producer's sequence ends with its session"),
+        Capability.HALF_MESSAGES: absent("the broker asks nobody back"),
+    },
+)
+
+
+def without_log(denied: str) -> Mapping[Capability, Support]:
+    """Return the capabilities of an owner that may not use its decision log; `denied` says what it would need."""
+    return {
+        Capability.FENCING: emulated(
+            "the broker fences each writer; without the decision log an owner that may use it can take the id back"
+        ),
+        Capability.PREPARE: absent(f"it needs the decision log, and {denied}"),
+        Capability.STATUS_LOOKUP: emulated(
+            "the coordinator tells until a writer is opened again; after that nobody can without the decision log"
+        ),
+    }
+
+
+# transaction.max.timeout.ms by default.
+DEFAULT_LONGEST_MS = 900_000
+
+# The client's default of message.max.bytes, and what it adds to a message's key, value and headers.
+_MESSAGE_BYTES, _MESSAGE_OVERHEAD = 1_000_000, 36
+
+
+def message_bytes(client: Mapping[str, object]) -> int:
+    """Return how large key, value and headers of a message may be together, with these settings of the client."""
+    return int(str(client.get("message.max.bytes", _MESSAGE_BYTES))) - _MESSAGE_OVERHEAD
+
+
+def longest_ms(settings: Mapping[str, str]) -> int:
+    """Return how long a broker with these settings lets a transaction live; Kafka's default if they are hidden."""
+    return int(settings.get("transaction.max.timeout.ms", DEFAULT_LONGEST_MS))

@@ -1,0 +1,142 @@
+"""kafka-python, which no other module imports.
+
+Its request classes are not documented and have moved before, hence one minor version of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from txnbridge.errors import BackendMissing
+from txnbridge_kafka.settings.security import OAuthTokens
+
+__all__ = [
+    "AddOffsetsToTxnRequest",
+    "ApiVersionsRequest",
+    "CreatePartitionsRequest",
+    "CreateTopicsRequest",
+    "DeleteRecordsRequest",
+    "DeleteTopicsRequest",
+    "DescribeConfigsRequest",
+    "DescribeProducersRequest",
+    "DescribeTransactionsRequest",
+    "EndTxnRequest",
+    "FindCoordinatorRequest",
+    "InitProducerIdRequest",
+    "KafkaConnectionManager",
+    "ListOffsetsRequest",
+    "ListTransactionsRequest",
+    "MetadataRequest",
+    "OffsetFetchRequest",
+    "TxnOffsetCommitRequest",
+    "WriteTxnMarkersRequest",
+    "check_version",
+    "errors",
+    "loop",
+    "quiet",
+    "silence",
+]
+
+_import_failed: ImportError | None = None
+with warnings.catch_warnings():
+    # kafka-python reads its schemas by a function that Python 3.11 and 3.12 call deprecated, and 3.13 does not.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        from kafka import errors  # type: ignore[import-untyped]
+        from kafka.net.manager import KafkaConnectionManager  # type: ignore[import-untyped]
+        from kafka.net.sasl.oauth import AbstractTokenProvider  # type: ignore[import-untyped]
+        from kafka.net.selector import NetworkSelector  # type: ignore[import-untyped]
+        from kafka.protocol.admin import (  # type: ignore[import-untyped]
+            CreatePartitionsRequest,
+            CreateTopicsRequest,
+            DeleteRecordsRequest,
+            DeleteTopicsRequest,
+            DescribeConfigsRequest,
+            DescribeProducersRequest,
+            DescribeTransactionsRequest,
+            ListTransactionsRequest,
+        )
+        from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest  # type: ignore[import-untyped]
+        from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest  # type: ignore[import-untyped]
+        from kafka.protocol.producer import (  # type: ignore[import-untyped]
+            AddOffsetsToTxnRequest,
+            EndTxnRequest,
+            InitProducerIdRequest,
+            TxnOffsetCommitRequest,
+            WriteTxnMarkersRequest,
+        )
+
+        AbstractTokenProvider.register(OAuthTokens)  # kafka-python takes no other provider
+    except ImportError as error:  # missing, or moved in this version: `check_version` says so
+        _import_failed = error
+
+
+def check_version() -> None:
+    """Raise `BackendMissing` without the one minor version of kafka-python that we know."""
+    try:
+        version = importlib.metadata.version("kafka-python")
+    except importlib.metadata.PackageNotFoundError:
+        raise BackendMissing(
+            "kafka-python is not installed: in a clone of txnbridge, pip install -e '.[kafka]'"
+        ) from None
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if not (3, 0, 12) <= numbers < (3, 1):
+        raise BackendMissing(
+            f"kafka-python {version} is installed and will not do: pip install 'kafka-python>=3.0.12,<3.1'"
+        )
+    if _import_failed is not None:
+        raise BackendMissing(
+            f"kafka-python {version} is installed and cannot be imported: {_import_failed}. A file beside your program"
+            " with the name of one of Python's own modules does this, too"
+        ) from _import_failed
+
+
+def loop(sockets: list[socket.socket]) -> Any:
+    """Return an event loop that notes its sockets: kafka-python forgets to close those that never connected."""
+
+    class Loop(NetworkSelector):  # type: ignore[misc]
+        def wait_read(self, fileobj: Any, timeout_at: float | None = None) -> Any:
+            _remember(sockets, fileobj)
+            return super().wait_read(fileobj, timeout_at)
+
+        def wait_write(self, fileobj: Any, timeout_at: float | None = None) -> Any:
+            _remember(sockets, fileobj)
+            return super().wait_write(fileobj, timeout_at)
+
+    return Loop()
+
+
+def _remember(sockets: list[socket.socket], new: socket.socket) -> None:
+    if new not in sockets:
+        sockets[:] = [each for each in sockets if each.fileno() >= 0] + [new]
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    _thread.quiet = True
+    try:
+        yield
+    finally:
+        _thread.quiet = False
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return not getattr(_thread, "quiet", False)
+
+
+def silence() -> None:
+    """Drop kafka-python's log lines on our behalf; an application that uses it too keeps its own lines."""
+    # A filter works only on the logger that is written to, hence on each.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("kafka."):
+            logging.getLogger(name).addFilter(_is_wanted)

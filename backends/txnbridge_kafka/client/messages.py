@@ -1,0 +1,186 @@
+"""Requests in the form of kafka-python's classes, and its answers in ours."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from txnbridge.spi import Partition
+from txnbridge_kafka.client import kafka_python
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.responses import (
+    DONE,
+    UNKNOWN_TOPIC,
+    ActiveProducer,
+    CommittedOffset,
+    EndTxnResult,
+    TransactionDescription,
+)
+
+_READ_COMMITTED = 1
+_TOPIC_ID = "txnbridge-topic-id:"
+
+
+def features() -> Any:
+    name = "txnbridge"
+    return kafka_python.ApiVersionsRequest(client_software_name=name, client_software_version="1", min_version=3)
+
+
+def times_of(partitions: Iterable[Partition], times: Mapping[Partition, int]) -> Any:
+    kind = kafka_python.ListOffsetsRequest.ListOffsetsTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.ListOffsetsPartition(
+                    partition_index=number, current_leader_epoch=-1, timestamp=times[topic, number]
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    return kafka_python.ListOffsetsRequest(
+        replica_id=-1, isolation_level=_READ_COMMITTED, topics=topics, min_version=2, max_version=6
+    )
+
+
+def positions_of(group: str, partitions: Iterable[Partition], decided: bool) -> Any:
+    topics = [
+        kafka_python.OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    return kafka_python.OffsetFetchRequest(
+        group_id=group, topics=topics, require_stable=decided, min_version=7, max_version=7
+    )
+
+
+def group_added(id: str, pid: int, epoch: int, group: str) -> Any:
+    return kafka_python.AddOffsetsToTxnRequest(
+        transactional_id=id, producer_id=pid, producer_epoch=epoch, group_id=group, max_version=3
+    )
+
+
+def acknowledgement(
+    id: str,
+    pid: int,
+    epoch: int,
+    member: GroupMembership,
+    offsets: Mapping[Partition, int],
+    topic_ids: Mapping[Partition, str],
+) -> Any:
+    kind = kafka_python.TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    topics = [
+        kind(
+            name=topic,
+            partitions=[
+                kind.TxnOffsetCommitRequestPartition(
+                    partition_index=number,
+                    committed_offset=offsets[topic, number],
+                    committed_leader_epoch=-1,
+                    committed_metadata=metadata_of(topic_ids.get((topic, number))),
+                )
+                for number in numbers
+            ],
+        )
+        for topic, numbers in by_topic(offsets).items()
+    ]
+    # Only from version 3 on does the coordinator check the group's member; 5 is another protocol.
+    return kafka_python.TxnOffsetCommitRequest(
+        transactional_id=id,
+        group_id=member.group,
+        producer_id=pid,
+        producer_epoch=epoch,
+        generation_id=member.generation,
+        member_id=member.name,
+        group_instance_id=member.instance,
+        topics=topics,
+        min_version=3,
+        max_version=3,
+    )
+
+
+def metadata_of(topic_id: str | None) -> str:
+    """Return the metadata stored with a group's position: the id of the topic that it belongs to."""
+    return "" if topic_id is None else f"{_TOPIC_ID}{topic_id}"
+
+
+def committed(partition: Any) -> CommittedOffset | None:
+    if partition.committed_offset < 0:
+        return None
+    metadata = (partition.metadata or "").rstrip("\0")  # confluent-kafka also stores the end of its C string
+    known = metadata.removeprefix(_TOPIC_ID) if metadata.startswith(_TOPIC_ID) else None
+    return CommittedOffset(partition.committed_offset, known)
+
+
+def markers(pid: int, epoch: int, commit: bool, coordinator_epoch: int, partitions: Iterable[Partition]) -> Any:
+    kind = kafka_python.WriteTxnMarkersRequest.WritableTxnMarker
+    topics = [
+        kind.WritableTxnMarkerTopic(name=topic, partition_indexes=numbers)
+        for topic, numbers in by_topic(partitions).items()
+    ]
+    marker = kind(
+        producer_id=pid,
+        producer_epoch=epoch,
+        transaction_result=commit,
+        topics=topics,
+        coordinator_epoch=coordinator_epoch,
+    )
+    return kafka_python.WriteTxnMarkersRequest(markers=[marker], min_version=1)
+
+
+def described(state: Any) -> TransactionDescription:
+    return TransactionDescription(
+        id=state.transactional_id,
+        state=state.transaction_state,
+        pid=state.producer_id,
+        epoch=state.producer_epoch,
+        start=None if state.transaction_start_time_ms < 0 else state.transaction_start_time_ms,
+        timeout=state.transaction_timeout_ms,
+        partitions=tuple((topic.topic, number) for topic in state.topics for number in topic.partitions),
+    )
+
+
+def ended(answer: Any, pid: int, epoch: int, only_once: bool) -> EndTxnResult:
+    if answer.API_VERSION >= 5 and answer.error_code == DONE:
+        return EndTxnResult(DONE, answer.producer_id, answer.producer_epoch, only_once)
+    return EndTxnResult(answer.error_code, pid, epoch, only_once)
+
+
+def active(producer: Any) -> ActiveProducer:
+    start = producer.current_txn_start_offset
+    return ActiveProducer(
+        pid=producer.producer_id,
+        epoch=producer.producer_epoch,
+        start_offset=None if start < 0 else start,
+        last_timestamp=producer.last_timestamp,
+        coordinator_epoch=producer.coordinator_epoch,
+    )
+
+
+def topic_ids(metadata: Any) -> dict[str, str]:
+    """Return the ids of the topics that a broker knows; empty for a topic that was made before topics had ids."""
+    found = {topic.name: topic.topic_id for topic in metadata.topics if topic.error_code != UNKNOWN_TOPIC}
+    return {name: str(id) if id is not None and id.int else "" for name, id in found.items()}
+
+
+def leaders(metadata: Any) -> set[int]:
+    return {each.leader_id for topic in metadata.topics for each in topic.partitions if each.leader_id >= 0}
+
+
+def by_topic(partitions: Iterable[Partition]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for topic, number in sorted(partitions):
+        found[topic].append(number)
+    return found
+
+
+def each_partition(topics: Iterable[Any]) -> Iterator[tuple[Partition, Any]]:
+    for topic in topics:
+        for each in topic.partitions:
+            yield (topic.name, each.partition_index), each
+
+
+def partition_name(partition: Partition) -> str:
+    return f"{partition[0]}[{partition[1]}]"

@@ -1,0 +1,477 @@
+"""The raw requests that confluent-kafka lacks: who is in a transaction, end it, write its markers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from txnbridge.errors import OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client import kafka_python, messages
+from txnbridge_kafka.client.connections import Connections
+from txnbridge_kafka.client.coordinator_session import CoordinatorSession
+from txnbridge_kafka.client.librdkafka import GroupMembership
+from txnbridge_kafka.client.request_runner import RequestRunner
+from txnbridge_kafka.client.responses import (
+    ACK_LATER,
+    BROKER,
+    DENIED,
+    DONE,
+    END_TXN_CODES,
+    LEADER_LATER,
+    NO_LEADER,
+    NOT_NOW,
+    TRANSACTIONAL_ID_NOT_FOUND,
+    UNKNOWN_TOPIC,
+    UNSTABLE,
+    UNTOUCHED,
+    ActiveProducer,
+    CommittedOffset,
+    EndTxnResult,
+    OffsetCommitResult,
+    RequestResult,
+    RetryLaterError,
+    TransactionDescription,
+    TransactionListing,
+    check,
+    error_name,
+    refused,
+)
+from txnbridge_kafka.settings import KafkaSettings
+
+
+class Requests:
+    """Raw requests to a cluster. Any thread may call any method at any time; each ends by its deadline.
+
+    (The calling thread also looks up names of hosts and asks for tokens: it waits for a resolver that hangs.) Each
+    method raises `DeadlineExceeded` when no broker answered in time, `AccessDenied`, `NotSupported` for a broker that
+    is too old, and the errors that its docstring names.
+    """
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        kafka_python.check_version()
+        kafka_python.silence()
+        self._runner = RequestRunner(settings)
+
+    def describe(self, ids: Sequence[str], deadline: Deadline) -> dict[str, TransactionDescription]:
+        """Describe transactional ids; an id that its coordinator does not know is absent."""
+        described: dict[str, TransactionDescription] = {}
+        left = list(dict.fromkeys(ids))
+        if not left:
+            return described
+
+        async def attempt(connections: Connections) -> dict[str, TransactionDescription]:
+            for node, keys in (await connections.coordinators(left)).items():
+                answer = await connections.send(node, kafka_python.DescribeTransactionsRequest(transactional_ids=keys))
+                for each in answer.transaction_states:
+                    if each.error_code in NOT_NOW:
+                        continue
+                    left.remove(each.transactional_id)
+                    if each.error_code == DONE:
+                        described[each.transactional_id] = messages.described(each)
+                    elif each.error_code != TRANSACTIONAL_ID_NOT_FOUND:
+                        raise refused(each.error_code, f"describing the transactional id {each.transactional_id!r}")
+            if left:
+                raise RetryLaterError(f"the coordinator of {left[0]!r} is moving")
+            return described
+
+        return self._runner.repeat(deadline, "describing transactions", attempt)
+
+    def coordinator_session(self, id: str, deadline: Deadline) -> CoordinatorSession:
+        """Connect to the coordinator of a transactional id, to ask it again on this connection and no other."""
+
+        async def attempt(connections: Connections) -> CoordinatorSession:
+            session = CoordinatorSession(
+                id, connections, await connections.connect(await connections.coordinator(id)), self._runner.give_back
+            )
+            session.first_description = await session.describe(connections)
+            return session
+
+        return self._runner.repeat(deadline, f"asking the coordinator of {id!r}", attempt)
+
+    def end(
+        self, id: str, pid: int, epoch: int, commit: bool, deadline: Deadline, *, bump_epoch: bool | None = None
+    ) -> EndTxnResult:
+        """Ask the coordinator to end a transaction, until its answer is final: one of `END_TXN_CODES`.
+
+        The same decision may be repeated. A commit also raises the producer's epoch, where the cluster can do that. An
+        abort does so with `bump_epoch=True`, for ids whose producer never commits by itself: about a transaction that
+        the producer has committed just before, such a request would say that it is aborted now. Raise `OutcomeUnknown`
+        if the request was sent and no final answer came, any other error only if it was certainly never sent or
+        certainly refused.
+        """
+        what = f"{'committing' if commit else 'aborting'} the transaction of {id!r}"
+        asked = False
+
+        async def attempt(connections: Connections) -> EndTxnResult:
+            nonlocal asked
+            node = await connections.coordinator(id)
+            may_bump = commit if bump_epoch is None else bump_epoch
+            newest = 5 if may_bump and await connections.bumps_epochs(node) else 4
+            request = kafka_python.EndTxnRequest(
+                transactional_id=id, producer_id=pid, producer_epoch=epoch, committed=commit, max_version=newest
+            )
+            await connections.connect(node)
+            before, asked = asked, True
+            answer = await connections.send(node, request)
+            if answer.error_code in UNTOUCHED or answer.error_code in DENIED:
+                asked = before  # this request was not carried out, and never will be
+            if answer.error_code in DENIED:
+                raise refused(answer.error_code, what)
+            if answer.error_code not in END_TXN_CODES:
+                raise RetryLaterError(f"the coordinator said {error_name(answer.error_code)}")
+            return messages.ended(answer, pid, epoch, only_once=not before)
+
+        try:
+            return self._runner.repeat(deadline, what, attempt)
+        except TxnBridgeError as error:
+            if asked:
+                raise OutcomeUnknown(f"{what}: the coordinator was asked and gave no final answer") from error
+            raise
+
+    def fence(self, id: str, timeout_ms: int, deadline: Deadline) -> tuple[int, int]:
+        """Open a transactional id, which aborts what is open and fences its owner. Return its new pid and epoch."""
+        what = f"opening the transactional id {id!r}"
+
+        async def attempt(connections: Connections) -> tuple[int, int]:
+            request = kafka_python.InitProducerIdRequest(
+                transactional_id=id,
+                transaction_timeout_ms=timeout_ms,
+                producer_id=-1,
+                producer_epoch=-1,
+                max_version=4,  # 5 adds an answer for clients that can recover from it; 6 is another protocol
+            )
+            answer = await connections.send(await connections.coordinator(id), request)
+            check(answer.error_code, what)
+            return answer.producer_id, answer.producer_epoch
+
+        return self._runner.repeat(deadline, what, attempt)
+
+    def add_offsets(self, id: str, pid: int, epoch: int, group: str, deadline: Deadline) -> None:
+        """Add a group to a transaction without writing any position: an empty transaction becomes an open one.
+
+        Raise `Fenced` if the id belongs to another producer or epoch, `InvalidState` if its transaction is ending.
+        """
+        what = f"adding a group to the transaction of {id!r}"
+
+        async def attempt(connections: Connections) -> None:
+            answer = await connections.send(
+                await connections.coordinator(id), messages.group_added(id, pid, epoch, group)
+            )
+            check(answer.error_code, what)
+
+        self._runner.repeat(deadline, what, attempt)
+
+    def acknowledge(
+        self,
+        id: str,
+        pid: int,
+        epoch: int,
+        member: GroupMembership,
+        offsets: Mapping[Partition, int],
+        deadline: Deadline,
+        topic_ids: Mapping[Partition, str] | None = None,
+    ) -> OffsetCommitResult:
+        """Put a group's positions into a transaction. Raise `DeadlineExceeded` if no final answer came."""
+        added, out, lost = False, False, False
+
+        async def send(connections: Connections, node: int, request: Any) -> Any:
+            nonlocal out, lost
+            await connections.connect(node)
+            lost, out = lost or out, True
+            answer = await connections.send(node, request)
+            out = False
+            return answer
+
+        async def attempt(connections: Connections) -> int:
+            nonlocal added
+            if not added:
+                node = await connections.coordinator(id)
+                answer = await send(connections, node, messages.group_added(id, pid, epoch, member.group))
+                if answer.error_code in NOT_NOW:
+                    raise RetryLaterError(f"the coordinator of {id!r} said {error_name(answer.error_code)}")
+                if answer.error_code != DONE:
+                    return int(answer.error_code)
+                added = True
+            node = await connections.group_coordinator(member.group)
+            answer = await send(
+                connections, node, messages.acknowledgement(id, pid, epoch, member, offsets, topic_ids or {})
+            )
+            refusals = {each.error_code for _, each in messages.each_partition(answer.topics)} - {DONE}
+            if final := refusals - ACK_LATER:
+                return int(min(final))
+            if refusals:
+                raise RetryLaterError(f"the coordinator of group {member.group!r} said {error_name(min(refusals))}")
+            return DONE
+
+        code = self._runner.repeat(deadline, f"acknowledging for group {member.group!r}", attempt)
+        return OffsetCommitResult(code, lost)
+
+    def list_offsets(self, times: Mapping[Partition, int], deadline: Deadline) -> dict[Partition, int]:
+        """Return the first offset stamped at or after a time in milliseconds, by partition; -1 if there is none.
+
+        The time `EARLIEST` stands for the first offset that retention has left, `LATEST` for the last stable offset.
+        Raise `NotFound`.
+        """
+        offsets: dict[Partition, int] = {}
+        if not times:
+            return offsets
+        what = "reading where partitions begin and end"
+
+        async def attempt(connections: Connections) -> dict[Partition, int]:
+            left = times.keys() - offsets.keys()
+            leaders = await connections.leaders(left)
+            if missing := left.difference(*leaders.values()):
+                await connections.counts({topic for topic, _ in missing})
+                raise RetryLaterError(f"there is no {messages.partition_name(min(missing))}")
+            later = set()
+            for node, led in leaders.items():
+                for partition, each in messages.each_partition(
+                    (await connections.send(node, messages.times_of(led, times))).topics
+                ):
+                    if each.error_code in LEADER_LATER:
+                        later.add(each.error_code)
+                    else:
+                        check(each.error_code, f"{what}, {messages.partition_name(partition)}")
+                        offsets[partition] = each.offset
+            if later:
+                raise RetryLaterError(f"a leader said {error_name(min(later))}")
+            return offsets
+
+        return self._runner.repeat(deadline, what, attempt)
+
+    def positions(
+        self, group: str, partitions: Sequence[Partition], deadline: Deadline, *, decided: bool
+    ) -> dict[Partition, CommittedOffset | None]:
+        """Return a group's positions or None; with `decided`, without those that an open transaction may change."""
+        what = f"reading the positions of group {group!r}"
+
+        async def attempt(connections: Connections) -> dict[Partition, CommittedOffset | None]:
+            node = await connections.group_coordinator(group)
+            answer = await connections.send(node, messages.positions_of(group, partitions, decided))
+            check(answer.error_code, what)
+            positions: dict[Partition, CommittedOffset | None] = {}
+            for partition, each in messages.each_partition(answer.topics):
+                if each.error_code != UNSTABLE:
+                    check(each.error_code, f"{what}, {messages.partition_name(partition)}")
+                    positions[partition] = messages.committed(each)
+            return positions
+
+        return self._runner.repeat(deadline, what, attempt) if partitions else {}
+
+    def counts(self, topics: Sequence[str], deadline: Deadline) -> dict[str, int]:
+        """Return how many partitions each topic has. Raise `NotFound`."""
+
+        async def attempt(connections: Connections) -> dict[str, int]:
+            return await connections.counts(topics)
+
+        return self._runner.repeat(deadline, f"looking for topic {', '.join(topics)!r}", attempt) if topics else {}
+
+    def topic_ids(self, topics: Iterable[str], deadline: Deadline) -> dict[str, str]:
+        """Return the id of each topic: a topic that is created later under the same name has another id.
+
+        A missing topic is absent, and a topic without an id has an empty text. The leaders of the partitions are asked,
+        because only they know for certain which topic they hand messages out of.
+        """
+        wanted = sorted(set(topics))
+
+        async def attempt(connections: Connections) -> dict[str, str]:
+            first = await connections.metadata(wanted)
+            ids = messages.topic_ids(first)
+            for node in messages.leaders(first) if len(first.brokers) > 1 else ():
+                others = messages.topic_ids(await connections.metadata(wanted, node))
+                if strange := [topic for topic, id in others.items() if ids.get(topic, id) != id]:
+                    raise RetryLaterError(f"the brokers do not agree about topic {strange[0]!r}, which was made anew")
+            return ids
+
+        return self._runner.repeat(deadline, f"looking for topic {', '.join(wanted)!r}", attempt) if wanted else {}
+
+    def transactions(
+        self, deadline: Deadline, states: Sequence[str] = (), pids: Sequence[int] = ()
+    ) -> list[TransactionListing]:
+        """List the transactional ids that any broker coordinates, in one of `states` and of one of `pids`."""
+        what = "listing transactions"
+
+        async def attempt(connections: Connections) -> list[TransactionListing]:
+            listed: dict[str, TransactionListing] = {}
+            for node in await connections.nodes():
+                request = kafka_python.ListTransactionsRequest(
+                    state_filters=list(states), producer_id_filters=list(pids), max_version=0
+                )
+                answer = await connections.send(node, request)
+                check(answer.error_code, what)
+                for each in answer.transaction_states:
+                    listed[each.transactional_id] = TransactionListing(
+                        each.transactional_id, each.producer_id, each.transaction_state
+                    )
+            return list(listed.values())
+
+        return self._runner.repeat(deadline, what, attempt)
+
+    def producers(
+        self, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+    ) -> dict[Partition, list[ActiveProducer]]:
+        """Return the producers that each partition's leader remembers. A partition that does not exist is absent.
+
+        With `readable_only` a partition that this user may not read is absent too, and raises no `AccessDenied`.
+        """
+        producers: dict[Partition, list[ActiveProducer]] = {}
+        left = set(partitions)
+
+        async def attempt(connections: Connections) -> dict[Partition, list[ActiveProducer]]:
+            leaders = await connections.leaders(left)
+            left.intersection_update(partition for led in leaders.values() for partition in led)
+            for node, led in leaders.items():
+                topics = [
+                    kafka_python.DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=numbers)
+                    for topic, numbers in messages.by_topic(led).items()
+                ]
+                answer = await connections.send(node, kafka_python.DescribeProducersRequest(topics=topics))
+                for partition, each in messages.each_partition(answer.topics):
+                    if each.error_code in NO_LEADER:
+                        raise RetryLaterError(f"the leader of {messages.partition_name(partition)} is moving")
+                    left.discard(partition)
+                    if each.error_code == DONE:
+                        producers[partition] = [messages.active(producer) for producer in each.active_producers]
+                    elif each.error_code != UNKNOWN_TOPIC and not (readable_only and each.error_code in DENIED):
+                        raise refused(
+                            each.error_code, f"asking for the producers of {messages.partition_name(partition)}"
+                        )
+            return producers
+
+        return self._runner.repeat(deadline, "asking for producers", attempt) if left else producers
+
+    def write_markers(
+        self,
+        pid: int,
+        epoch: int,
+        commit: bool,
+        partitions: Sequence[Partition],
+        deadline: Deadline,
+        coordinator_epoch: int | None = None,
+    ) -> None:
+        """Write the control markers that end a transaction in its partitions, as its coordinator would have done.
+
+        A partition refuses a coordinator epoch that is older than the last it has seen: without `coordinator_epoch` the
+        leaders are asked for that. It needs a right on the whole cluster. Raise `Fenced` if a partition knows a newer
+        producer epoch.
+        """
+        left = set(partitions)
+        if coordinator_epoch is None:
+            known = [each for led in self.producers(partitions, deadline).values() for each in led]
+            coordinator_epoch = max([0, *(each.coordinator_epoch for each in known if each.pid == pid)])
+
+        async def attempt(connections: Connections) -> None:
+            for node, led in (await connections.leaders(left)).items():
+                answer = await connections.send(node, messages.markers(pid, epoch, commit, coordinator_epoch, led))
+                for partition, each in messages.each_partition(answer.markers[0].topics):
+                    if each.error_code in NO_LEADER | {UNKNOWN_TOPIC}:
+                        continue
+                    check(each.error_code, f"writing a transaction marker to {messages.partition_name(partition)}")
+                    left.discard(partition)
+            if left:
+                raise RetryLaterError(f"{messages.partition_name(min(left))} has no leader")
+
+        self._runner.repeat(deadline, "writing transaction markers", attempt)
+
+    def partitions_everywhere(self, topic: str, deadline: Deadline) -> int:
+        """Return of how many partitions every living broker knows the leader; 0 if one does not know the topic."""
+
+        async def attempt(connections: Connections) -> int:
+            answers = [(await connections.metadata([topic], node)).topics[0] for node in await connections.nodes()]
+            return min(len([1 for each in answer.partitions if each.leader_id >= 0]) for answer in answers)
+
+        return self._runner.repeat(deadline, f"asking every broker for topic {topic!r}", attempt)
+
+    def transaction_version(self, deadline: Deadline) -> int:
+        """Return the finalised level of the feature transaction.version; 0 where there is none."""
+
+        async def attempt(connections: Connections) -> int:
+            return await connections.transaction_version(connections.bootstrap_node)
+
+        return self._runner.repeat(deadline, "asking for the cluster's features", attempt)
+
+    def cluster_id(self, deadline: Deadline, *, nobody_for: float = math.inf) -> str:
+        """Return the cluster's id. Raise `BrokerUnavailable` if no server is there at all for `nobody_for` seconds."""
+
+        async def attempt(connections: Connections) -> str:
+            return str((await connections.metadata()).cluster_id)
+
+        return self._runner.repeat(deadline, "asking for the cluster's id", attempt, nobody_for)
+
+    def create_topic(
+        self, name: str, partitions: int, replicas: int, config: Mapping[str, str], deadline: Deadline
+    ) -> RequestResult:
+        kind = kafka_python.CreateTopicsRequest.CreatableTopic
+        configs = [kind.CreatableTopicConfig(name=key, value=value) for key, value in config.items()]
+        topic = kind(name=name, num_partitions=partitions, replication_factor=replicas, assignments=[], configs=configs)
+        request = partial(kafka_python.CreateTopicsRequest, topics=[topic], validate_only=False, max_version=6)
+        return self._ask_controller(request, lambda answer: answer.topics, deadline, f"creating topic {name!r}")
+
+    def delete_topic(self, name: str, deadline: Deadline) -> RequestResult:
+        request = partial(kafka_python.DeleteTopicsRequest, topic_names=[name], max_version=5)
+        return self._ask_controller(request, lambda answer: answer.responses, deadline, f"deleting topic {name!r}")
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> RequestResult:
+        topic = kafka_python.CreatePartitionsRequest.CreatePartitionsTopic(
+            name=name, count=partitions, assignments=None
+        )
+        request = partial(kafka_python.CreatePartitionsRequest, topics=[topic], validate_only=False)
+        return self._ask_controller(request, lambda answer: answer.results, deadline, f"growing topic {name!r}")
+
+    def _ask_controller(
+        self, request: Callable[..., Any], results: Callable[[Any], Any], deadline: Deadline, what: str
+    ) -> RequestResult:
+        async def attempt(connections: Connections) -> RequestResult:
+            node = (await connections.metadata()).controller_id
+            answer = await connections.send(node, request(timeout_ms=max(1, int(deadline.left() * 1000))))
+            (each,) = results(answer)
+            return RequestResult(each.error_code, getattr(each, "error_message", None) or error_name(each.error_code))
+
+        return self._runner.repeat(deadline, what, attempt, patient=True)
+
+    def configs(
+        self, kind: int, names: Sequence[str], deadline: Deadline
+    ) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
+        """Return the settings in effect of topics, or of one broker, which only that broker knows."""
+        resource = kafka_python.DescribeConfigsRequest.DescribeConfigsResource
+        asked = [resource(resource_type=kind, resource_name=name, configuration_keys=None) for name in names]
+
+        async def attempt(connections: Connections) -> dict[str, tuple[RequestResult, Mapping[str, str]]]:
+            await connections.metadata()
+            answer = await connections.send(
+                int(names[0]) if kind == BROKER else connections.bootstrap_node,
+                kafka_python.DescribeConfigsRequest(resources=asked),
+            )
+            return {
+                each.resource_name: (
+                    RequestResult(each.error_code, each.error_message or error_name(each.error_code)),
+                    {entry.name: entry.value for entry in each.configs if entry.value is not None},
+                )
+                for each in answer.results
+            }
+
+        return self._runner.repeat(deadline, "asking for settings", attempt) if names else {}
+
+    def drop_records(self, partition: Partition, before: int, deadline: Deadline) -> RequestResult:
+        """Drop the records of a partition before an offset."""
+        kind = kafka_python.DeleteRecordsRequest.DeleteRecordsTopic
+        number = kind.DeleteRecordsPartition(partition_index=partition[1], offset=before)
+
+        async def attempt(connections: Connections) -> RequestResult:
+            leaders = await connections.leaders([partition])
+            if not leaders:
+                return RequestResult(UNKNOWN_TOPIC, f"there is no {messages.partition_name(partition)}")
+            request = kafka_python.DeleteRecordsRequest(
+                topics=[kind(name=partition[0], partitions=[number])], timeout_ms=max(1, int(deadline.left() * 1000))
+            )
+            ((_, each),) = messages.each_partition((await connections.send(next(iter(leaders)), request)).topics)
+            return RequestResult(each.error_code, error_name(each.error_code))
+
+        return self._runner.repeat(deadline, "dropping old records", attempt)
+
+    def close(self) -> None:
+        """Let go of every connection; a call under way ends by itself. Safe to repeat."""
+        self._runner.close()

@@ -1,0 +1,326 @@
+"""Decision logs: topics with one partition that keep everything until it is dropped on purpose."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    InvalidOption,
+    OutcomeUnknown,
+    PositionLost,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_kafka.client.librdkafka import PATIENCE, ConfluentConsumer, ConfluentProducer, ignore, seconds, settle
+from txnbridge_kafka.errors import kafka_error, translate
+from txnbridge_kafka.settings import KafkaSettings
+from txnbridge_kafka.topics import KEEP_ALL, LOG_GROUP, KafkaTopics
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+_LONGEST_NAME = 249
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_NAME}}}")
+_READ_AT_ONCE = 100  # records in memory at once, besides those that the client has fetched ahead
+# Several threads may wait for reports, and each one's poll serves the others' too: how late one notices that.
+_SLICE = 0.01
+# A partition's new leader learns from the followers' fetches, two a second, up to where records may be shown.
+_LATE = 2.0
+# A broker that has just started answers before it knows its topics.
+_PAUSE = 0.05
+# After these answers a record is certainly not stored. Any other failure may follow a lost answer.
+_NOT_STORED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.RECORD_LIST_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.POLICY_VIOLATION,
+}
+_TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE}
+_GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
+# The client looks for the coordinator of a group that it never joins, and works without the right to it.
+_NO_GROUP = KafkaError.GROUP_AUTHORIZATION_FAILED
+_NO_TOPIC = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
+
+
+class KafkaDecisionLog(DecisionLog):
+    """One decision log. A position is a record's offset.
+
+    Opening the log creates its topic if that is missing. Raise `InvalidOption` for a topic that would lose records or
+    their order (hazard H26), and `AccessDenied` saying what an administrator must create and grant.
+    """
+
+    origin = (0,)
+
+    def __init__(
+        self, settings: KafkaSettings, name: str, deadline: Deadline, events: Emitter, topics: KafkaTopics | None = None
+    ) -> None:
+        """Open a log; `topics`, if the caller has one that is connected, saves connecting once more."""
+        self._settings = settings
+        self._topics = topics or KafkaTopics(settings)
+        self._topic = settings.log_topic(name)
+        self._lock = threading.Lock()
+        self._producer: ConfluentProducer | None = None
+        self._readers: list[ConfluentConsumer] = []  # consumers that are not in use
+        with events.step("step:log", log=name):
+            self._open(deadline)
+
+    def _open(self, deadline: Deadline) -> None:
+        if not _NAME.fullmatch(self._topic):
+            raise InvalidOption(
+                f"{self._topic!r} is no name of a topic: on Kafka an application has a name of letters, digits, '.',"
+                f" '_' and '-', and with the prefix {_LONGEST_NAME} of them at most"
+            )
+        self._topics.create_internal_topic(self._topic, deadline)
+        self._check_settings(deadline)
+
+    def _check_settings(self, deadline: Deadline) -> bool:
+        """Raise `InvalidOption` for a topic that would lose records; return False if its settings are hidden."""
+        config = self._topics.configs([self._topic], deadline)[self._topic]
+        wrong = [
+            f"{name}={config[name]} instead of {wanted}"
+            for name, wanted in KEEP_ALL.items()
+            if config.get(name, wanted) != wanted
+        ]
+        if wrong:
+            wanted = ",".join(f"{name}={value}" for name, value in KEEP_ALL.items())
+            raise InvalidOption(
+                f"the topic {self._topic} would lose decisions: {', '.join(wrong)}; let an administrator change it:"
+                f"\n  kafka-configs.sh --bootstrap-server {self._settings.bootstrap} --alter --topic {self._topic}"
+                f" --add-config {wanted}"
+            )
+        return bool(config)
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (first,) if first < following else None
+
+    def end(self, deadline: Deadline) -> Position | None:
+        first, following = self._bounds(deadline)
+        return (following - 1,) if first < following else None
+
+    def _bounds(self, deadline: Deadline) -> tuple[int, int]:
+        reader = self._take_reader(deadline)
+        try:
+            return self._ask(
+                lambda left: reader.get_watermark_offsets(self._at(-1), timeout=left, cached=False),
+                "asking where it begins and ends",
+                deadline,
+            )
+        finally:
+            self._give_back(reader)
+
+    def _ask(self, question: Callable[[float], T], what: str, deadline: Deadline) -> T:
+        """Call the client, again as long as the broker is away."""
+        while True:
+            try:
+                return question(min(seconds(deadline), PATIENCE))
+            except KafkaException as error:
+                self._wait_for_broker(error, what, deadline)
+
+    def _wait_for_broker(self, error: KafkaException, what: str, deadline: Deadline) -> None:
+        """Return soon if calling again may help, else raise the error."""
+        refused = self._translate(error, what)
+        if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
+            raise refused from error
+        if deadline.left() <= _PAUSE:
+            raise DeadlineExceeded(f"{refused}; so it was for {deadline.seconds:g} s") from error
+        time.sleep(_PAUSE)
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        report = self._send(record, deadline)
+        if report is None:
+            raise OutcomeUnknown(
+                f"a record may or may not be in the decision log {self._topic}: no answer came within"
+                f" {deadline.seconds:g} s"
+            )
+        failure, offset = report
+        if failure is None:
+            return (offset,)
+        error = KafkaException(failure)
+        if failure.code() in _NOT_STORED:
+            raise self._translate(error, "appending to it") from error
+        raise OutcomeUnknown(
+            f"a record may or may not be in the decision log {self._topic}: {failure.str()} ({failure.name()})"
+        ) from error
+
+    def _send(self, record: bytes, deadline: Deadline) -> tuple[KafkaError | None, int] | None:
+        """Return the client's report on a record: its error, or none, and the offset. None if no report came in time.
+
+        A client that could not store a record is not used again, and is freed by the last thread that waits for it,
+        with all that it has not sent. So nothing is raised while it is in scope: the error would keep it alive.
+        """
+        producer = self._take_producer(deadline)
+        reports: list[tuple[KafkaError | None, int]] = []
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            reports.append((error, message.offset() or 0))
+
+        try:
+            producer.produce(self._topic, record, partition=0, on_delivery=delivered)
+            while not reports and not deadline.expired:
+                producer.poll(min(_SLICE, seconds(deadline)))
+        except KafkaException as error:
+            reports.append((error.args[0], 0))  # after the record's own report, if that came
+        if not reports or reports[0][0] is not None:
+            with self._lock:
+                if self._producer is producer:
+                    self._producer = None
+        return reports[0] if reports else None
+
+    def _take_producer(self, deadline: Deadline) -> ConfluentProducer:
+        """Return the producer in use, or a new one if broker and topic are there: a failure here means not sent."""
+        with self._lock:
+            producer = self._producer
+        if producer is not None:
+            return producer
+        self._bounds(deadline)
+        producer = ConfluentProducer(
+            {
+                **self._client_settings(),
+                "acks": "all",
+                # A copy of a record does no harm, because the first one counts. An idempotent client would first have
+                # to get a producer id, for which it waits half a second now and then, after each lost answer again.
+                "enable.idempotence": False,
+                "linger.ms": 0,
+                "message.max.bytes": 1_000_000,  # a record has 900,000 bytes at most, whatever is set for messages
+            }
+        )
+        with self._lock:
+            self._producer = self._producer or producer
+            return self._producer
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        """Yield records as the contract says, and stop early where the log ends before `last`."""
+        at, stop = first, last
+        if at is None or stop is None:
+            begin, following = self._bounds(deadline)
+            at, stop = at or (begin,), stop or (following - 1,)
+        if at > stop:
+            return
+        reader = self._take_reader(deadline)
+        reader.assign([self._at(at[0])])
+        try:
+            yield from self._records(reader, at[0], stop[0], deadline)
+        finally:
+            reader.unassign()
+            self._give_back(reader)
+
+    def _records(
+        self, reader: ConfluentConsumer, at: int, stop: int, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        late: Deadline | None = None  # the deadline for another record behind the known end
+        while messages := self._fetch(reader, late, deadline):
+            for message in messages:
+                offset, error = message.offset() or 0, message.error()
+                if error is None or error.code() == KafkaError._PARTITION_EOF:
+                    if offset > at:
+                        self._check_gap(at, deadline)
+                    at = offset
+                    if error is None and at <= stop:
+                        yield (at,), message.value() or b""
+                        at += 1
+                    if at > stop:
+                        return
+                    late = Deadline(_LATE) if error is not None else None
+                elif error.code() != _NO_GROUP:
+                    self._wait_for_broker(KafkaException(error), f"reading record {at}", deadline)
+                    reader.assign([self._at(at)])
+                    break
+
+    def _fetch(self, reader: ConfluentConsumer, late: Deadline | None, deadline: Deadline) -> list[Message]:
+        """Return at least one record or error; nothing if none came by `late`. Raise `DeadlineExceeded`."""
+        while late is None or not late.expired:
+            deadline.check(f"reading the decision log {self._topic}")
+            first = reader.poll(seconds(deadline) if late is None else min(seconds(deadline), seconds(late)))
+            if first is not None:
+                return [first, *reader.consume(_READ_AT_ONCE, 0)]
+        return []
+
+    def _check_gap(self, at: int, deadline: Deadline) -> None:
+        """Raise `PositionLost` unless an offset lacks a record because a control marker is there."""
+        begin, _ = self._bounds(deadline)
+        if at < begin:
+            raise PositionLost(f"the decision log {self._topic} was trimmed while it was read, at record {at}")
+        if not self._check_settings(deadline):
+            raise PositionLost(
+                f"the decision log {self._topic} has no record {at}, and this user may not see whether it is compacted"
+            )
+
+    def _take_reader(self, deadline: Deadline) -> ConfluentConsumer:
+        with self._lock:
+            if self._readers:
+                return self._readers.pop()
+        reader = ConfluentConsumer(
+            {
+                **self._client_settings(),
+                "group.id": LOG_GROUP,
+                "isolation.level": "read_uncommitted",
+                "auto.offset.reset": "error",
+                "enable.auto.commit": False,
+                "enable.auto.offset.store": False,
+                "enable.partition.eof": True,
+                # The next request waits until the broker has answered the last fetch of a reading, which finds nothing:
+                # the client's own half a second would be the time that a decision takes.
+                "fetch.wait.max.ms": 1,
+                # Records may have nearly a megabyte, and what was fetched ahead is soon fetched again.
+                "queued.max.messages.kbytes": 16 * 1024,
+                "fetch.queue.backoff.ms": 5,
+            }
+        )
+        settle(reader, self._topic, deadline)
+        return reader
+
+    def _give_back(self, reader: ConfluentConsumer) -> None:
+        with self._lock:
+            self._readers.append(reader)
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        _, following = self._bounds(deadline)
+        try:
+            self._topics.drop_records((self._topic, 0), min(before[0], following), deadline)
+        except KafkaException as error:
+            raise self._translate(error, "dropping old records") from error
+
+    def close(self) -> None:
+        with self._lock:
+            readers, self._readers = self._readers, []
+            self._producer = None
+        for reader in readers:
+            reader.close()
+
+    def _at(self, offset: int) -> TopicPartition:
+        return TopicPartition(self._topic, 0, offset)
+
+    def _client_settings(self) -> dict[str, Any]:
+        # The user's settings for producers and consumers are for messages: lingering, say, would delay each decision.
+        return {**self._settings.client, "log_level": self._settings.log_level, "logger": _log, "error_cb": ignore}
+
+    def _translate(self, error: KafkaException, what: str) -> TxnBridgeError:
+        cause = kafka_error(error)
+        code = None if cause is None else cause.code()
+        what = f"the decision log {self._topic}, {what}"
+        if code in _GONE:
+            return PositionLost(f"{what}: it is not there any more")
+        if code in _NO_TOPIC:
+            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
+        if code in _TOO_LARGE:
+            return InvalidOption(f"{what}: the record is too large for the topic's max.message.bytes")
+        ours = translate(error, what)
+        if isinstance(ours, AccessDenied):
+            return AccessDenied(f"{ours}; an administrator grants:{self._topics.grants(self._topic)}")
+        return ours

@@ -1,0 +1,111 @@
+"""Kafka's errors in our words."""
+
+from __future__ import annotations
+
+from confluent_kafka import KafkaError, KafkaException
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    Fenced,
+    InvalidOption,
+    NotFound,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline
+
+DENIED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.GROUP_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    KafkaError.SASL_AUTHENTICATION_FAILED,
+    KafkaError._AUTHENTICATION,
+}
+_REPLACED = {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID}
+_MISSING = {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION}
+_TIMED_OUT = {
+    KafkaError._TIMED_OUT,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError._TIMED_OUT_QUEUE,
+    KafkaError._MSG_TIMED_OUT,
+}
+_STORAGE = {KafkaError.KAFKA_STORAGE_ERROR, KafkaError.NOT_ENOUGH_REPLICAS, KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND}
+_REFUSED = {
+    KafkaError._INVALID_ARG,
+    KafkaError.INVALID_CONFIG,
+    KafkaError.INVALID_PARTITIONS,
+    KafkaError.INVALID_REPLICATION_FACTOR,
+    KafkaError.POLICY_VIOLATION,
+    KafkaError.TOPIC_EXCEPTION,
+    KafkaError.INVALID_REQUEST,
+}
+
+_PASSING = {
+    KafkaError._STATE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
+    KafkaError._WAIT_COORD,
+    KafkaError._DESTROY,
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError.STALE_MEMBER_EPOCH,
+    KafkaError.FENCED_MEMBER_EPOCH,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.UNSTABLE_OFFSET_COMMIT,
+}
+
+
+def kafka_error(error: BaseException | KafkaError) -> KafkaError | None:
+    """Return the client's own error inside an exception of the client; None for any other exception."""
+    if isinstance(error, SystemError) and isinstance(error.__cause__, KafkaException):
+        # A fatal error met a delivery callback: the client loses the first exception's type.
+        error = error.__cause__
+    if isinstance(error, KafkaException):
+        cause = error.args[0]
+        return cause if isinstance(cause, KafkaError) else None
+    return error if isinstance(error, KafkaError) else None
+
+
+def translate(error: BaseException | KafkaError, what: str) -> TxnBridgeError:
+    """Return a client's error as ours, to be raised `from` the client's; `what` says what was being done.
+
+    Right for calls that decide nothing about a transaction; `write.failures` translates the errors of a transaction.
+    """
+    cause = kafka_error(error)
+    if cause is None:
+        return BrokerUnavailable(f"{what}: {type(error).__name__}: {error}")
+    code, text = cause.code(), f"{what}: {cause.str()} ({cause.name()})"
+    if code in DENIED:
+        return AccessDenied(text)
+    # The client keeps only the text of an error that broke it.
+    if code in _REPLACED or (code == KafkaError._FATAL and any(KafkaError(each).str() in text for each in _REPLACED)):
+        return Fenced(f"{text}: another member of the group has this group.instance.id, so this one must stop")
+    if code in _MISSING:
+        return NotFound(text)
+    if code in _TIMED_OUT:
+        return DeadlineExceeded(text)
+    if code in _STORAGE:
+        return StorageFailed(text)
+    if code == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+        return InvalidOption(f"{text}: ask for less, or let an administrator raise transaction.max.timeout.ms")
+    if code in _REFUSED:
+        return InvalidOption(text)
+    return BrokerUnavailable(text)
+
+
+def too_late(error: KafkaError, what: str, deadline: Deadline) -> DeadlineExceeded:
+    """Return the error for a passing error that has not passed by the deadline, to be raised `from` the client's."""
+    return DeadlineExceeded(f"{what}: {error.str()} ({error.name()}); so it was for {deadline.seconds:g} s")
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Return whether an error is about membership or a coordinator, which the client mends by itself."""
+    cause = None if error is None else kafka_error(error)
+    return cause is not None and (cause.retriable() or cause.code() in _PASSING)

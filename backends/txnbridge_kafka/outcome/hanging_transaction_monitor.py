@@ -1,0 +1,93 @@
+"""Ending hanging transactions of processes that are gone, in the partitions that this bridge uses (hazard H10).
+
+A writer writes the missing markers of its own id. But the last transaction of a process that died with its broker may
+stay open in a partition for ever, and stop every reader there. So each bridge checks its partitions now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+
+from txnbridge.errors import AccessDenied, InvalidState, TxnBridgeError
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.hanging_transactions import (
+    OpenPartitions,
+    open_transactions,
+    write_missing_markers_of_others,
+)
+
+_log = logging.getLogger("txnbridge")
+
+# One request to each leader costs nothing at this pace. Coordinators are only asked about what is open in two checks,
+# which is hardly anything: most transactions end within milliseconds.
+_EVERY_SECONDS = 10.0
+_LONGEST_CHECK = 10.0
+# Leaders list every producer that they remember, which may be very many: then checks are rarer, up to this interval.
+_SHARE, _SELDOM_SECONDS = 0.01, 30.0
+
+
+class HangingTransactionMonitor:
+    """Checks `cluster.watched_partitions` in a thread of its own, from `start` until it is closed or dropped."""
+
+    def __init__(self, cluster: KafkaCluster) -> None:
+        self._cluster = cluster
+        self._ended = threading.Event()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._before: dict[int, OpenPartitions] = {}
+        weakref.finalize(self, self._ended.set).atexit = False
+
+    def start(self) -> None:
+        with self._guard:
+            if self._thread is None:
+                arguments = weakref.ref(self), self._ended
+                self._thread = threading.Thread(target=_run, args=arguments, name="txnbridge-kafka-watch", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Check no more. A check that is under way ends with the connections."""
+        self._ended.set()
+
+    def check(self) -> bool:
+        """Write the markers that are missing in two checks. Return whether it makes sense to check again."""
+        try:
+            for written in self._write_missing_markers(Deadline(_LONGEST_CHECK)):
+                _log.warning("the broker had forgotten an end of %s: it is written now", written)
+        except AccessDenied as error:
+            _log.warning(
+                "whether a broker has forgotten the end of a transaction that readers wait for cannot be found out, or"
+                " not be mended, by this user: %s. See txnbridge doctor",
+                error,
+            )
+            return False  # each try would fence a living producer
+        except InvalidState:
+            return False  # closed
+        except TxnBridgeError as error:
+            _log.debug("whether an end was forgotten is looked for again: %s", error)
+        return True
+
+    def _write_missing_markers(self, deadline: Deadline) -> list[str]:
+        now = open_transactions(self._cluster, list(self._cluster.watched_partitions), deadline, readable_only=True)
+        before, self._before = self._before, now
+        still: list[Partition] = [
+            partition
+            for pid, open_in in now.items()
+            for partition, active in open_in.items()
+            if (then := before.get(pid, {}).get(partition)) and then.start_offset == active.start_offset
+        ]
+        return write_missing_markers_of_others(self._cluster, still, deadline) if still else []
+
+
+def _run(monitor_of: weakref.ref[HangingTransactionMonitor], ended: threading.Event) -> None:
+    going_on, took = True, 0.0
+    while going_on and not ended.wait(max(_EVERY_SECONDS, min(took / _SHARE, _SELDOM_SECONDS))):
+        if (monitor := monitor_of()) is None:
+            return
+        begun = time.monotonic()
+        going_on = monitor.check()
+        took = time.monotonic() - begun
+        del monitor  # a monitor that nobody holds may go while this waits

@@ -1,0 +1,292 @@
+"""Hanging transactions: ended for their coordinator, still open in a partition. Each is proven before it is touched.
+
+A broker that is killed right after a commit may forget to write control markers. Readers stop there, no time-out helps,
+and the next abort of the same producer would take the committed messages with it (hazard H5). So a writer looks for
+hanging transactions before its first message to a partition, a group that waits too long for its own positions looks
+in their partition, every bridge looks now and then in the partitions that it uses, and an administrator at any time.
+
+An administrator's proof is that the coordinator describes the same ended transaction before and after the leaders are
+asked. Without the second description a transaction that its writer has begun since would be taken for the hanging one
+(hazard H7). A writer's proof is its own opening of the id: it has raised the epoch, so what is open under an older
+epoch is nobody's. The decision is read from the coordinator's log, because the coordinator's own description may be of
+a later transaction in other partitions (hazard H8).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from txnbridge.errors import AccessDenied, InvalidState, NotFound, StorageFailed
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client.responses import COMMITTED, ActiveProducer, TransactionDescription
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision, recorded_decisions
+from txnbridge_kafka.topics import OFFSETS_TOPIC, offsets_partition
+from txnbridge_kafka.write.owner import KafkaOwner, evidence_key, recorded_outcome
+
+_log = logging.getLogger("txnbridge")
+
+# "Empty" is an id that was opened again after its last transaction.
+_ENDED = ("CompleteCommit", "CompleteAbort", "Empty")
+
+OpenPartitions = Mapping[Partition, ActiveProducer]  # where one producer has a transaction open
+
+
+@dataclass(frozen=True)
+class HangingTransaction:
+    """A transaction that its coordinator describes as ended, and the partitions in which it is open."""
+
+    description: TransactionDescription
+    open_in: OpenPartitions
+
+
+@dataclass(frozen=True)
+class HangingSurvey:
+    """The open transactions in the partitions that this user may read; `unread` is the number of the others.
+
+    `unknown` has, by producer id, the partitions of producers that no coordinator knows.
+    """
+
+    hanging: list[HangingTransaction]
+    unknown: dict[int, OpenPartitions]
+    unread: int
+
+
+def survey(cluster: KafkaCluster, deadline: Deadline) -> HangingSurvey:
+    """Ask every leader for open transactions, and the coordinators about their producers."""
+    requests = cluster.requests
+    everywhere = _everywhere(cluster, deadline)
+    producers = requests.producers(everywhere, deadline, readable_only=True)
+    open_before = _by_producer(producers)
+    # In this order: a producer that had a transaction open is known to a coordinator by now.
+    ids = {each.id: each.pid for each in requests.transactions(deadline)}
+    before = _ended(requests.describe([id for id, pid in ids.items() if pid in open_before], deadline))
+    suspects = [partition for each in before.values() for partition in open_before[each.pid]]
+    open_now = _by_producer(requests.producers(suspects, deadline))
+    after = requests.describe(list(before), deadline)
+    hanging = [
+        HangingTransaction(each, open_now[each.pid])
+        for id, each in before.items()
+        if each.pid in open_now and after.get(id) == each
+    ]
+    unknown = {pid: open_in for pid, open_in in open_before.items() if pid not in set(ids.values())}
+    return HangingSurvey(hanging, unknown, unread=len(everywhere) - len(producers))
+
+
+def write_missing_markers_of_id(
+    cluster: KafkaCluster, id: str, deadline: Deadline, partitions: Sequence[Partition] | None = None
+) -> list[str]:
+    """Write the missing markers of an id in these partitions, or in all, and return what was written.
+
+    Raise `NotFound`, and `InvalidState` without a proof for each partition: then nothing was written.
+    """
+    before = cluster.requests.describe([id], deadline).get(id)
+    if before is None:
+        raise NotFound(f"no coordinator knows {id!r}")
+    if before.state not in _ENDED:
+        raise InvalidState(f"the transaction of {id} has not ended ({before.state}): end it instead")
+    partitions = _everywhere(cluster, deadline) if partitions is None else partitions
+    open_in = _by_producer(cluster.requests.producers(partitions, deadline)).get(before.pid, {})
+    decisions = last_decisions(open_in, recorded_decisions(cluster, id, deadline) if open_in else ())
+    if unknown := open_in.keys() - decisions:
+        raise InvalidState(
+            f"how the transaction of {id} in {listed(unknown)} ended is not in its coordinator's log any"
+            " more: its owner may know from the decision log, and mends it before its next message there"
+        )
+    if cluster.requests.describe([id], deadline).get(id) != before:
+        raise InvalidState(f"{id} is in use: stop its writer first")
+    return _write(cluster, before, _as_markers(decisions), deadline)
+
+
+def write_missing_markers_of_group(cluster: KafkaCluster, group: str, deadline: Deadline) -> list[str]:
+    """Write the missing markers in the partition of a group's positions (hazard H9). Return what was written."""
+    partition = offsets_partition(group, cluster.topics.partitions(OFFSETS_TOPIC, deadline))
+    return write_missing_markers_of_others(cluster, [partition], deadline)
+
+
+def write_missing_markers_of_others(
+    cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline
+) -> list[str]:
+    """Write the missing markers of all transactions that hang in these partitions, wherever their markers are missing.
+
+    The broker that forgot them and the producer may both be gone, so that nobody else would look (hazard H10).
+    Return what was written. Raise `StorageFailed` if nobody knows how a transaction ended, and `AccessDenied` with what
+    an administrator can do.
+    """
+    requests = cluster.requests
+    if not (pids := list(open_transactions(cluster, partitions, deadline))):
+        return []
+    before = _ended(requests.describe([each.id for each in requests.transactions(deadline, pids=pids)], deadline))
+    written: list[str] = []
+    failed: StorageFailed | None = None
+    for id, ended in before.items():
+        if ended.pid not in open_transactions(cluster, partitions, deadline):
+            continue  # its markers have just come
+        try:
+            decisions = recorded_decisions(cluster, id, deadline)
+            open_in = open_transactions(cluster, partitions, deadline).get(ended.pid, {})
+            if open_in and requests.describe([id], deadline).get(id) == ended:
+                written += _fence_and_write(cluster, ended, open_in, decisions, deadline)
+        except StorageFailed as error:
+            failed = error
+        except AccessDenied as error:
+            command = f"txnbridge transactions repair {id} --yes --reason TEXT"
+            raise AccessDenied(f"{error}. An administrator finishes it: {command}") from error
+    if failed is not None and not written:
+        raise failed
+    return written
+
+
+def _fence_and_write(
+    cluster: KafkaCluster,
+    ended: TransactionDescription,
+    open_in: OpenPartitions,
+    decisions: Sequence[RecordedDecision],
+    deadline: Deadline,
+) -> list[str]:
+    """Write the missing markers of a transaction that is proven to have ended, after its id was fenced.
+
+    A producer that lives begins nothing there meanwhile: it learns that it was fenced, and opens its id again.
+    """
+    if unknown := open_in.keys() - last_decisions(open_in, decisions):
+        raise StorageFailed(f"how the transaction of {ended.id} in {listed(unknown)} ended is not known any more")
+    cluster.requests.fence(ended.id, ended.timeout, deadline)
+    partitions = sorted({partition for each in decisions if each.pid == ended.pid for partition in each.partitions})
+    everywhere = _by_producer(cluster.requests.producers(partitions, deadline)).get(ended.pid, {})
+    # The owner of the id may have begun a newer transaction since.
+    old = {partition: active for partition, active in everywhere.items() if active.epoch <= ended.epoch}
+    written = _write(cluster, ended, _as_markers(last_decisions(old, decisions)), deadline)
+    return [f"{ended.id}: {each}" for each in written]
+
+
+def write_missing_markers_of_owner(
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    opened: TransactionDescription,
+    previous: TransactionDescription,
+    partitions: Sequence[Partition],
+    deadline: Deadline,
+) -> None:
+    """Write the markers that earlier openings of an id lack in these partitions, after this process has opened the id.
+
+    `previous` is the coordinator's description from before the opening, which waited until no marker was under way.
+    Raise `StorageFailed` if nobody knows how a hanging transaction ended.
+    """
+    try:
+        producers = cluster.requests.producers(partitions, deadline)
+    except AccessDenied as error:
+        _log.warning("forgotten markers cannot be looked for without the right to read: %s", error)
+        return
+    of_id = _by_producer(producers).get(opened.pid, {})
+    open_in = {partition: active for partition, active in of_id.items() if active.epoch < opened.epoch}
+    if not open_in:
+        return
+    markers = _own_markers(cluster, owner, previous, open_in, deadline)
+    with cluster.events.step("step:repair", id=opened.id, partitions=len(open_in)):
+        written = _write(cluster, opened, markers, deadline)
+    _log.warning("%s: the broker had forgotten markers, which are written now: %s", opened.id, ", ".join(written))
+
+
+def _own_markers(
+    cluster: KafkaCluster,
+    owner: KafkaOwner,
+    previous: TransactionDescription,
+    open_in: OpenPartitions,
+    deadline: Deadline,
+) -> dict[Partition, tuple[int, bool]]:
+    """Return, by partition, the epoch and the decision of the missing marker, as the coordinator's log has them.
+
+    Without the right to that log, or if it says nothing of that epoch any more, the coordinator's description from
+    before the opening counts, or the recorded outcome. Both are about another transaction of the same epoch if other
+    programs write under this id.
+    """
+    known: Sequence[RecordedDecision] = ()
+    try:
+        known = recorded_decisions(cluster, previous.id, deadline)
+    except AccessDenied as error:
+        _log.warning("the coordinator's log cannot be asked how a transaction ended: %s", error)
+    markers = _as_markers(last_decisions(open_in, known))
+    for partition, active in open_in.items():
+        if partition in markers:
+            continue
+        commit = None if _of_epoch(active, known) else _recorded(owner, previous, active.epoch, deadline)
+        if commit is None:
+            raise StorageFailed(
+                f"{listed([partition])} holds an open transaction of an earlier owner of {previous.id}, and nobody"
+                " knows how it ended; see `txnbridge doctor`"
+            )
+        markers[partition] = active.epoch, commit
+    return markers
+
+
+def _recorded(owner: KafkaOwner, previous: TransactionDescription, epoch: int, deadline: Deadline) -> bool | None:
+    """Return whether the last transaction of an epoch was committed, by the coordinator or the decision log."""
+    if epoch == previous.epoch and previous.state in ("CompleteCommit", "CompleteAbort"):
+        return previous.state in COMMITTED
+    if owner.opening is None:
+        return None
+    state = recorded_outcome(owner.ledger, evidence_key(previous.id, previous.pid, f"epoch {epoch}"), deadline)
+    return None if state is None else state == "committed"
+
+
+def last_decisions(open_in: OpenPartitions, known: Sequence[RecordedDecision]) -> dict[Partition, RecordedDecision]:
+    """Return, by partition, the last known decision there: a later marker would have ended the transaction."""
+    return {
+        partition: decision
+        for partition, active in open_in.items()
+        for decision in _of_epoch(active, known)
+        if partition in decision.partitions
+    }
+
+
+def _of_epoch(active: ActiveProducer, known: Sequence[RecordedDecision]) -> list[RecordedDecision]:
+    # Ending a transaction may raise the epoch by one, and its markers carry the new epoch.
+    return [each for each in known if each.pid == active.pid and each.epoch - active.epoch in (0, 1)]
+
+
+def _as_markers(decisions: Mapping[Partition, RecordedDecision]) -> dict[Partition, tuple[int, bool]]:
+    return {partition: (each.epoch, each.commit) for partition, each in decisions.items()}
+
+
+def _write(
+    cluster: KafkaCluster, of: TransactionDescription, markers: Mapping[Partition, tuple[int, bool]], deadline: Deadline
+) -> list[str]:
+    """Write markers, and return them as text."""
+    grouped: dict[tuple[int, bool], list[Partition]] = defaultdict(list)
+    for partition, marker in markers.items():
+        grouped[marker].append(partition)
+    for (epoch, commit), partitions in sorted(grouped.items()):
+        cluster.requests.write_markers(of.pid, epoch, commit, partitions, deadline)
+    return [f"{'commit' if commit else 'abort'} in {listed(those)}" for (_, commit), those in sorted(grouped.items())]
+
+
+def listed(partitions: Collection[Partition]) -> str:
+    return ", ".join(f"{topic}[{number}]" for topic, number in sorted(partitions))
+
+
+def _everywhere(cluster: KafkaCluster, deadline: Deadline) -> list[Partition]:
+    topics = cluster.topics.all(deadline)
+    return [(name, number) for name, topic in topics.items() for number in topic.partitions]
+
+
+def open_transactions(
+    cluster: KafkaCluster, partitions: Sequence[Partition], deadline: Deadline, *, readable_only: bool = False
+) -> dict[int, OpenPartitions]:
+    """Return what is open in these partitions, by producer id; `readable_only` leaves out unreadable ones."""
+    return _by_producer(cluster.requests.producers(partitions, deadline, readable_only=readable_only))
+
+
+def _by_producer(producers: Mapping[Partition, Iterable[ActiveProducer]]) -> dict[int, OpenPartitions]:
+    grouped: dict[int, dict[Partition, ActiveProducer]] = defaultdict(dict)
+    for partition, active_producers in producers.items():
+        for active in active_producers:
+            if active.start_offset is not None:
+                grouped[active.pid][partition] = active
+    return dict(grouped)
+
+
+def _ended(described: Mapping[str, TransactionDescription]) -> dict[str, TransactionDescription]:
+    return {id: each for id, each in described.items() if each.state in _ENDED}

@@ -1,0 +1,203 @@
+"""The coordinator's own log of transactions, the topic __transaction_state.
+
+The coordinator itself describes the last transaction of an id only. Its log has each decision with its partitions,
+until compaction removes all but the last record of the id.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from txnbridge.errors import StorageFailed
+from txnbridge.spi import Deadline, Partition
+from txnbridge_kafka.client.librdkafka import ConfluentConsumer
+from txnbridge_kafka.cluster import KafkaCluster
+from txnbridge_kafka.errors import translate
+from txnbridge_kafka.topics import LOG_GROUP, offsets_partition
+
+STATE_TOPIC = "__transaction_state"
+_ONGOING = 1
+_PREPARE_COMMIT, _PREPARE_ABORT = 2, 3
+_COMMITTED, _ABORTED = {_PREPARE_COMMIT, 4}, {_PREPARE_ABORT, 5}
+_READ_AT_ONCE = 500
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+
+@dataclass(frozen=True)
+class RecordedDecision:
+    """One decision about one transaction, with the epoch that its markers carry."""
+
+    pid: int
+    epoch: int
+    commit: bool
+    partitions: frozenset[Partition]
+
+
+@dataclass(frozen=True)
+class StateRecord:
+    """One record of an id in the coordinator's log; `status` is the protocol's number of a state."""
+
+    pid: int
+    epoch: int
+    status: int
+    partitions: frozenset[Partition]
+    start: int  # of the transaction, in milliseconds
+
+
+# A tombstone: the coordinator has forgotten the id.
+_EXPIRED = StateRecord(-1, -1, 6, frozenset(), -1)
+
+
+def state_records(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[StateRecord]:
+    """Return the records of an id that the log still has, oldest first. Raise `AccessDenied`, `NotFound`."""
+    # The coordinator of an id is found by the same hash as the coordinator of a group.
+    number = offsets_partition(id, cluster.topics.partitions(STATE_TOPIC, deadline))[1]
+    return [
+        _EXPIRED if value is None else _state_record(value)
+        for key, value in _records(cluster, number, deadline)
+        if key == _key(id)
+    ]
+
+
+def recorded_decisions(cluster: KafkaCluster, id: str, deadline: Deadline) -> list[RecordedDecision]:
+    """Return the decisions about an id that the log still has, oldest first. Raise `AccessDenied`."""
+    return [
+        RecordedDecision(record.pid, record.epoch, record.status == _PREPARE_COMMIT, record.partitions)
+        for record in state_records(cluster, id, deadline)
+        if record.status in (_PREPARE_COMMIT, _PREPARE_ABORT)
+    ]
+
+
+def outcome_by_start(records: Sequence[StateRecord], pid: int, start: int) -> bool | None:
+    """Return whether the transaction with this start time was committed; None if no record tells."""
+    for record in records:
+        if (record.pid, record.start) == (pid, start) and record.status in _COMMITTED | _ABORTED:
+            return record.status in _COMMITTED
+    return None
+
+
+def last_outcome(records: Sequence[StateRecord], pid: int, epoch: int) -> bool | None:
+    """Return whether the last transaction under this epoch was committed, of those that stored anything; None if
+    unknown.
+
+    Raise `NotRecordedYetError` while no later record is there, because the outcome may still be written.
+    """
+    own = [number for number, record in enumerate(records) if (record.pid, record.epoch) == (pid, epoch)]
+    if not own:
+        return None
+    last, later = records[own[-1]], records[own[-1] + 1 :]
+    if not later:
+        raise NotRecordedYetError
+    if last.status == _ONGOING:
+        # Fencing an id, and a time-out, abort what is open under the next epoch.
+        fenced = (later[0].pid, later[0].epoch) == (pid, epoch + 1) and later[0].status in _ABORTED
+        return False if fenced else None
+    return last.status in _COMMITTED if last.status in _COMMITTED | _ABORTED else None
+
+
+class NotRecordedYetError(Exception):
+    """The coordinator has not written the outcome down yet."""
+
+
+def _records(cluster: KafkaCluster, number: int, deadline: Deadline) -> Iterator[tuple[bytes | None, bytes | None]]:
+    reader = ConfluentConsumer(
+        {
+            **cluster.settings.client,
+            "group.id": LOG_GROUP,
+            "isolation.level": "read_uncommitted",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "earliest",
+            "log_level": 0,
+            "logger": _log,
+        }
+    )
+    what = f"reading {STATE_TOPIC}[{number}]"
+    try:
+        _, end = reader.get_watermark_offsets(TopicPartition(STATE_TOPIC, number), timeout=max(deadline.left(), 0.01))
+        reader.assign([TopicPartition(STATE_TOPIC, number, 0)])
+        while True:
+            deadline.check(what)
+            for message in reader.consume(_READ_AT_ONCE, min(deadline.left(), 0.5)):
+                error = message.error()
+                if error is None:
+                    yield message.key(), message.value()
+                elif error.code() != KafkaError._PARTITION_EOF:
+                    raise KafkaException(error)
+                if (message.offset() or 0) >= end - (error is None):
+                    return
+    except KafkaException as error:
+        raise translate(error, what) from error
+    finally:
+        reader.close()
+
+
+def _key(id: str) -> bytes:
+    name = id.encode()
+    return struct.pack(">hh", 0, len(name)) + name
+
+
+def _state_record(value: bytes) -> StateRecord:
+    try:
+        version, pid, epoch, _timeout, status = struct.unpack_from(">hqhib", value)
+        fields = _RecordFields(value, struct.calcsize(">hqhib"), flexible=version >= 1)
+        partitions = frozenset(fields.partitions())
+        _changed, start = fields.times()
+        return StateRecord(pid, epoch, status, partitions, start)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise StorageFailed(f"a record of {STATE_TOPIC} has a form that is not known here") from error
+
+
+class _RecordFields:
+    """The fields of a record's value behind the fixed ones.
+
+    The flexible form has lengths as varints of the length plus one, where 0 stands for a missing list.
+    """
+
+    def __init__(self, data: bytes, at: int, flexible: bool) -> None:
+        self._data = data
+        self._at = at
+        self._flexible = flexible
+
+    def partitions(self) -> Iterator[Partition]:
+        for _ in range(self._length(">i")):
+            size = self._length(">h")
+            topic = self._data[self._at : self._at + size].decode()
+            self._at += size
+            for _ in range(self._length(">i")):
+                yield topic, self._take(">i")
+            if self._flexible:
+                self._skip_tags()
+
+    def times(self) -> tuple[int, int]:
+        """Return when the record was written and when its transaction started; both come behind the partitions."""
+        return self._take(">q"), self._take(">q")
+
+    def _skip_tags(self) -> None:
+        for _ in range(self._varint()):
+            self._varint()
+            self._at += self._varint()
+
+    def _length(self, form: str) -> int:
+        return max(0, self._varint() - 1 if self._flexible else self._take(form))
+
+    def _take(self, form: str) -> int:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return int(value)
+
+    def _varint(self) -> int:
+        value, shift = 0, 0
+        while True:
+            byte = self._data[self._at]
+            self._at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value

@@ -1,0 +1,85 @@
+"""Rebalances of a group: partitions come to this member, and leave it.
+
+The client calls all of this inside its `poll`, or inside its `close`. An exception would come out of either as a
+SystemError, so each is kept for the reader's next poll.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from confluent_kafka import TopicPartition
+
+from txnbridge.spi import Partition, ReaderListener
+from txnbridge_kafka.read.assignment import KafkaAssignment, shown
+
+
+class GroupRebalance:
+    """The callbacks of a group's member."""
+
+    def __init__(self, assignment: KafkaAssignment, listener: ReaderListener) -> None:
+        self._assignment = assignment
+        self._listener = listener
+
+    def join(self, topics: Sequence[str]) -> None:
+        self._assignment.client.subscribe(
+            list(topics), on_assign=self.on_assign, on_revoke=self.on_revoke, on_lost=self.on_lost
+        )
+        self._assignment.say("joining; what a member that died had comes here once the broker takes it for dead")
+
+    def on_assign(self, client: Any, partitions: list[TopicPartition]) -> None:
+        try:
+            if not self._assignment.closed:
+                for partition in _keys(partitions):
+                    self._assignment.add(partition)
+                self._assignment.say("given %s", shown(_keys(partitions)) or "nothing")
+            # None of them is read before its start is found.
+            (client.assign if self._assignment.eager else client.incremental_assign)([])
+        except BaseException as error:
+            self._assignment.errors.append(error)
+
+    def on_revoke(self, client: object, partitions: list[TopicPartition]) -> None:
+        self._assignment.say("gives up %s: it is shared out anew", shown(_keys(partitions)))
+        self._leave(partitions, before=self._revoking)
+
+    def on_lost(self, client: object, partitions: list[TopicPartition]) -> None:
+        names = shown(_keys(partitions))
+        self._assignment.say("%s left: the broker took this member for dead, or could not be reached in time", names)
+        self._leave(partitions, after=self._listener.lost)
+
+    def _leave(
+        self,
+        partitions: list[TopicPartition],
+        before: Callable[[Sequence[Partition]], None] | None = None,
+        after: Callable[[Sequence[Partition]], None] | None = None,
+    ) -> None:
+        assignment = self._assignment
+        assignment.departures += 1
+        try:
+            leaving = [key for key in _keys(partitions) if key in assignment.partitions]
+            announced = [key for key in leaving if assignment.partitions[key].announced]
+            if announced and before and not assignment.closed:
+                self._guarded(before, announced)
+            assignment.displace([assignment.partitions.pop(key) for key in leaving if key in assignment.partitions])
+            if assignment.eager:
+                assignment.client.unassign()
+            if announced and after and not assignment.closed:
+                after(announced)
+        except BaseException as error:
+            assignment.errors.append(error)
+
+    def _revoking(self, partitions: Sequence[Partition]) -> None:
+        # In the new generation of the group, acknowledgements need a new proof of membership already.
+        self._assignment.renew_context()
+        self._listener.revoking(partitions)
+
+    def _guarded(self, function: Callable[[Sequence[Partition]], None], partitions: Sequence[Partition]) -> None:
+        try:
+            function(partitions)
+        except BaseException as error:
+            self._assignment.errors.append(error)
+
+
+def _keys(partitions: list[TopicPartition]) -> list[Partition]:
+    return [(each.topic, each.partition) for each in partitions]

@@ -1,0 +1,159 @@
+"""Finding out, beside the reading, where the partitions of a reader go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded
+from txnbridge.spi import BackgroundTask, Deadline, ReaderListener
+from txnbridge_kafka.client.messages import metadata_of
+from txnbridge_kafka.errors import is_passing, translate
+from txnbridge_kafka.read.assignment import REFRESH_SECONDS, KafkaAssignment, shown, telling_the_client
+from txnbridge_kafka.read.partition import KafkaPartition, PartitionReadState, SeekRequest
+from txnbridge_kafka.read.start_positions import (
+    KafkaGroupStartPositions,
+    KafkaStartPositions,
+    LostPosition,
+    ResolvedOffsets,
+)
+
+_log = logging.getLogger("txnbridge.kafka.client")
+
+
+class StartLookup:
+    """Answers the seek requests of a reader's partitions on another thread, and lets the client read on.
+
+    One thing is done at a time: a look-up in the background, or a commit of where the group begins.
+    """
+
+    def __init__(
+        self, assignment: KafkaAssignment, starts: KafkaStartPositions, listener: ReaderListener, timeout: float
+    ) -> None:
+        self._assignment = assignment
+        self.starts = starts
+        self._group_starts = starts if isinstance(starts, KafkaGroupStartPositions) else None
+        self._listener = listener
+        self._timeout = timeout
+        self._task: BackgroundTask[Any] | None = None
+        # The requests and offsets of a start, until the broker says that it is the group's position.
+        self._pending: tuple[Mapping[KafkaPartition, SeekRequest], ResolvedOffsets] | None = None
+        self._refresh_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._task is not None
+
+    def follow(self) -> None:
+        """Take in what was looked up, and begin to look up what is wanted next."""
+        if self._task is not None:
+            if not self._task.done:
+                return
+            task, self._task = self._task, None
+            try:
+                task.finish()
+            except BrokerUnavailable as error:
+                if not isinstance(error, DeadlineExceeded) and not is_passing(error.__cause__):
+                    raise
+                _log.warning("no answer yet: %s", error)
+        if self._task is None and self._pending is None:
+            self._look_up(Deadline(self._timeout))
+
+    def _look_up(self, deadline: Deadline) -> None:
+        unanswered = (PartitionReadState.ASSIGNED, PartitionReadState.SEEKING)
+        requests = {each: each.request for each in self._assignment.partitions.values() if each.state in unanswered}
+        starts, unchecked = self.starts, self._group_starts and self._group_starts.unchecked
+        if requests:
+            asked = {each.partition: request for each, request in requests.items()}
+            self._task = BackgroundTask(
+                lambda: starts.resolve(asked, deadline), lambda resolved: self._begin(requests, resolved)
+            )
+        elif unchecked and self._assignment.partitions:
+            self._record(sorted(unchecked), lambda: None)
+        elif self._group_starts is None and time.monotonic() >= self._refresh_at:
+            self._refresh_at = time.monotonic() + REFRESH_SECONDS
+            self._task = BackgroundTask(lambda: starts.counts(deadline), self._add_new_partitions)
+
+    def _add_new_partitions(self, counts: Mapping[str, int]) -> None:
+        for topic, count in counts.items():
+            for number in range(count):
+                if (topic, number) not in self._assignment.partitions:
+                    self._assignment.add((topic, number))
+
+    def _begin(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
+        owed = set() if self._group_starts is None else self._group_starts.owed
+        ready = {partition: start for partition, start in resolved.offsets.items() if partition[0] not in owed}
+        self.settle(requests, ResolvedOffsets(ready, topic_ids=resolved.topic_ids))
+        current = [each.partition for each in self._assignment.current(requests)]
+        begun = {partition: at for partition in current if (at := resolved.to_commit.get(partition)) is not None}
+        if begun:
+            self._assignment.say("%s: begins to read, at %s", shown(begun), ", ".join(map(str, begun.values())))
+            topic_ids = {partition: metadata_of(resolved.topic_ids.get(partition[0])) for partition in begun}
+            offsets = [TopicPartition(*partition, at, topic_ids[partition]) for partition, at in begun.items()]
+            with telling_the_client():
+                self._assignment.client.commit(offsets=offsets, asynchronous=True)
+            self._pending = requests, ResolvedOffsets(begun, topic_ids=resolved.topic_ids)
+        elif owed:
+            self._record(sorted(owed), lambda: self.settle(requests, resolved))
+
+    def on_commit(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
+        """Take the result of a commit. The client calls this inside `poll`."""
+        pending, self._pending = self._pending, None
+        try:
+            failed = [each for each in (error, *(p.error for p in partitions)) if each is not None]
+            if pending is None or self._assignment.closed:
+                return
+            if not failed:
+                self._committed(*pending)
+            elif not is_passing(KafkaException(failed[0])):
+                cause = KafkaException(failed[0])
+                what = f"committing where group {self._assignment.context.group!r} begins"
+                self._assignment.keep(translate(cause, what), cause)
+        except BaseException as error:
+            self._assignment.errors.append(error)
+
+    def _committed(self, requests: Mapping[KafkaPartition, SeekRequest], starts: ResolvedOffsets) -> None:
+        assert self._group_starts is not None
+        self._group_starts.owed.update(topic for topic, _ in starts.offsets)
+        self._record(sorted(self._group_starts.owed), lambda: self.settle(requests, starts))
+
+    def _record(self, topics: Sequence[str], then: Callable[[], object]) -> None:
+        starts, deadline = self._group_starts, Deadline(self._timeout)
+        assert starts is not None
+        self._task = BackgroundTask(lambda: starts.record(topics, deadline), lambda _: then())
+
+    def settle(self, requests: Mapping[KafkaPartition, SeekRequest], resolved: ResolvedOffsets) -> None:
+        """Let partitions go on at the offsets that were found; a partition without one waits."""
+        ready: list[KafkaPartition] = []
+        for each in self._assignment.current(requests):
+            if (start := resolved.offsets.get(each.partition)) is None:
+                continue
+            if not each.announced:
+                at = start.at if isinstance(start, LostPosition) else start
+                self._assignment.say("%s: is here, from %d on", shown([each.partition]), at)
+                each.announce(self._listener.assigned(each.partition))
+            if isinstance(start, LostPosition):
+                each.lose(start.why, start.at)
+            else:
+                each.next = start
+                self._assignment.note_topic(each, resolved.topic_ids.get(each.partition[0], each.request.topic_id))
+                if start != each.request.target:
+                    each.since = None  # the group is beyond the target of the seek
+                ready.append(each)
+        self._assignment.place(ready)
+
+    def request(self, requests: Mapping[KafkaPartition, SeekRequest]) -> None:
+        """Let partitions go on elsewhere.
+
+        Where nothing has to be asked, they go on at once. Otherwise the next poll first asks which topics have the
+        names now, and in a group what is acknowledged, which is not read again.
+        """
+        for each, request in requests.items():
+            each.next = request.target
+            each.seek(request)
+        if self._group_starts is None and all(request.topic_id == p.topic_id for p, request in requests.items()):
+            self.settle(requests, ResolvedOffsets({p.partition: p.next for p in requests if p.next is not None}))

@@ -1,0 +1,298 @@
+"""The offsets at which the reading of partitions starts, and goes on after a seek."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge.errors import AccessDenied, TxnBridgeError
+from txnbridge.spi import Context, Deadline, LedgerValue, Partition, Subscription
+from txnbridge_kafka.client.offsets import KafkaOffsets, is_another_topic, recreated_text
+from txnbridge_kafka.read.partition import KafkaPartition, SeekRequest, SeekRequests
+
+_log = logging.getLogger("txnbridge")
+
+# The pause before positions are asked for again that an open transaction may change: most end within milliseconds.
+_PAUSE = 0.02
+# After so long an undecided position may be due to a hanging transaction (hazard H9).
+_PATIENCE = 3.0
+_LONGEST_SEARCH = 10.0  # meanwhile nothing is asked about other partitions that were just assigned
+
+
+@dataclass(frozen=True)
+class LostPosition:
+    """A partition that only the user can let go on: the reason, and the offset where it stood."""
+
+    why: str
+    at: int
+
+
+@dataclass(frozen=True)
+class ResolvedOffsets:
+    """The answers to seek requests. Offsets `to_commit` are read from only after they are the group's position."""
+
+    offsets: Mapping[Partition, int | LostPosition]
+    to_commit: Mapping[Partition, int] = field(default_factory=dict)
+    topic_ids: Mapping[str, str] = field(default_factory=dict)  # where topics have ids, as they were before the look-up
+
+
+class KafkaStartPositions:
+    """The start positions of a reader without a group: where its subscription says."""
+
+    def __init__(self, offsets: KafkaOffsets, subscription: Subscription) -> None:
+        self._offsets = offsets
+        self._subscription = subscription
+
+    def first(self, partitions: Iterable[Partition], deadline: Deadline) -> dict[Partition, int]:
+        """Return the offsets at which the subscription lets existing partitions begin."""
+        match self._subscription.start:
+            case "earliest":
+                return self._offsets.begins(partitions, deadline)
+            case "latest":
+                return self._offsets.ends(partitions, deadline)
+            case timestamp:
+                since = self._offsets.since(partitions, int(timestamp), deadline)
+                return {partition: first for partition, (first, _end) in since.items()}
+
+    def at_time(
+        self, partitions: Mapping[Partition, KafkaPartition], timestamp: int, deadline: Deadline
+    ) -> dict[KafkaPartition, SeekRequest]:
+        """Return the requests by which partitions go on at the first message stamped at or after a time."""
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in partitions}, deadline)
+        since = self._offsets.since(partitions, timestamp, deadline)
+        return {
+            partitions[name]: SeekRequest(target=first, since=(timestamp, end), topic_id=topic_ids.get(name[0]))
+            for name, (first, end) in since.items()
+        }
+
+    def counts(self, deadline: Deadline) -> dict[str, int]:
+        return self._offsets.counts(self._subscription.topics, deadline)
+
+    def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
+        """Answer seek requests. A partition that was added since the reader's start is read from its beginning."""
+        topic_ids, requests = self._of_known_topics(requests, deadline)
+        targets = {partition: request.target for partition, request in requests.items() if request.target is not None}
+        added = self._offsets.begins([partition for partition in requests if partition not in targets], deadline)
+        refused, recreated = self._refused(requests, deadline), self._recreated(requests, topic_ids)
+        return ResolvedOffsets({**targets, **added, **refused, **recreated}, topic_ids=topic_ids)
+
+    def owner(self) -> str:
+        """Return the name of the position's owner, for errors."""
+        return "this reader's position"
+
+    def _of_known_topics(self, requests: SeekRequests, deadline: Deadline) -> tuple[Mapping[str, str], SeekRequests]:
+        """Return the ids of the topics, and the requests about topics that the broker knows now.
+
+        A broker that has just started answers before it knows its topics; the others are asked about again.
+        """
+        topic_ids = self._offsets.topic_ids({topic for topic, _ in requests}, deadline)
+        return topic_ids, {partition: request for partition, request in requests.items() if partition[0] in topic_ids}
+
+    def _recreated(self, requests: SeekRequests, topic_ids: Mapping[str, str]) -> Mapping[Partition, LostPosition]:
+        """Return the partitions whose offset belongs to a topic that was deleted and created again since."""
+        return {
+            partition: self.recreated(partition, request.target or request.refused or 0)
+            for partition, request in requests.items()
+            if is_another_topic(topic_ids.get(partition[0]), request.topic_id)
+        }
+
+    def recreated(self, partition: Partition, at: int) -> LostPosition:
+        return LostPosition(recreated_text(self.owner(), partition, at), at)
+
+    def _refused(self, requests: SeekRequests, deadline: Deadline) -> Mapping[Partition, int | LostPosition]:
+        """Return the offsets that the broker refused: as they are if it has them now, else as lost."""
+        refused = {partition: request.refused for partition, request in requests.items() if request.refused is not None}
+        begins, ends = self._offsets.begins(refused, deadline), self._offsets.ends(refused, deadline)
+        return {
+            partition: at
+            if begins[partition] <= at <= ends[partition]
+            else LostPosition(out_of_range_text(self.owner(), partition, at, begins[partition], ends[partition]), at)
+            for partition, at in refused.items()
+        }
+
+
+class KafkaGroupStartPositions(KafkaStartPositions):
+    """The start positions of a group's member: where the group stands.
+
+    The offset at which a group begins a partition is committed, and recorded in the decision log, before a message of
+    it is handed out. Because of the commit nothing is skipped if the first batch aborts (hazard H23). Because of the
+    record a group whose positions the broker has dropped is not taken for a new group (hazard H24). The record of a
+    topic has the number of partitions at the group's beginning, and for each partition that the topic has now the
+    offset at which the group began it, None if the group had not begun it when the record was written.
+    """
+
+    def __init__(
+        self,
+        offsets: KafkaOffsets,
+        subscription: Subscription,
+        context: Context,
+        counts: Mapping[str, int],
+        write_missing_markers: Callable[[Deadline], list[str]],
+        deadline: Deadline,
+    ) -> None:
+        super().__init__(offsets, subscription)
+        self._write_missing_markers = write_missing_markers
+        self._search_at: float | None = None  # when to search for a hanging transaction
+        self._counts = counts
+        self._group = str(subscription.group)
+        self._records = {
+            topic: LedgerValue(context.ledger(context.application, f"group/{self._group}/{topic}"))
+            for topic in subscription.topics
+        }
+        self._denied = False
+        self.unchecked = set(subscription.topics)  # topics whose records may not cover every begun partition
+        self.owed: set[str] = set()  # topics whose records certainly do not
+        partitions = [(topic, number) for topic, count in counts.items() for number in range(count)]
+        # "latest" means now, not when the group's members have got their partitions.
+        self._latest = offsets.ends(partitions, deadline) if subscription.start == "latest" else None
+
+    def owner(self) -> str:
+        return f"the position of group {self._group!r}"
+
+    def resolve(self, requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
+        """Answer seek requests, but for partitions whose position an open transaction may still change."""
+        topic_ids, requests = self._of_known_topics(requests, deadline)
+        committed = self._offsets.committed_with_topics(self._group, requests, deadline, decided=True)
+        if len(committed) < len(requests):
+            time.sleep(min(_PAUSE, deadline.left()))
+            self._search_for_hanging_transactions(deadline)
+        else:
+            self._search_at = None
+        offsets: dict[Partition, int | LostPosition] = {}
+        missing: dict[str, list[int]] = {}
+        for (topic, number), position in committed.items():
+            target = requests[topic, number].target
+            recreated = position is not None and is_another_topic(topic_ids[topic], position.topic_id)
+            if position is None or (recreated and target is not None):
+                missing.setdefault(topic, []).append(number)
+            elif recreated:
+                offsets[topic, number] = self.recreated((topic, number), position.at)
+            else:
+                # What the group has acknowledged is not read again.
+                offsets[topic, number] = max(position.at, target or 0)
+        to_commit: dict[Partition, int] = {}
+        for topic, numbers in missing.items():
+            begun = self._begin(topic, numbers, requests, deadline)
+            offsets.update(begun.offsets)
+            to_commit.update(begun.to_commit)
+        offsets.update(self._refused({p: request for p, request in requests.items() if p in offsets}, deadline))
+        lost = self._recreated(requests, topic_ids)
+        return ResolvedOffsets({**offsets, **lost}, {p: at for p, at in to_commit.items() if p not in lost}, topic_ids)
+
+    def _search_for_hanging_transactions(self, deadline: Deadline) -> None:
+        now = time.monotonic()
+        if self._search_at is None or now < self._search_at:
+            self._search_at = self._search_at or now + _PATIENCE
+            return
+        self._search_at = math.inf  # without the right to write markers each further try would fence a living producer
+        try:
+            for written in self._write_missing_markers(Deadline(min(deadline.left(), _LONGEST_SEARCH))):
+                _log.warning("group %r stood still: the broker had forgotten an end of %s", self._group, written)
+        except AccessDenied as error:
+            _log.warning(
+                "group %r waits for the end of a transaction that has acknowledged something. Whether a broker has"
+                " forgotten to write it cannot be found out, or not be mended, by this user: %s. See txnbridge doctor",
+                *(self._group, error),
+            )
+            return
+        except TxnBridgeError as error:
+            _log.debug("whether an end was forgotten that group %r waits for is asked again: %s", self._group, error)
+        self._search_at = time.monotonic() + _PATIENCE
+
+    def _begin(self, topic: str, numbers: Sequence[int], requests: SeekRequests, deadline: Deadline) -> ResolvedOffsets:
+        """Answer for partitions in which the group has no position: they begin, or their position was lost."""
+        count, began = self._read_record(topic, deadline)
+        targets: dict[Partition, int] = {}
+        lost: dict[Partition, LostPosition] = {}
+        old: list[Partition] = []
+        added: list[Partition] = []
+        for number in numbers:
+            partition = topic, number
+            at = began[number] if number < len(began) else None
+            if (target := requests[partition].target) is not None:
+                targets[partition] = target
+            elif at is not None:
+                lost[partition] = LostPosition(_expired_text(self._group, partition, at), at)
+            else:
+                # A partition that was added to the topic since the group began is read from its beginning.
+                (old if number < count else added).append(partition)
+        return ResolvedOffsets(lost, {**targets, **self._first(old, deadline), **self._offsets.begins(added, deadline)})
+
+    def _first(self, partitions: Sequence[Partition], deadline: Deadline) -> dict[Partition, int]:
+        if self._latest is not None:
+            return {partition: self._latest[partition] for partition in partitions}
+        return self.first(partitions, deadline)
+
+    def record(self, topics: Iterable[str], deadline: Deadline) -> None:
+        """Make the records of topics cover every partition in which the group has a position."""
+        for topic in topics:
+            if not self._denied:
+                self._complete_record(topic, deadline)
+            self.unchecked.discard(topic)
+            self.owed.discard(topic)
+
+    def _complete_record(self, topic: str, deadline: Deadline) -> None:
+        count = self._offsets.counts([topic], deadline)[topic]
+        committed = self._offsets.committed(self._group, [(topic, number) for number in range(count)], deadline)
+
+        def complete(record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+            partitions, positions = self._from_record(topic, record)
+            padded = [*positions, *[None] * (count - len(positions))]
+            completed = [committed.get((topic, n)) if at is None else at for n, at in enumerate(padded)]
+            return None if completed == padded else {"partitions": partitions, "positions": completed}
+
+        try:
+            self._records[topic].update(complete, deadline)
+        except AccessDenied as error:
+            self._go_on_without(error)
+
+    def _read_record(self, topic: str, deadline: Deadline) -> tuple[int, Sequence[int | None]]:
+        """Return how many partitions the topic had when the group began, and where the group began each."""
+        record = None
+        try:
+            record = None if self._denied else self._records[topic].read(deadline)
+        except AccessDenied as error:
+            self._go_on_without(error)
+        return self._from_record(topic, record)
+
+    def _from_record(self, topic: str, record: Mapping[str, Any] | None) -> tuple[int, Sequence[int | None]]:
+        if record is None:
+            return self._counts[topic], ()
+        return int(record["partitions"]), list(record["positions"])
+
+    def _go_on_without(self, error: AccessDenied) -> None:
+        self._denied = True
+        _log.warning(
+            "group %r: without the rights to use the decision log nobody will notice if the broker forgets the group's"
+            " positions (after offsets.retention.minutes without members), and it would begin again: %s",
+            self._group,
+            error,
+        )
+
+
+def out_of_range_text(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
+    """Return the text for a position that the broker does not have."""
+    topic, number = partition
+    if at < begin:
+        return (
+            f"{owner} is {at} in {topic}[{number}], but retention has removed everything before {begin}."
+            f" Nothing was skipped: seek({{({topic!r}, {number}): ({begin},)}}) goes on there without what is gone"
+        )
+    return (
+        f"{owner} is {at} in {topic}[{number}], but the log ends at {end}: it was cut off, or the topic was deleted and"
+        f" made anew. Nothing was skipped: seek({{({topic!r}, {number}): (offset,)}}) says where to go on"
+    )
+
+
+def _expired_text(group: str, partition: Partition, began: int) -> str:
+    topic, number = partition
+    return (
+        f"group {group!r} began to read {topic}[{number}] at {began}, but the broker has no position of it any more: it"
+        " forgets those of a group without members after offsets.retention.minutes (7 days by default), and those of a"
+        f" deleted topic. Nothing was skipped or read again: say where to go on by seek({{({topic!r}, {number}):"
+        " (offset,)}), or read with a new group"
+    )

@@ -1,0 +1,201 @@
+"""Markers that a broker forgot: the plain client's next abort destroys what was committed, ours finishes it first."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers._broker import wait_until
+from txnbridge_conformance.brokers.plugin import kafka_or_skip
+from txnbridge_conformance.looking import send
+from txnbridge_kafka.client.responses import ActiveProducer
+from txnbridge_kafka.outcome import hanging_transactions
+from txnbridge_kafka.outcome.transaction_state_log import RecordedDecision
+from txnbridge_kafka.topics import offsets_partition
+
+import txnbridge
+from tests.java_kit import ask_java
+from tests.kafka.test_admin import (
+    LONG,
+    Held,
+    MakeAdmin,
+    begin_again,
+    commit_one,
+    make_admin,  # noqa: F401
+    producer_of,
+    write,
+)
+from txnbridge.errors import AccessDenied, StorageFailed
+from txnbridge.spi import Deadline
+
+Hold = Callable[[bool], Held]
+
+
+@pytest.fixture(scope="module")
+def unverified() -> Iterator[brokers.Broker]:
+    """A broker that takes a message of a transaction that has ended: so what a forgotten marker leaves can be made."""
+    with kafka_or_skip(container=False, settings={"transaction.partition.verification.enable": "false"}) as broker:
+        yield broker
+
+
+@pytest.fixture
+def hold(unverified: brokers.Broker, make_admin: MakeAdmin, monkeypatch: pytest.MonkeyPatch) -> Hold:  # noqa: F811
+    admin = make_admin(unverified)
+
+    def make(commit: bool) -> Held:
+        with monkeypatch.context() as older:
+            # The older request leaves the epoch as it is, so that the producer can write on.
+            older.setattr("txnbridge_kafka.client.connections.EPOCH_BUMPS", 99)
+            return Held(unverified, admin, commit)
+
+    return make
+
+
+def owner_of(held: Held) -> str:
+    """The transactional id whose first writer's id this is."""
+    return held.id.removesuffix(".0")
+
+
+def test_the_next_abort_of_the_plain_client_destroys_what_was_committed(hold: Hold) -> None:
+    held = hold(True)
+    again = producer_of(held.broker, held.id)
+    write(again, held.topic, b"again")
+    again.abort_transaction(LONG)
+    commit_one(held.broker, held.topic, b"later")
+    assert wait_until(lambda: b"later" in held.visible(), LONG)
+    assert b"held" not in held.visible()
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_before_our_next_message_there_it_is_finished_as_it_was_decided(hold: Hold, end: str) -> None:
+    held = hold(True)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        with bridge.transaction() as txn:
+            txn.send(held.topic, b"again")
+            if end == "abort":
+                txn.abort()
+    commit_one(held.broker, held.topic, b"later")
+    wanted = [b"before", b"held", *([b"again"] if end == "commit" else []), b"later"]
+    assert wait_until(lambda: held.visible() == wanted, LONG)
+
+
+def test_what_was_aborted_stays_so(hold: Hold) -> None:
+    held = hold(False)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    assert wait_until(lambda: held.visible() == [b"again"], LONG)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same-epoch", "opened-again"])
+@pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
+def test_what_a_later_transaction_came_to_elsewhere_decides_nothing(hold: Hold, commit: bool, again: bool) -> None:
+    held = hold(commit)
+    requests = held.admin._requests
+    if again:
+        requests.fence(held.id, 60_000, Deadline(LONG))
+    begin_again(held, requests.describe)
+    told = requests.describe([held.id], Deadline(LONG))[held.id]
+    assert requests.end(held.id, told.pid, told.epoch, not commit, Deadline(LONG)).code == 0
+    assert wait_until(lambda: held.state() == ("CompleteAbort" if commit else "CompleteCommit"), LONG)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    kept = [b"before", b"held"] if commit else []
+    assert wait_until(lambda: held.visible() == [*kept, b"again"], LONG)
+
+
+def test_the_end_of_another_opening_there_decides_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose markers were forgotten too, and which had stored nothing there: else the partition would know its epoch."""
+    held = hold(True)
+    told = held.admin._requests.describe([held.id], Deadline(LONG))[held.id]
+    for _ in range(2):
+        held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+    there = frozenset({(held.topic, 0)})
+    ends = [
+        RecordedDecision(told.pid, told.epoch, True, there),
+        RecordedDecision(told.pid, told.epoch + 2, False, there),
+    ]
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: ends)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
+
+
+def test_each_partition_is_judged_by_the_last_end_there_of_its_own_epoch_or_the_next() -> None:
+    partitions = [("topic", number) for number in range(3)]
+    held = {where: ActiveProducer(7, 5, 0, 0, 0) for where in partitions}
+    ends = [
+        RecordedDecision(7, 5, True, frozenset(partitions)),
+        RecordedDecision(7, 5, False, frozenset(partitions[1:])),
+        RecordedDecision(7, 6, True, frozenset(partitions[2:])),  # its end has raised the epoch
+        RecordedDecision(7, 7, False, frozenset(partitions)),
+        RecordedDecision(8, 5, False, frozenset(partitions)),
+    ]
+    assert hanging_transactions.last_decisions(held, ends) == dict(zip(partitions, ends[:3], strict=True))
+    assert hanging_transactions.last_decisions(held, ends[3:]) == {}
+
+
+def test_without_the_right_to_the_coordinators_log_the_coordinators_own_word_counts(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(True)
+
+    def deny(*_: object) -> list[RecordedDecision]:
+        raise AccessDenied("this user may not read it")
+
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", deny)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        send(bridge, held.topic, b"again")
+    assert wait_until(lambda: held.visible() == [b"before", b"held", b"again"], LONG)
+
+
+def test_of_which_nobody_knows_how_it_ended_nothing_is_touched_and_nothing_sent(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = hold(True)
+    held.admin._requests.fence(held.id, 60_000, Deadline(LONG))
+    monkeypatch.setattr(hanging_transactions, "recorded_decisions", lambda *_: [])
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        with pytest.raises(StorageFailed, match="nobody knows how it ended"):
+            send(bridge, held.topic, b"never")
+    assert held.visible() == [b"before"]
+
+
+def test_another_topic_is_not_touched_and_the_first_is_mended_when_it_is_used(hold: Hold) -> None:
+    held = hold(True)
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1, create_topics=1) as bridge:
+        send(bridge, f"{held.topic}-other", b"1")
+        assert held.visible() == [b"before"]
+        with bridge.transaction() as txn:
+            txn.send(held.topic, b"never")
+            txn.abort()
+    assert wait_until(lambda: held.visible() == [b"before", b"held"], LONG)
+
+
+def test_an_owner_that_comes_later_still_knows_how_it_was_decided(hold: Hold) -> None:
+    held = hold(True)
+    for _ in range(2):  # each opens the id, which makes the coordinator forget, and writes elsewhere
+        with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1, create_topics=1) as bridge:
+            send(bridge, f"{held.topic}-other", b"1")
+    with txnbridge.connect(held.broker.url, transactional_id=owner_of(held), writers=1) as bridge:
+        with bridge.transaction() as txn:
+            txn.send(held.topic, b"never")
+            txn.abort()
+    assert wait_until(lambda: held.visible() == [b"before", b"held"], LONG)
+
+
+PARTITIONS_OF_JAVA = """
+var in = new BufferedReader(new InputStreamReader(System.in));
+for (String line; (line = in.readLine()) != null; ) System.out.println(
+    Utils.abs(new String(Base64.getDecoder().decode(line), "UTF-8").hashCode()) % 50);
+"""
+
+
+def test_a_groups_positions_are_looked_for_where_kafka_keeps_them(tmp_path: Path) -> None:
+    # The second one's hash is Java's smallest number, which has no positive counterpart.
+    groups = ["a", "polygenelubricants", "Zoë", "😀", *(f"group-{number}" for number in range(200))]
+    sent = [base64.b64encode(group.encode()).decode() for group in groups]
+    told = ask_java(tmp_path, "org.apache.kafka.common.utils.Utils", PARTITIONS_OF_JAVA, sent)
+    assert [offsets_partition(group, 50) for group in groups] == [("__consumer_offsets", int(each)) for each in told]
