@@ -26,20 +26,25 @@ from txnbridge.spi import (
     Token,
     Writer,
 )
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.backend import WITHOUT_DEDUPLICATION, WITHOUT_REST, WITHOUT_TRANSACTIONS
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.capabilities import (
+    CAPABILITIES,
+    LIMITS,
+    WITHOUT_DEDUPLICATION,
+    WITHOUT_REST,
+    WITHOUT_TRANSACTIONS,
+)
+from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.coordinators import Watch
+from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.log import PulsarLog, cluster_id
-from txnbridge_pulsar.rest import Rest
+from txnbridge_pulsar.outcome.coordinator_keepalive import Watch
 from txnbridge_pulsar.settings import Settings
 from txnbridge_pulsar.topics import Topics
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.backend import PulsarBackend
-    from txnbridge_pulsar.owner import Owner
-    from txnbridge_pulsar.publisher import PulsarPublisher
+    from txnbridge_pulsar.write.owner import Owner
+    from txnbridge_pulsar.write.publisher import PulsarPublisher
 
 _log = logging.getLogger("txnbridge")
 
@@ -52,13 +57,13 @@ COORDINATORS = "pulsar/system"
 class PulsarBroker(Broker):
     """Opened by `PulsarBackend.open`."""
 
-    def __init__(self, settings: Settings, context: Context, backend: PulsarBackend, deadline: Deadline) -> None:
+    def __init__(self, settings: Settings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._client = open_client(settings)
-        self.capabilities = backend.capabilities
+        self.capabilities = CAPABILITIES
         self.limits = replace(
-            backend.limits,
+            LIMITS,
             prepared_seconds=settings.longest_transaction,
             prepared_transactions=settings.prepared_ids,
         )
@@ -106,7 +111,7 @@ class PulsarBroker(Broker):
         return self._owner_of(identity).prepare_writer(deadline)
 
     def _owner_of(self, identity: Identity) -> Owner:
-        from txnbridge_pulsar.owner import Owner
+        from txnbridge_pulsar.write.owner import Owner
 
         if self._owner is None:
             ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
@@ -114,7 +119,7 @@ class PulsarBroker(Broker):
         return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        from txnbridge_pulsar.publisher import PulsarPublisher
+        from txnbridge_pulsar.write.publisher import PulsarPublisher
 
         application = self._context.application
         publisher = PulsarPublisher(self._cluster, name, lambda id: self._context.ledger(application, id))
@@ -124,24 +129,24 @@ class PulsarBroker(Broker):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        from txnbridge_pulsar.reader import PulsarReader
+        from txnbridge_pulsar.read.reader import PulsarReader
 
         return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_pulsar.endings import end_prepared
+        from txnbridge_pulsar.outcome.outcome import end_prepared
 
         return end_prepared(self._cluster, token, True, ledger, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_pulsar.endings import end_prepared
+        from txnbridge_pulsar.outcome.outcome import end_prepared
 
         return end_prepared(self._cluster, token, False, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        from txnbridge_pulsar.endings import status_of
+        from txnbridge_pulsar.outcome.outcome import status_of
 
         return status_of(self._cluster, token, ledger, deadline)
 
@@ -149,7 +154,7 @@ class PulsarBroker(Broker):
 
     @property
     def admin(self) -> Admin:
-        from txnbridge_pulsar.admin import PulsarAdmin
+        from txnbridge_pulsar.admin.admin import PulsarAdmin
 
         return PulsarAdmin(self._cluster, self._context)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from txnbridge.spi import Emitter
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.rest import Rest
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.settings import Settings
 from txnbridge_pulsar.topics import Topics
 

@@ -20,8 +20,8 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.names import whole_topic
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.settings.topic_names import whole_topic
 
 T = TypeVar("T")
 

@@ -14,11 +14,11 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline, Partition
-from txnbridge_pulsar import wire
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client.rest import Refused, Rest, path_of, unavailable
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
-from txnbridge_pulsar.rest import Refused, Rest, path_of, unavailable
 from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
 # Partitions may be added while we write and read; asking takes a millisecond.
 _FRESH_SECONDS = 1.0

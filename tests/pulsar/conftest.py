@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import Client
 
+from tests.pulsar.client_kit import fresh_topic, service
 from tests.pulsar.kit import url_of
-from tests.pulsar.wire_kit import fresh_topic, service
 from tests.pulsar.writing_kit import Connect, connect_to
 
 HERE = Path(__file__).parent

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar import wire
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.broker import open_client
+from txnbridge_pulsar.client.rest import Rest
 from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.names import Namespace
-from txnbridge_pulsar.rest import Rest
 from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings.topic_names import Namespace
 from txnbridge_pulsar.topics import Topics
 
 from txnbridge.spi import Deadline, Emitter

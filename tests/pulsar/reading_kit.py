@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from txnbridge_pulsar import wire
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.reader import PulsarReader
+from txnbridge_pulsar.read.reader import PulsarReader
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import Listener, Polling, by_partition

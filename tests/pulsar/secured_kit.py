@@ -17,10 +17,10 @@ from typing import Any
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._ports import free_ports
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
-from txnbridge_pulsar.wire import Authentication, Client, tls_context
+from txnbridge_pulsar.client import Authentication, Client, tls_context
 
 from tests.kafka.certificates import Authority, Certificate
-from tests.pulsar.wire_kit import admin
+from tests.pulsar.client_kit import admin
 
 KEY = b"a key of at least thirty-two bytes for tests"
 PASSWORD = "a-password"

@@ -8,15 +8,15 @@ import urllib.request
 from contextlib import ExitStack, nullcontext
 
 import pytest
-from txnbridge_pulsar import reader as reading
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.endings import end
-from txnbridge_pulsar.wire import Client, clock
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import Client, clock
+from txnbridge_pulsar.outcome.outcome import end
+from txnbridge_pulsar.read import reader as reading
 
 from tests.core.reading_kit import by_partition, values
+from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.writing_kit import new_topic
 from txnbridge import Message, Outcome
 from txnbridge.errors import Conflict, NotSupported, OutcomeUnknown, TransactionAborted
@@ -262,7 +262,7 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     refused = nullcontext() if commit else pytest.raises(TransactionAborted, match="answer was lost")
     with monkeypatch.context() as patched, refused, a.transaction() as txn:
         txn.ack(ours[:3])
-        patched.setattr("txnbridge_pulsar.writer.end", answers_nothing)
+        patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
     theirs = [] if commit else polled(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[3:])

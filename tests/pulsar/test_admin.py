@@ -7,15 +7,15 @@ import time
 import uuid
 
 import pytest
-from txnbridge_pulsar import doctor, repair
-from txnbridge_pulsar.admin import PulsarAdmin
-from txnbridge_pulsar.refusal import shut_out
-from txnbridge_pulsar.rest import Refused
-from txnbridge_pulsar.wire import TxnId
+from txnbridge_pulsar.admin import doctor, repair
+from txnbridge_pulsar.admin.admin import PulsarAdmin
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client.rest import Refused
+from txnbridge_pulsar.outcome.late_writes import shut_out
 
+from tests.pulsar.client_kit import admin as ask
+from tests.pulsar.client_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
 from tests.pulsar.kit import SOON, Connection, open_cluster
-from tests.pulsar.wire_kit import admin as ask
-from tests.pulsar.wire_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
 from tests.pulsar.writing_kit import (
     announced,
     cluster_of,

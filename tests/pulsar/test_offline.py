@@ -8,19 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_pulsar import doctor, endings, prepared, refusal, writer
-from txnbridge_pulsar import owner as owner_module
-from txnbridge_pulsar import unclear as unclear_module
-from txnbridge_pulsar.endings import Ended, How
-from txnbridge_pulsar.names import Namespace
-from txnbridge_pulsar.notices import Announced, Marked, Notice
-from txnbridge_pulsar.outgoing import Line
-from txnbridge_pulsar.owner import Owner
-from txnbridge_pulsar.publisher import PulsarPublisher
-from txnbridge_pulsar.refusal import Refuser
-from txnbridge_pulsar.unclear import Unclear
-from txnbridge_pulsar.wire import Client, Compression, TimedOut, TxnId
-from txnbridge_pulsar.writer import PulsarWriter
+from txnbridge_pulsar.admin import doctor
+from txnbridge_pulsar.client import Client, Compression, TimedOut, TxnId
+from txnbridge_pulsar.outcome import in_doubt, late_writes
+from txnbridge_pulsar.outcome import outcome as outcome_module
+from txnbridge_pulsar.outcome.in_doubt import Unclear
+from txnbridge_pulsar.outcome.late_writes import Refuser
+from txnbridge_pulsar.outcome.outcome import Ended, How
+from txnbridge_pulsar.settings.topic_names import Namespace
+from txnbridge_pulsar.write import owner as owner_module
+from txnbridge_pulsar.write import prepared, writer
+from txnbridge_pulsar.write.batching import Line
+from txnbridge_pulsar.write.fence_records import Announced, Marked, Notice
+from txnbridge_pulsar.write.owner import Owner
+from txnbridge_pulsar.write.publisher import PulsarPublisher
+from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
@@ -83,7 +85,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnB
         return marker
 
     monkeypatch.setattr(writer, "end", lambda *_: ended)
-    monkeypatch.setattr(endings, "_by_marker", look)
+    monkeypatch.setattr(outcome_module, "_by_marker", look)
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
@@ -130,11 +132,11 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(endings, "end", lambda *_: Ended.COMMITTED)
-    monkeypatch.setattr(endings, "tell_all", lambda _, txn, commit, reach, deadline: told.extend(reach.topics))
+    monkeypatch.setattr(outcome_module, "end", lambda *_: Ended.COMMITTED)
+    monkeypatch.setattr(outcome_module, "tell_all", lambda _, txn, commit, reach, deadline: told.extend(reach.topics))
     token = Token("pulsar", "cluster", "app/host/1", How(TXN, MARKED).fields(), True)
     ledger: Any = None
-    assert endings.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+    assert outcome_module.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
     assert told == [MARKED.topic]
 
 
@@ -190,8 +192,8 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
 
     monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
     monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
-    monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
-    monkeypatch.setattr(refusal, "shut_out", shut_out)
+    monkeypatch.setattr(in_doubt, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
+    monkeypatch.setattr(late_writes, "shut_out", shut_out)
     before = Notice("older", "host", 0, (beside, unclear, elsewhere), lineage="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
     ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
@@ -282,7 +284,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuser]:
         asked.set()
         return answer.wait(SOON)
 
-    monkeypatch.setattr(refusal, "shut_out", shut_out)
+    monkeypatch.setattr(late_writes, "shut_out", shut_out)
     confirmer: Any = SimpleNamespace(settle=lambda *_: None)
     cluster = cluster_with()
     found = Refuser(cluster, confirmer, Unclear(cluster))

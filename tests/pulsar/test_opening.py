@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually
-from txnbridge_pulsar.wire import AccessMode, Client, Single, TxnId
+from txnbridge_pulsar.client import AccessMode, Client, Single, TxnId
 
-from tests.pulsar.wire_kit import SOON, admin, cut, path_of
+from tests.pulsar.client_kit import SOON, admin, cut, path_of
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
@@ -111,7 +111,7 @@ def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
     open_bridge: Connect, client: Client, id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broken variant of the test before: nothing says that the topic is blocked, and it is."""
-    monkeypatch.setattr("txnbridge_pulsar.refusal.shut_out", lambda *asked: True)
+    monkeypatch.setattr("txnbridge_pulsar.outcome.late_writes.shut_out", lambda *asked: True)
     older = open_bridge(transactional_id=id)
     topic, named = new_topic(older), new_topic(older)
     txn, number = leave_open(older, topic)

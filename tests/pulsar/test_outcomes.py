@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_pulsar import endings
-from txnbridge_pulsar.endings import Ended, coordinator_state
-from txnbridge_pulsar.markers import HERE, MARK, Record, was_committed, write_plain
-from txnbridge_pulsar.wire import Client, Single, TransactionNotFound, TxnId
+from txnbridge_pulsar.client import Client, Single, TransactionNotFound, TxnId
+from txnbridge_pulsar.outcome import outcome
+from txnbridge_pulsar.outcome.outcome import Ended, coordinator_state
+from txnbridge_pulsar.outcome.proof import HERE, MARK, Record, was_committed, write_plain
 
+from tests.pulsar.client_kit import SOON, admin, path_of
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
-from tests.pulsar.wire_kit import SOON, admin, path_of
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
@@ -88,10 +88,10 @@ def test_what_an_end_came_to_is_said_for_certain_only_where_every_request_was_an
         owns_everything(broker)
         cluster: Any = SimpleNamespace(client=client)
         if isinstance(expected, Ended):
-            assert endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
+            assert outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
         else:
             with pytest.raises(expected):
-                endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
+                outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
     assert not waiting
 
 
@@ -256,7 +256,7 @@ def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
             raise DeadlineExceeded("its broker has died, and no other has it yet")
         return was_committed(*args)
 
-    monkeypatch.setattr(endings, "was_committed", look)
+    monkeypatch.setattr(outcome, "was_committed", look)
     if ask == "end":
         assert bridge.abort(token) is Outcome.COMMITTED
     else:

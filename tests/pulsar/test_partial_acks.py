@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartPulsar
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import Client
 
 from tests.core.reading_kit import values
+from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, service
 from tests.pulsar.reading_kit import Member, write
-from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, service
 
 SHARINGS = ("partition", "message", "key")
 ENTRIES = 8

@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
-from txnbridge_pulsar import begun, cursor, ways, wire
-from txnbridge_pulsar import reader as reading
-from txnbridge_pulsar.cursor import BEGIN
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.read import group_registry, subscriptions
+from txnbridge_pulsar.read import partition as partition_module
+from txnbridge_pulsar.read import reader as reading
+from txnbridge_pulsar.read.partition import BEGIN
 
 from tests.core.reading_kit import by_partition, values
 from tests.in_time import paused, takes, within
+from tests.pulsar.client_kit import admin, batch_of, path_of, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.wire_kit import admin, batch_of, path_of, service
 from txnbridge.errors import (
     BrokerUnavailable,
     Conflict,
@@ -376,13 +378,13 @@ def test_a_new_group_may_begin_at_a_time(client, topic, member, sharing):
 def test_where_a_group_begins_is_kept_also_by_a_broker_that_lets_go_of_the_topic_at_once(
     pulsar_broker, client, topic, member, monkeypatch, sharing
 ):
-    begin_at = ways.Ordered._begin_at
+    begin_at = subscriptions.Ordered._begin_at
 
     def begin_and_unload(self, concrete, timestamp, deadline):
         begin_at(self, concrete, timestamp, deadline)
         admin(pulsar_broker, "PUT", f"{path_of(concrete)}/unload")
 
-    monkeypatch.setattr(ways.Ordered, "_begin_at", begin_and_unload)
+    monkeypatch.setattr(subscriptions.Ordered, "_begin_at", begin_and_unload)
     for attempt in range(5):  # it takes the broker milliseconds to forget it
         name = f"{topic}-{attempt}"
         write(
@@ -509,8 +511,9 @@ def test_partitions_come_together(topic, member, partitioned):
 def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(
     topic, member, partitioned, monkeypatch
 ):
-    monkeypatch.setattr(begun, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(begun, "_SILENT_SECONDS", 3600.0)  # a busy machine may take longer for them than one waits
+    monkeypatch.setattr(group_registry, "_ASK_SECONDS", 0.2)
+    # A busy machine may take longer for them than one waits.
+    monkeypatch.setattr(group_registry, "_SILENT_SECONDS", 3600.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -675,7 +678,7 @@ def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, membe
 
 
 def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member, monkeypatch):
-    monkeypatch.setattr(cursor, "_COUNTS", 4)
+    monkeypatch.setattr(partition_module, "_COUNTS", 4)
     write(client, topic, *(b"%d" % number for number in range(6)))
     reader = member(topic)
     found = reader.take(6)

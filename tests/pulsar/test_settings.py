@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 from txnbridge_pulsar.backend import PulsarBackend
-from txnbridge_pulsar.messages import key_hash, to_headers, to_properties, wire_key
-from txnbridge_pulsar.names import Namespace, decoded, encoded, whole_topic
 from txnbridge_pulsar.settings import OPTIONS, read
+from txnbridge_pulsar.settings.topic_names import Namespace, decoded, encoded, whole_topic
+from txnbridge_pulsar.write.message_format import key_hash, to_headers, to_properties, wire_key
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url

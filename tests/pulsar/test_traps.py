@@ -15,11 +15,7 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
 from txnbridge_conformance.looking import eventually, send
-from txnbridge_pulsar.coordinators import EVERY_SECONDS
-from txnbridge_pulsar.fence import Fence
-from txnbridge_pulsar.notices import Notice
-from txnbridge_pulsar.refusal import shut_out
-from txnbridge_pulsar.wire import (
+from txnbridge_pulsar.client import (
     EARLIEST,
     AccessMode,
     Client,
@@ -31,8 +27,12 @@ from txnbridge_pulsar.wire import (
     Transactions,
     TxnId,
 )
+from txnbridge_pulsar.outcome.coordinator_keepalive import EVERY_SECONDS
+from txnbridge_pulsar.outcome.late_writes import shut_out
+from txnbridge_pulsar.write.fence import Fence
+from txnbridge_pulsar.write.fence_records import Notice
 
-from tests.pulsar.wire_kit import SOON, admin, batch_of, begin, path_of, service
+from tests.pulsar.client_kit import SOON, admin, batch_of, begin, path_of, service
 from tests.pulsar.writing_kit import (
     Connect,
     announced,

@@ -9,12 +9,12 @@ from threading import Thread
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.looking import eventually, send, take, values
-from txnbridge_pulsar.fence import newest_notice
-from txnbridge_pulsar.names import SUBSCRIPTION
-from txnbridge_pulsar.reader import PulsarReader
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import Client
+from txnbridge_pulsar.read.reader import PulsarReader
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.write.fence import newest_notice
 
-from tests.pulsar.wire_kit import SOON, admin, cut, path_of, payloads, receive
+from tests.pulsar.client_kit import SOON, admin, cut, path_of, payloads, receive
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,

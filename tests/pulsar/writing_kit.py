@@ -9,14 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from txnbridge_conformance import brokers, faults
+from txnbridge_pulsar.admin.open_transactions import list_open
 from txnbridge_pulsar.broker import PulsarBroker
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.endings import How
-from txnbridge_pulsar.fence import newest_notice
-from txnbridge_pulsar.listing import list_open
-from txnbridge_pulsar.notices import Announced, Notice
-from txnbridge_pulsar.owner import Owner
-from txnbridge_pulsar.wire import (
+from txnbridge_pulsar.client import (
     Client,
     InvalidTransactionStatus,
     Single,
@@ -24,7 +19,12 @@ from txnbridge_pulsar.wire import (
     TxnId,
     full_topic_name,
 )
-from txnbridge_pulsar.writer import PulsarWriter
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.outcome.outcome import How
+from txnbridge_pulsar.write.fence import newest_notice
+from txnbridge_pulsar.write.fence_records import Announced, Notice
+from txnbridge_pulsar.write.owner import Owner
+from txnbridge_pulsar.write.writer import PulsarWriter
 
 import txnbridge
 from tests.pulsar.kit import SOON, Connection, open_cluster

@@ -1,0 +1,324 @@
+"""The doctor: settings and states of a Pulsar cluster that weaken a promise, or hold its readers back."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+from txnbridge.errors import AccessDenied
+from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
+from txnbridge_pulsar.admin.open_transactions import Found
+from txnbridge_pulsar.admin.repair import held_back
+from txnbridge_pulsar.client.rest import Refused, Rest, path_of
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.outcome.proof import marker_prefix
+from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.write.fence import at_risk, fence_prefix
+
+# A transaction that is open for longer is worth a look: nothing behind it can be read.
+_LONG_SECONDS = 60
+# Copies of each record that are stored before it counts, where losing one machine may lose nothing.
+_COPIES = 2
+# A prepared transaction with less than this part of its time left is told of, while it can still be committed.
+_LAST_PART = 0.25
+_NOBODY_TELLS = ""
+# Topics are asked about one by one, and there may be thousands.
+_SIDE_BY_SIDE = 8
+# Opening a group's store of acknowledgements reads a log of some thousand records; longer than this and it never ends.
+_OPENING_SECONDS = 10
+_PAUSE = 0.2
+_OPENING = "Initializing"
+_CONF = "set it in broker.conf, and restart the brokers"
+_EVICTING = "consumer_backlog_eviction"
+_QUOTA = "the backlog quota drops what is not acknowledged, the decision log's records among it"
+
+
+def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+    """The settings of the brokers."""
+    found: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
+    yield from _wanted(
+        found,
+        "transactionCoordinatorEnabled",
+        Advice("problem", "transactions", "they are off: transactionCoordinatorEnabled is false", _CONF),
+    )
+    yield from _wanted(
+        found,
+        "acknowledgmentAtBatchIndexLevelEnabled",
+        Advice(
+            "warning",
+            "acknowledgements",
+            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may deliver again what was acknowledged, where"
+            " other messages of the same entry were not",
+            _CONF,
+        ),
+    )
+    yield from _wanted(
+        found,
+        "brokerDeduplicationEnabled",
+        Advice(
+            "warning",
+            "deduplication",
+            "brokerDeduplicationEnabled is false: a connection that is lost while a transaction sends ends that"
+            " transaction, and publishers have no sequences",
+            f"{_CONF}, or for a namespace: pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE",
+        ),
+    )
+    if _number(found, "managedLedgerDefaultAckQuorum", _COPIES) < _COPIES:
+        yield Advice(
+            "warning",
+            "copies",
+            "managedLedgerDefaultAckQuorum is 1: what was committed is lost with one disk",
+            "set it to 2 with a write quorum of 3, where there are three bookies",
+        )
+    yield from _losing("the brokers", found, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
+    limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
+    evicts = found.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
+    if evicts and any(_number(found, name, -1) > 0 for name in limits):
+        yield Advice("problem", "the brokers", _QUOTA, f"backlogQuotaDefaultRetentionPolicy: {_CONF}")
+
+
+def check_namespace(rest: Rest, settings: Settings, deadline: Deadline) -> Iterator[Advice]:
+    """The policies of the namespace."""
+    name = settings.namespace
+    policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
+    yield from _losing(f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes")
+    for quota in (policies.get("backlog_quota_map") or {}).values():
+        if quota.get("policy") == _EVICTING:
+            yield Advice(
+                "problem",
+                f"namespace {name}",
+                _QUOTA,
+                f"pulsar-admin namespaces set-backlog-quota --policy producer_exception ... {name}",
+            )
+
+
+def check_topics(cluster: Cluster, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics that lose messages, or records of our own."""
+    yield from _check_kept(cluster, rest, topics, deadline)
+    yield from _check_own(cluster, rest, topics, deadline)
+    yield from _check_expiring(cluster, rest, topics, deadline)
+
+
+def _check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Users' topics that keep no more than subscriptions need, and have none."""
+    namespace = cluster.settings.namespace
+    dropped = [
+        topic.name
+        for topic in topics
+        if not topic.internal
+        and 0 in (topic.retention_seconds, topic.retention_bytes)
+        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.look(topic.name, deadline))
+    ]
+    if dropped:
+        yield Advice(
+            "warning",
+            f"namespace {namespace}",
+            f"{', '.join(sorted(dropped))}: their retention is 0 and they have no subscription, so brokers delete what"
+            " is committed there, and what is open too, before anybody has read it",
+            "make the subscription before the first message (pulsar-admin topics create-subscription), or keep what"
+            f" nobody has read yet: pulsar-admin namespaces set-retention --time 7d --size -1 {namespace}",
+        )
+
+
+def _check_own(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics of our own whose subscription somebody has deleted."""
+    settings = cluster.settings
+    own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        found = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
+        for topic, names in zip(own, found, strict=True):
+            if not names & {SUBSCRIPTION, _NOBODY_TELLS}:
+                yield Advice(
+                    "problem",
+                    settings.namespace.short_name(topic),
+                    f"the subscription {SUBSCRIPTION!r} of this topic of our own is gone: brokers delete what tells how"
+                    " transactions ended, and which ones have not, and when nobody uses it the topic itself",
+                    f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
+                    f" {shlex.quote(topic)}; and find out who deletes subscriptions",
+                )
+
+
+def _kept_by_us(cluster: Cluster, names: Sequence[str]) -> Iterator[str]:
+    """Topics of our own that must have their subscription. Marker topics of bridges without a transactional id need
+    not: without REST such a bridge takes the subscription away as it closes, and the broker deletes the topic.
+    """
+    fence, marker = fence_prefix(cluster), marker_prefix(cluster)
+    ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
+    for name in names:
+        id, _, _ = name.removeprefix(marker).rpartition(".")
+        if name.startswith(cluster.settings.prefix) and (not name.startswith(marker) or id in ids):
+            yield name
+
+
+def _check_expiring(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Topics with a time-to-live of their own; that of the namespace is told of there."""
+    settings = cluster.settings
+    asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
+    names = [settings.namespace.full_name(topic.name) for topic in asked]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        found = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
+        for topic, name, seconds in zip(asked, names, found, strict=True):
+            if seconds:
+                yield Advice(
+                    "problem" if topic.internal else "warning",
+                    topic.name,
+                    f"messages expire on this topic after {seconds} s: "
+                    + (
+                        "decisions, and what tells how transactions ended, are lost with them"
+                        if topic.internal
+                        else "what a group has not acknowledged by then is taken from it, and it is not told"
+                    ),
+                    f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
+                )
+
+
+def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
+    """In seconds; 0 without one, and where nobody tells."""
+    try:
+        return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
+    except (Refused, AccessDenied):
+        return 0
+
+
+def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
+    """The durable ones, because a reader's keeps nothing. One without a name where nobody tells: then it is not known
+    that anything is lost.
+    """
+    try:
+        found = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
+    except Refused:
+        return {_NOBODY_TELLS}
+    return {name for name, each in found.items() if each.get("durable")}
+
+
+def check_stores(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Groups that a broker never serves, because it has not finished opening their store of acknowledgements."""
+    concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOBODY_TELLS}, concrete)
+        groups = [(topic, group) for topic, found in zip(concrete, names, strict=True) for group in sorted(found)]
+        until = Deadline(min(_OPENING_SECONDS, deadline.left() / 2))
+        opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
+    for (topic, group), stuck in zip(groups, opening, strict=True):
+        if stuck:
+            yield Advice(
+                "problem",
+                f"group {group}",
+                f"the broker opens its store of acknowledgements on {topic}, and comes to no end: until then nobody can"
+                " join the group there, and no transaction that acknowledges in it can end",
+                "if it stays so, start that broker anew; brokers up to 4.2.4 may wait there for ever"
+                " (https://github.com/apache/pulsar/issues/26368)",
+            )
+
+
+def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
+    """Whether a store that is being opened still is when the time is up; not where nobody tells."""
+    topic, name = group
+    path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
+    try:
+        while rest.get(path, deadline)["state"] == _OPENING:
+            if until.expired:
+                return True
+            time.sleep(_PAUSE)
+    except (Refused, AccessDenied):
+        pass
+    return False
+
+
+def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+    now = time.time() * 1000
+    for found in transactions:
+        yield from _check_expiry(found, now)
+        seconds = (now - (found.since or now)) / 1000
+        if seconds > _LONG_SECONDS:
+            topics = ", ".join(sorted({topic for topic, _ in found.partitions})) or "no topic of users"
+            yield Advice(
+                "warning",
+                f"transaction {found.transaction}",
+                f"of {found.owner} has been {found.state} for {seconds:.0f} s and holds back all readers of {topics}",
+                f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT, or"
+                " wait for its deadline",
+            )
+
+
+def _check_expiry(found: OpenTransaction, now: float) -> Iterator[Advice]:
+    if found.state != "prepared" or not found.since or not found.expires_at:
+        return
+    left = found.expires_at - now
+    if left < _LAST_PART * (found.expires_at - found.since):
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner} is prepared, and the broker aborts it in {max(0, left) / 1000:.0f} s",
+            f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT; for more"
+            " time, connect with a larger hold and longest_transaction",
+        )
+
+
+def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Deadline) -> Iterator[Advice]:
+    """Topics where brokers cannot refuse yet the late messages of a transaction that was ended for its owner.
+
+    That is certain as long as its coordinator has an older transaction open; afterwards the newer owner has them
+    refused, and no other process can tell whether it has done so.
+    """
+    oldest: dict[int, Found] = {}
+    for each in sorted(transactions, key=lambda found: found.txn):
+        oldest.setdefault(each.txn.most, each)
+    for ended in at_risk(cluster, deadline) if oldest else ():
+        older = oldest.get(ended.txn.most)
+        if older is not None and older.txn < ended.txn:
+            topics = ", ".join(sorted({cluster.topics.partition_of(topic)[0] for topic in ended.users_topics}))
+            yield Advice(
+                "warning",
+                f"transaction {ended.transaction}",
+                f"was ended for an older owner, which may still be sending: as long as transaction {older.name} is"
+                f" open, a late message would hold back all readers of {topics or 'no topic of users'}",
+                f"end {older.name}, or wait until it has ended; stop whoever else has opened the id",
+            )
+
+
+def check_held_back(cluster: Cluster, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+    """Partitions with an open transaction that no coordinator knows: it never ends by itself."""
+    for topic, txn in held_back(cluster, rest, deadline):
+        yield Advice(
+            "problem",
+            topic,
+            f"is held back by transaction {txn}, which no coordinator knows: a message came after the transaction had"
+            " ended, or its topic was never named, and until it is ended there, too, nothing behind it can be read",
+            f"stop whoever still sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
+        )
+
+
+def _wanted(found: Mapping[str, str], name: str, otherwise: Advice) -> Iterator[Advice]:
+    if found.get(name) == "false":
+        yield otherwise
+
+
+def _losing(whose: str, found: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
+    if _number(found, ttl, 0) > 0:
+        yield Advice(
+            "problem",
+            whose,
+            f"{ttl} is {found[ttl]}: what is older counts as acknowledged, and decisions are lost with it",
+            "let no messages expire in the namespace of our own topics",
+        )
+    if _number(found, expiry, 0) > 0:
+        yield Advice(
+            "problem",
+            whose,
+            f"{expiry} is {found[expiry]}: subscriptions that nobody uses are deleted, those that keep our own topics"
+            " among them",
+            "let no subscriptions expire in the namespace of our own topics",
+        )
+
+
+def _number(found: Mapping[str, Any], name: str, default: int) -> int:
+    try:
+        return int(found[name])
+    except (KeyError, TypeError, ValueError):
+        return default

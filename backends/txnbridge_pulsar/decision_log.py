@@ -1,0 +1,271 @@
+"""Decision logs: topics without partitions whose records stay until they are dropped on purpose."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from txnbridge.errors import (
+    BrokerUnavailable,
+    OutcomeUnknown,
+    PositionLost,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.errors import again, translate, translated
+from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.topics import Topics
+
+T = TypeVar("T")
+
+# Records have 900,000 bytes at most; a reader fetches a few of those ahead.
+_AHEAD_BYTES = 4_000_000
+# Closing may take so long: a broker that is not told that we left finds it out by itself.
+_CLOSE_SECONDS = 1.0
+# With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
+_NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.TopicTerminated)
+
+
+class PulsarLog(DecisionLog):
+    """One log. A position is (ledger, entry).
+
+    Opening it creates its topic if that is missing. Raises `AccessDenied` saying what an administrator must do.
+    """
+
+    def __init__(self, client: wire.Client, topics: Topics, topic: str, deadline: Deadline, events: Emitter) -> None:
+        self._client = client
+        self._name = topic
+        self._lock = threading.Lock()
+        self._producer: wire.Producer | None = None
+        self._asker: wire.Consumer | None = None
+        with events.step("step:log", log=topic):
+            self._topic = topics.internal(topic, deadline)
+
+    # --- where it begins and ends ---------------------------------------------------------------------------------
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        if self.end(deadline) is None:
+            return None
+        with self._reading(wire.EARLIEST, deadline) as reader:
+            return _position(self._next(reader, deadline))
+
+    def end(self, deadline: Deadline) -> Position | None:
+        last = self._again(lambda: self._asking(deadline).last_message_id(deadline.left()), "its end", deadline)
+        return None if last.entry < 0 else (last.ledger, last.entry)
+
+    def _asking(self, deadline: Deadline) -> wire.Consumer:
+        """A consumer that is there only to be asked."""
+        with self._lock:
+            if self._asker is None:
+                self._asker = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
+            elif self._asker.lost is not None:
+                self._asker.reopen(deadline.left())
+            return self._asker
+
+    # --- appending ------------------------------------------------------------------------------------------------
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        send = self._again(lambda: self._sent(record, deadline), "appending to it", deadline)
+        try:
+            receipt = send.result(deadline.left())
+        except _NOT_STORED as error:
+            raise self._in_our_words(error, "appending to it") from error
+        except wire.PulsarError as error:
+            raise self._unknown(str(error)) from error
+        if receipt.duplicate:
+            raise self._unknown("the broker took it for one that it has already")
+        return receipt.message_id.ledger, receipt.message_id.entry
+
+    def _sent(self, record: bytes, deadline: Deadline) -> wire.Send:
+        """A record on its way. Raises an error of the wire client if nothing was sent, `OutcomeUnknown` otherwise."""
+        producer = self._producing(deadline)
+        try:
+            return producer.send(wire.Single(record), timeout=deadline.left())
+        except wire.ConnectionLost as error:
+            if error.may_have_had_effect:
+                raise self._unknown(str(error)) from error
+            raise
+
+    def _producing(self, deadline: Deadline) -> wire.Producer:
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
+            elif self._producer.lost is not None:
+                self._producer.forget()  # the callers whose records these were have got `OutcomeUnknown`
+                self._producer.reopen(deadline.left())
+            return self._producer
+
+    def _unknown(self, why: str) -> OutcomeUnknown:
+        return OutcomeUnknown(f"a record may or may not be in the decision log {self._name}: {why}")
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        """As the contract says. Ends early where the log ends before `last`."""
+        end = self.end(deadline)
+        at = first or self.begin(deadline)
+        if end is None or at is None:
+            return
+        stop = min(end, last or end)
+        if at > stop:
+            return
+        with self._reading(_before(at), deadline) as reader:
+            yield from self._records(reader, at, stop, deadline)
+
+    def _records(
+        self, reader: wire.Consumer, at: Position, stop: Position, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        expected = at
+        while True:
+            entry = self._next(reader, deadline)
+            position = _position(entry)
+            if position < expected:
+                continue
+            if position != expected:
+                self._check_gap(expected, position, deadline)
+            if position <= stop:
+                with translated(f"the decision log {self._name}, reading record {position}"):
+                    yield position, entry.messages()[0].payload
+            if position >= stop:
+                return
+            expected = position[0], position[1] + 1
+
+    def _check_gap(self, expected: Position, found: Position, deadline: Deadline) -> None:
+        """Records are numbered without gaps in a ledger, and dropped from the log's begin on, by whole ledgers."""
+        if expected[1] > 0 and found[0] > expected[0] and found[1] == 0:
+            before = expected[0], expected[1] - 1
+            begin = self.begin(deadline)
+            if begin is not None and begin <= before:
+                return
+        raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
+
+    def _next(self, reader: wire.Consumer, deadline: Deadline) -> wire.Entry:
+        """The next entry, of which it is known that it is there."""
+        while True:
+            deadline.check(f"reading the decision log {self._name}")
+            found = self._again(lambda: self._received(reader, deadline), "reading it", deadline)
+            if found:
+                return found[0]
+
+    def _received(self, reader: wire.Consumer, deadline: Deadline) -> list[wire.Entry]:
+        if reader.lost is not None:
+            reader.reopen(deadline.left())
+        return reader.receive(deadline.left(), most=1)
+
+    @contextmanager
+    def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.Consumer]:
+        inbox = wire.Inbox(_AHEAD_BYTES)
+        reader = self._again(
+            lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
+            "reading it",
+            deadline,
+        )
+        try:
+            yield reader
+        finally:
+            with suppress(wire.PulsarError):
+                reader.close(_CLOSE_SECONDS)
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        """Let the broker drop what is before: it does so by whole ledgers, when it begins a new one.
+
+        One that lets go of the topic, or dies, within milliseconds of its answer forgets it: then the next call says it
+        again.
+
+        The last record always stays, so that a log that was trimmed is told from a new one.
+        """
+        end = self.end(deadline)
+        if end is None:
+            return
+        ledger, entry = min(before, end)
+        if entry == 0:
+            return  # the record before it is in another ledger; with the next record it will be
+        with translated(f"the decision log {self._name}, dropping old records"):
+            try:
+                mover = self._client.subscribe(self._topic, SUBSCRIPTION, timeout=deadline.left())
+            except wire.ConsumerBusy:
+                return  # somebody else is at it
+            try:
+                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
+            finally:
+                mover.close(_CLOSE_SECONDS)
+
+    def close(self) -> None:
+        with self._lock:
+            used, self._producer, self._asker = (self._producer, self._asker), None, None
+        for each in used:
+            if each is not None:
+                with suppress(wire.PulsarError):
+                    each.close(_CLOSE_SECONDS)
+
+    def _again(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
+        return again(attempt, lambda error: self._in_our_words(error, what), deadline)
+
+    def _in_our_words(self, error: wire.PulsarError, what: str) -> TxnBridgeError:
+        what = f"the decision log {self._name}, {what}"
+        if isinstance(error, wire.TopicNotFound):
+            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
+        return translate(error, what)
+
+
+def _position(entry: wire.Entry) -> Position:
+    return entry.id.ledger, entry.id.entry
+
+
+def _before(position: Position) -> wire.MessageId:
+    """Where to begin so that this record comes, first or behind the one before it."""
+    ledger, entry = position
+    return wire.MessageId(ledger, entry - 1)
+
+
+def cluster_id(settings: Settings, client: wire.Client, topics: Topics, deadline: Deadline) -> str:
+    """A name that tells a cluster from all others: Pulsar's own names are the same everywhere.
+
+    The first record of a topic of our own says it. A bridge that finds none writes one, unless there are other topics
+    of ours: then there was one, and `StorageFailed` is raised, because with a new name all tokens would be another
+    cluster's.
+    """
+    log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
+    try:
+        return _named(log, deadline) or _name_it(log, settings, topics, deadline)
+    finally:
+        log.close()
+
+
+def _named(log: PulsarLog, deadline: Deadline) -> str | None:
+    begin = log.begin(deadline)
+    if begin is None:
+        return None
+    ((_, record),) = log.read(begin, begin, deadline)
+    try:
+        return str(json.loads(record)["cluster"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix") from error
+
+
+def _name_it(log: PulsarLog, settings: Settings, topics: Topics, deadline: Deadline) -> str:
+    others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
+    if others != [settings.cluster_topic] and (named := _named(log, deadline)):
+        return named  # by somebody who was quicker
+    if others != [settings.cluster_topic]:
+        raise StorageFailed(
+            f"the record that names this cluster is gone from {settings.cluster_topic}, and other topics with this"
+            " prefix are there: restore it, or choose another prefix"
+        )
+    with suppress(OutcomeUnknown):
+        log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)
+    named = _named(log, deadline)
+    if named is None:
+        raise BrokerUnavailable(f"the record that names this cluster could not be written to {settings.cluster_topic}")
+    return named

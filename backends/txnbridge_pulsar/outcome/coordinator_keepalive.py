@@ -1,0 +1,41 @@
+"""Keeping the transaction coordinators awake.
+
+After a restart of the brokers no transaction's time runs until some client has connected to its coordinator: a
+transaction that a dead process left open would hold readers back for ever. So each bridge connects, now and then, as
+long as it is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from txnbridge_pulsar import client as wire
+
+_log = logging.getLogger("txnbridge")
+
+# Readers wait so much longer at most after a restart; it costs two small requests for each coordinator.
+EVERY_SECONDS = 10.0
+_SECONDS_A_TRY = 10.0
+
+
+class Watch:
+    """A thread that connects to all coordinators until it is closed."""
+
+    def __init__(self, client: wire.Client, every: float = EVERY_SECONDS) -> None:
+        self._client = client
+        self._every = every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-coordinators", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            try:
+                self._client.transactions.connect(_SECONDS_A_TRY)
+            except wire.PulsarError as error:
+                _log.debug("the transaction coordinators do not answer: %s", error)
+
+    def close(self) -> None:
+        """Stop; the client may be closed then, which ends a try that is under way."""
+        self._stop.set()

@@ -1,0 +1,252 @@
+"""Making sure that the end of a transaction has reached every topic and subscription.
+
+A coordinator passes the end on to the brokers that serve them. While one of those lets go of a topic, which it does
+whenever topics are moved or unloaded, the coordinator takes "being unloaded" for "was deleted", and the end for done:
+it never arrives. Committed messages stay hidden there, and the end of a later transaction on the same topic makes an
+abort of the commit: messages are lost, and acknowledged ones processed twice.
+
+The broker tells each producer and consumer on such a topic that it is closed. So each of our transactions is remembered
+for some time after its end was confirmed, and ended once more on every topic that was let go of. A process that dies in
+between tells no topic; and if another program ends a transaction on the topic before us, that cannot be undone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.settings.topic_names import whole_topic
+
+_log = logging.getLogger("txnbridge")
+
+# Topics are closed within milliseconds of being let go of; those of a large bundle one after the other.
+_KEEP_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+# Topics of a broker that was killed are asked for again and again, until the other brokers miss it.
+_TURN_SECONDS = 2.0
+# A writer that is closed right after a commit stays so long, to hear which topics were let go of meanwhile.
+_LINGER_SECONDS = 0.02
+# A token has room for 4,096 in all, some of it lost to its encoding.
+_MOST_TOKEN_CHARACTERS = 1800
+_TOLD_AT_ONCE = 8
+
+
+class Place(NamedTuple):
+    """A topic that a transaction wrote to, or a subscription on it, and which of our clients the broker tells when it
+    lets go of the topic.
+    """
+
+    topic: str
+    subscription: str | None
+    user: wire.Producer | wire.Consumer
+    generation: int
+
+    @property
+    def has_moved(self) -> bool:
+        lost = self.user.lost
+        # The broker does not tell a client that was closed on this side; see `linger`.
+        ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
+        return self.user.generation != self.generation or (lost is not None and not ours)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """All that a transaction wrote to and acknowledged on, for a process that ends it by its token and has no clients
+    there.
+    """
+
+    topics: tuple[str, ...] = ()
+    subscriptions: tuple[tuple[str, str], ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """What a token can hold: of each topic the set of its partitions as bits. Nothing if it is too much."""
+        groups: dict[str, list[str]] = {}
+        for topic, name in self.subscriptions:
+            groups.setdefault(name, []).append(topic)
+        found = {"r": _packed(self.topics), "g": {name: _packed(topics) for name, topics in groups.items()}}
+        return found if len(json.dumps(found)) <= _MOST_TOKEN_CHARACTERS else {}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Reach:
+        """Raises `KeyError`, `TypeError`, `AttributeError` or `ValueError` for what is none."""
+        if "r" not in fields:
+            return cls()
+        groups = fields["g"].items()
+        return cls(
+            tuple(_unpacked(fields["r"])), tuple((topic, name) for name, set in groups for topic in _unpacked(set))
+        )
+
+
+NOWHERE = Reach()
+
+
+def _packed(topics: Iterable[str]) -> dict[str, str]:
+    sets: dict[str, int] = {}
+    for concrete in topics:
+        name, number = whole_topic(concrete)
+        sets[name] = sets.get(name, 0) | 1 << (0 if name == concrete else number + 1)
+    return {name: f"{set:x}" for name, set in sets.items()}
+
+
+def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
+    for name, text in sets.items():
+        set = int(text, 16)
+        for bit in range(set.bit_length()):
+            if set >> bit & 1:
+                yield name if bit == 0 else f"{name}-partition-{bit - 1}"
+
+
+def tell_all(cluster: Cluster, txn: TxnId, commit: bool, reach: Reach, deadline: Deadline) -> None:
+    """End a transaction everywhere once more: this process may have no client there, and so no broker would tell it
+    which topics moved meanwhile.
+
+    Raises nothing: that it has ended is decided. With authorization on, only a superuser may.
+    """
+
+    def tell(place: tuple[str, str | None]) -> None:
+        try:
+            _end_on(cluster, txn, commit, *place, deadline)
+        except wire.PulsarError as error:
+            _log.debug("ending %s once more on %s: %s", txn, place[0], error)
+
+    places: list[tuple[str, str | None]] = [*((topic, None) for topic in reach.topics), *reach.subscriptions]
+    if places:
+        with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(places))) as pool:
+            list(pool.map(tell, places))
+
+
+def _end_on(
+    cluster: Cluster, txn: TxnId, commit: bool, topic: str, subscription: str | None, deadline: Deadline
+) -> None:
+    transactions = cluster.client.transactions
+    if subscription is None:
+        transactions.end_on_partition(txn, topic, commit, deadline.left())
+    else:
+        transactions.end_on_subscription(txn, topic, subscription, commit, deadline.left())
+
+
+class _Ended(NamedTuple):
+    at: float
+    txn: TxnId
+    commit: bool
+
+
+def place(topic: str, subscription: str | None, user: wire.Producer | wire.Consumer) -> Place:
+    """To be asked for before the end is."""
+    return Place(topic, subscription, user, user.generation)
+
+
+class Confirmer:
+    """Looks after the transactions of one owner. Any thread may call."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._changed = threading.Condition()
+        self._recent: dict[Place, deque[_Ended]] = {}
+        self._telling: Counter[str] = Counter()  # topics
+        self._last_at = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ended(self, txn: TxnId, commit: bool, places: Sequence[Place], deadline: Deadline) -> None:
+        """A coordinator has said that this transaction has ended. Returns when it has where something moved already."""
+        ended = _Ended(time.monotonic(), txn, commit)
+        with self._changed:
+            for each in places:
+                self._recent.setdefault(each, deque()).append(ended)
+            self._last_at = ended.at
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
+                self._thread.start()
+        self.settle({each.topic for each in places}, deadline)
+
+    def settle(self, topics: Set[str], deadline: Deadline) -> None:
+        """Return when everything is told of these topics that had moved, or the deadline is over.
+
+        No later transaction may end there before: its end would drop what was not told.
+        """
+        for each in self._moved(topics):
+            self._tell(each, deadline)
+        with self._changed:
+            self._changed.wait_for(lambda: self._telling.keys().isdisjoint(topics), max(0.0, deadline.left()))
+
+    def _moved(self, topics: Set[str] | None = None) -> list[Place]:
+        with self._changed:
+            return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
+
+    def _tell(self, missed: Place, deadline: Deadline) -> None:
+        """End everything once more on one topic. Ends that fail are kept, to be tried again."""
+        with self._changed:
+            ended = self._recent.pop(missed, None)
+            if ended is None:
+                return  # another thread is at it
+            self._telling[missed.topic] += 1
+        try:
+            while ended:
+                first = ended[0]
+                _end_on(self._cluster, first.txn, first.commit, missed.topic, missed.subscription, deadline)
+                ended.popleft()
+        except wire.PulsarError as error:
+            if isinstance(error, wire.ServerError) and not error.retriable:
+                self._give_up(missed, ended, error)
+                ended.clear()
+            else:
+                _log.debug("ending %s once more on %s: %s", ended[0].txn, missed.topic, error)
+        finally:
+            with self._changed:
+                if ended:
+                    self._recent.setdefault(missed, deque()).extendleft(reversed(ended))
+                self._telling[missed.topic] -= 1
+                if not self._telling[missed.topic]:
+                    del self._telling[missed.topic]
+                self._changed.notify_all()
+
+    def _give_up(self, missed: Place, ended: Iterable[_Ended], error: wire.ServerError) -> None:
+        committed = [str(each.txn) for each in ended if each.commit]
+        if committed:
+            _log.error(
+                "%s was moved or unloaded while these transactions were committed: %s. The broker may not know there"
+                " that they are, and would take it back: %s. An administrator should run `txnbridge transactions"
+                " repair` for each at once",
+                *(missed.topic, ", ".join(committed), error),
+            )
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            if moved := self._moved():
+                with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(moved))) as pool:
+                    list(pool.map(lambda each: self._tell(each, Deadline(_TURN_SECONDS)), moved))
+            with self._changed:
+                self._drop_old()
+                if not self._recent:
+                    self._thread = None
+                    return
+
+    def _drop_old(self) -> None:
+        oldest = time.monotonic() - _KEEP_SECONDS
+        for each, ended in list(self._recent.items()):
+            while ended and ended[0].at < oldest and not each.has_moved:
+                ended.popleft()
+            if not ended:
+                del self._recent[each]
+
+    def linger(self) -> None:
+        """To be called before producers are closed: return when they have heard which topics were being let go of."""
+        time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
+
+    def close(self, deadline: Deadline) -> None:
+        """The last look."""
+        self._stop.set()
+        for each in self._moved():
+            self._tell(each, deadline)

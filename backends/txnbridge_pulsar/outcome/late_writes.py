@@ -1,0 +1,159 @@
+"""Making the brokers refuse what comes late for a transaction that somebody else has ended.
+
+A message that arrives after the end may block its topic for all readers, or take back what was committed. Brokers
+refuse it once they know that everything up to its transaction has ended, which they learn from the end of a later one
+on the same topics: an empty one does. It says nothing, though, while an older transaction of that coordinator is open.
+
+Acknowledgements that arrive after the end are never refused. Each keeps its message from the group, until the group's
+next ones in a transaction end there; so they are ended as well, where this user may do that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from txnbridge.errors import TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.errors import translate, translated
+from txnbridge_pulsar.outcome.end_delivery import Confirmer
+from txnbridge_pulsar.outcome.terminated_topics import terminated
+from txnbridge_pulsar.write.fence_records import Announced
+
+if TYPE_CHECKING:
+    from txnbridge_pulsar.outcome.in_doubt import Unclear
+
+_log = logging.getLogger("txnbridge")
+
+# The empty transaction lives for milliseconds; if its process dies, it holds nothing back but other empty ones.
+_TTL_MS = 10_000
+# Until the older transactions have ended, which may take as long as they are allowed: first soon, then seldom.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_SECONDS_A_TURN = 10.0
+
+
+def lamp_name(cluster: Cluster) -> str:
+    """A topic that nobody reads. A late message that brokers refuse there they refuse on all topics of the same empty
+    transaction.
+    """
+    return f"{cluster.settings.prefix}lamp"
+
+
+def lamp_topic(cluster: Cluster, deadline: Deadline) -> str:
+    """Its full name; it is there now and stays."""
+    return cluster.topics.internal(lamp_name(cluster), deadline)
+
+
+def shut_out(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
+    """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now.
+
+    Terminated topics are left out: they take no late messages, and the empty transaction would never end.
+    """
+    lamp = lamp_topic(cluster, deadline)
+    transactions = cluster.client.transactions
+    closed = terminated(cluster, ended.topics, deadline)
+    topics = [topic for topic in ended.topics if topic not in closed]
+    with translated(f"making the brokers refuse what comes late for {ended.txn}"):
+        empty = transactions.begin(_TTL_MS, deadline.left(), ended.txn.most)
+        transactions.register(empty, deadline.left(), [*topics, lamp], ended.subscriptions)
+        transactions.end(empty, True, deadline.left())
+        for topic, subscription in ended.subscriptions:
+            _let_go(transactions, ended.txn, topic, subscription, deadline)
+    return _is_refused(cluster, ended.txn, lamp, deadline)
+
+
+def _let_go(
+    transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
+) -> None:
+    """Have a subscription deliver again what it holds for a transaction that has ended: those acknowledgements can only
+    have come late.
+    """
+    try:
+        transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
+    except wire.ServerError as error:  # where rights are checked, only a superuser may
+        _log.debug("late acknowledgements of %s on %s are held until the group's next: %s", txn, topic, error)
+
+
+def _is_refused(cluster: Cluster, txn: wire.TxnId, lamp: str, deadline: Deadline) -> bool:
+    """Whether a message that comes late is: this one, where it does no harm if it is not."""
+    what = f"looking whether late messages of {txn} are refused"
+    with translated(what):
+        producer = cluster.client.create_producer(lamp, timeout=deadline.left())
+    try:
+        producer.send(wire.Single(b"late"), txn, timeout=deadline.left()).result(deadline.left())
+        return False
+    except wire.NotAllowed:
+        return True
+    except wire.PulsarError as error:
+        raise translate(error, what) from error
+    finally:
+        producer.close(deadline.left())
+
+
+class Refuser:
+    """Goes on in the background until late messages of all transactions at risk are refused. Any thread may call."""
+
+    def __init__(self, cluster: Cluster, confirmer: Confirmer, unclear: Unclear) -> None:
+        self._cluster = cluster
+        self._confirmer = confirmer
+        self._unclear = unclear
+        self._lock = threading.Lock()
+        self._at_risk: list[Announced] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def at_risk(self) -> Sequence[Announced]:
+        with self._lock:
+            return tuple(self._at_risk)
+
+    def add(self, ended: Announced, deadline: Deadline) -> None:
+        """Try once at once, because mostly nothing older is open; then as long as it takes."""
+        if self._try(ended, deadline):
+            return
+        with self._lock:
+            self._at_risk.append(ended)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._go_on, name="txnbridge-pulsar-refuse", daemon=True)
+                self._thread.start()
+
+    def _try(self, ended: Announced, deadline: Deadline) -> bool:
+        if self._unclear.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
+            return False  # the end of the empty transaction would take back the unclear ones as well
+        try:
+            self._confirmer.settle(set(ended.topics), deadline)
+            return shut_out(self._cluster, ended, deadline)
+        except TxnBridgeError as error:
+            _log.debug("what comes late for %s is not refused yet: %s", ended.transaction, error)
+            return False
+
+    def _go_on(self) -> None:
+        for pause in _pauses():
+            if self._stop.wait(pause):
+                return
+            for ended in self.at_risk:
+                if not self._stop.is_set() and self._try(ended, Deadline(_SECONDS_A_TURN)):
+                    with self._lock:
+                        self._at_risk.remove(ended)
+            with self._lock:
+                if not self._at_risk:
+                    self._thread = None
+                    return
+
+    def close(self, deadline: Deadline) -> None:
+        """Stop. Transactions that are still at risk stand on the fence topic, for the next owner."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(min(deadline.left(), _SECONDS_A_TURN))
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,254 @@
+"""The fence topic of a transactional id, held by its newest owner alone.
+
+Opening takes it from whoever had it, at once: from then on nothing of the older owner is stored there, and since each
+transaction is named there before it writes, the newer owner finds all that it has to end. The broker fences on this
+topic only; what the older owner still sends elsewhere belongs to transactions that the newer one ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.errors import translate, translated
+from txnbridge_pulsar.read.last_entry import newest_entry
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
+from txnbridge_pulsar.write.fence_records import Announced, Notice
+
+_log = logging.getLogger("txnbridge")
+
+# Only the last record counts, so the others may go; to say so takes ten milliseconds.
+_TRIM_EVERY = 1000
+# A takeover by name, or a connection that the broker has not yet seen end, keeps a topic busy for milliseconds.
+_BUSY_SECONDS = 0.05
+_SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
+
+
+def fence_prefix(cluster: Cluster) -> str:
+    """How the names of all fence topics begin; the transactional id follows, encoded."""
+    return f"{cluster.settings.prefix}fence-"
+
+
+def newest_notice(cluster: Cluster, topic: str, deadline: Deadline) -> tuple[wire.MessageId, Notice] | None:
+    """The last record of a fence topic, by its full name; None if there is none."""
+    found = newest_entry(cluster, topic, deadline)
+    return None if found is None else (found.id, Notice.unpack(found.messages()[0].value))
+
+
+def at_risk(cluster: Cluster, deadline: Deadline) -> list[Announced]:
+    """The transactions that the owners of all transactional ids of the namespace call at risk, as `Notice` has it."""
+    begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
+    topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as reading:
+        found = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
+        return [each for said in found for each in said]
+
+
+def _at_risk(cluster: Cluster, topic: str, deadline: Deadline) -> Sequence[Announced]:
+    try:
+        newest = newest_notice(cluster, topic, deadline)
+    except EvidenceLost:
+        return ()  # the process that opens that id is told
+    return () if newest is None else newest[1].at_risk
+
+
+class Fence:
+    """The right to write on a fence topic. Any thread may call, once it is taken."""
+
+    def __init__(self, cluster: Cluster, name: str, opening: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._opening = opening
+        self._lane = f"fence {opening}"  # alone, because the broker cuts the connection of whoever is fenced
+        self._lock = threading.Lock()
+        self._producer: wire.Producer | None = None
+        self._generation = 0
+        self._written = 0
+        self._last: wire.MessageId | None = None
+        self._gap = (-1, 0)  # ledger, and how much higher places are there than numbers
+        self._fenced: Fenced | None = None
+        self.topic = ""
+
+    def take(self, deadline: Deadline) -> Notice | None:
+        """Shut out the older owner, and return its last notice; None if there is none."""
+        self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
+        while True:
+            self._seize(deadline)
+            try:
+                self._producer = self._open(wire.AccessMode.EXCLUSIVE, deadline)
+                break
+            except wire.ProducerFenced as error:
+                if deadline.left() <= _BUSY_SECONDS:
+                    raise translate(error, f"opening {self._name}") from error
+            except wire.PulsarError as error:
+                raise translate(error, f"opening {self._name}") from error
+            time.sleep(random.uniform(0, _BUSY_SECONDS))  # somebody else opens it at this moment; one is the last
+        found = newest_notice(self._cluster, self.topic, deadline)
+        self._last = None if found is None else found[0]
+        return None if found is None else found[1]
+
+    def _seize(self, deadline: Deadline) -> None:
+        """Shut out whoever has the topic, and let go of it again.
+
+        Two that do this at the same moment both succeed: the broker gives both the same epoch, and takes what either
+        sends. Of two that then ask for the topic while nobody has it, it refuses one.
+        """
+        with translated(f"opening {self._name}"):
+            # By a fresh name: a broker that still has the older one answers "busy", and drops its repeated numbers.
+            self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
+
+    def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.Producer:
+        return self._cluster.client.create_producer(self.topic, timeout=deadline.left(), access=access, lane=self._lane)
+
+    def write(self, make: Callable[[], Notice], deadline: Deadline) -> None:
+        """Store what `make` says at the moment of sending; two that write at once store the later state last.
+
+        Raises `Fenced` if there is a newer owner, and `DeliveryFailed`, with nothing stored, for what is too large for
+        the broker. After any other error it may be stored or not.
+        """
+        while True:
+            generation, send = self._send(make, deadline)
+            try:
+                if send is not None:
+                    self._stored(send.result(deadline.left()))
+                    return
+            except wire.TimedOut as error:
+                raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
+            except wire.PulsarError as error:
+                if not isinstance(error, wire.ConnectionLost):
+                    raise translate(error, f"writing to {self.topic}") from error
+            self._reopen(generation, deadline)
+
+    def _send(self, make: Callable[[], Notice], deadline: Deadline) -> tuple[int, wire.Send | None]:
+        self._acquire(deadline)
+        try:
+            if self._fenced is not None:
+                raise self._again(self._fenced)
+            assert self._producer is not None
+            try:
+                content = wire.Single(make().pack())
+                return self._generation, self._producer.send(content, timeout=deadline.left())
+            except wire.TimedOut as error:
+                raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
+            except wire.ConnectionLost:
+                return self._generation, None
+            except wire.MessageTooLarge as error:
+                raise DeliveryFailed(f"writing to {self.topic}: {error} (maxMessageSize of the broker)") from error
+            except wire.PulsarError as error:
+                raise translate(error, f"writing to {self.topic}") from error
+        finally:
+            self._lock.release()
+
+    def _stored(self, receipt: wire.Receipt) -> None:
+        """Called by any thread, perhaps not in order: a record is trimmed only when a later one is certainly stored."""
+        before, id = self._last, receipt.message_id
+        self._check_alone(receipt)
+        self._written += 1
+        if before is None or id > before:
+            self._last = id
+            if before is not None and self._written % _TRIM_EVERY == 1:
+                self._trim(before)
+
+    def _check_alone(self, receipt: wire.Receipt) -> None:
+        """Places grow as the numbers of records do, and faster only if somebody else writes there, too."""
+        gap = receipt.message_id.entry - receipt.sequence_id
+        ledger, known = self._gap
+        if receipt.message_id.ledger != ledger or gap < known:  # less for each that was not stored
+            self._gap = receipt.message_id.ledger, gap
+        elif gap > known:
+            self._fenced = Fenced(f"{self._name} has another owner, which writes beside this one: this one must stop")
+            raise self._again(self._fenced)
+
+    def _reopen(self, generation: int, deadline: Deadline) -> None:
+        """After a connection was lost, perhaps because somebody else took the topic: once for all who wait."""
+        self._acquire(deadline)
+        try:
+            if self._fenced is not None:
+                raise self._again(self._fenced)
+            if generation == self._generation:
+                self._take_back(deadline)
+                self._generation += 1
+        finally:
+            self._lock.release()
+
+    def _take_back(self, deadline: Deadline) -> None:
+        assert self._producer is not None
+        while True:
+            try:
+                # With the epoch that it had: the broker refuses that of an older owner.
+                self._producer.reopen(deadline.left())
+                break
+            except wire.ProducerFenced as error:
+                raise self._shut_out(deadline) from error
+            except wire.ProducerBusy as error:
+                if deadline.left() <= _BUSY_SECONDS:
+                    raise translate(error, f"writing to {self.topic}") from error
+                time.sleep(_BUSY_SECONDS)
+            except wire.PulsarError as error:
+                raise translate(error, f"writing to {self.topic}") from error
+        self._producer.forget()
+        self._gap = (-1, 0)
+        found = newest_notice(self._cluster, self.topic, deadline)
+        if found is None or found[1].opening != self._opening:
+            # The topic was deleted and made anew, and its epoch with it: the records tell who the owner is.
+            raise self._shut_out(deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if a newer owner has said that it is one."""
+        if self._fenced is not None:
+            raise self._again(self._fenced)
+        found = newest_notice(self._cluster, self.topic, deadline)
+        if found is None or found[1].opening != self._opening:
+            raise self._shut_out(deadline)
+
+    def _shut_out(self, deadline: Deadline) -> Fenced:
+        """The error that names the newer owner, as far as its notice can be read.
+
+        It is for good: no later opening by this process may take the id back.
+        """
+        host, is_gone = None, False
+        try:
+            found = newest_notice(self._cluster, self.topic, deadline)
+            is_gone = found is None
+            # Between taking the topic and saying so, the newer owner's name is not there yet.
+            host = found[1].host if found is not None and found[1].opening != self._opening else None
+        except Exception as error:
+            _log.debug("who has opened %s cannot be read: %s", self._name, error)
+        text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
+        if is_gone:
+            text = f"the fence topic of {self._name} was deleted: this owner must stop"
+        self._fenced = Fenced(text, newer=host)
+        return self._again(self._fenced)
+
+    def _again(self, fenced: Fenced) -> Fenced:
+        return Fenced(str(fenced), newer=fenced.newer)
+
+    def _trim(self, up_to: wire.MessageId) -> None:
+        """Let the broker drop what is of no more use. It is tried again later, so failures do no harm."""
+        deadline = Deadline(1.0)
+        try:
+            consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())
+            try:
+                consumer.acknowledge_up_to(up_to, timeout=deadline.left())
+            finally:
+                consumer.close(deadline.left())
+        except wire.PulsarError as error:
+            _log.debug("the records before the last on %s stay: %s", self.topic, error)
+
+    def _acquire(self, deadline: Deadline) -> None:
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"others wrote to {self.topic} for {deadline.seconds:g} s")
+
+    def close(self, deadline: Deadline) -> None:
+        """Let go, so that the next owner need not take it from anybody."""
+        if self._producer is not None:
+            self._producer.close(deadline.left())
+            self._cluster.client.hang_up(self._lane)

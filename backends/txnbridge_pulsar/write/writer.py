@@ -1,0 +1,528 @@
+"""One writer: at most one transaction at a time, on connections of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from txnbridge.errors import (
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    DeliveryFailed,
+    Fenced,
+    InvalidOption,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+    UsageError,
+)
+from txnbridge.spi import (
+    Begin,
+    Deadline,
+    Evidence,
+    Item,
+    Outcome,
+    Partition,
+    Position,
+    RawHeaders,
+    Writer,
+    encode_item,
+)
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.capabilities import LIMITS
+from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.end_delivery import Place
+from txnbridge_pulsar.outcome.outcome import Ended, How, coordinator_state, end, outcome_by_marker
+from txnbridge_pulsar.outcome.proof import MARK, PRESENCE_SECONDS, Record, mark_presence, marker_topic
+from txnbridge_pulsar.write.acks import AckContext, SentAcks
+from txnbridge_pulsar.write.batching import ENTRY_BYTES, Line, NotPlain, Outlet, Tally, not_stored
+from txnbridge_pulsar.write.fence_records import Announced, Marked
+from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
+
+if TYPE_CHECKING:
+    from txnbridge_pulsar.write.owner import Owner
+
+_log = logging.getLogger("txnbridge")
+
+# A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
+_ABORT_GRACE = 2.0
+# Entries on their way when a transaction aborts get so long for their receipts: one that comes after the end may
+# block its topic, and has to be shut out.
+_SETTLE_BEFORE_ABORT = 0.5
+# The outcome of a transaction is read from the writer's last plain record on; so one is written now and then.
+_MARKS_A_PRESENCE = 1000
+# Partitions that the last transaction wrote to are named together with the first of the next, if they are so few.
+_MOST_GUESSED = 16
+_MOST_BYTES = LIMITS.message_bytes or 0
+_MOST_TIMESTAMP = (1 << 63) - 1
+
+
+class PulsarWriter(Writer):
+    """Names the topics of a transaction, writes to them, and asks for the end when the broker has everything.
+
+    The broker does not check that order, and takes back what was committed when a message comes late.
+    """
+
+    not_taken = (NotPlain, KeyError, TypeError)
+
+    def __init__(self, cluster: Cluster, owner: Owner, name: str, slot: int | None = None) -> None:
+        self.name = name
+        self.marked: Marked | None = None
+        self.unknown = False  # whether there may be a token whose outcome only our marker topic tells
+        self.quick: dict[Any, Callable[..., object]] = {}
+        self._cluster = cluster
+        self._owner = owner
+        self._slot = slot
+        self._lane = f"writer {owner.opening} {name}"
+        self._outlets: dict[str, Outlet] = {}
+        self._lines: dict[str, Line] = {}
+        self._mixed = cluster.settings.mix_keys
+        self._marks = 0
+        self._marked_at = 0.0
+        self._turn = 0
+        self._last: tuple[str, ...] = ()  # the topics that the last transaction wrote to
+        self._begun = Begin("", Deadline(0), False, None)
+        self._forget()
+        self._how = How(None, None, False)
+
+    def _forget(self) -> None:
+        """As before the first entry of a transaction."""
+        self._txn: wire.TxnId | None = None
+        self._announced: dict[str, None] = {}  # topics in their order, the marker topic first
+        self._registered: set[str] = set()  # of those
+        self._sent: dict[str, None] = {}  # and of those again
+        self._subscriptions: dict[tuple[str, str], None] = {}  # announced
+        self._acked_on: set[tuple[str, str]] = set()  # and registered
+        self._tally = Tally()
+        self._acks: list[SentAcks] = []
+        self._outlets.clear()
+        self.quick.clear()
+
+    # --- one transaction ------------------------------------------------------------------------------------------
+
+    def begin(self, begin: Begin) -> None:
+        """Nothing is asked of the broker before the first entry is full, or has to be sent."""
+        self._begun = begin
+        self._forget()
+        self._how = How(None, None, False)
+        self.messages = 0
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        outlet = self._outlet(topic, partition)
+        size = self._check(value, key, headers, timestamp)
+        number = partition
+        if number is None and key is not None:
+            number = key_hash(key) % len(outlet.concrete)
+        buffer = outlet.buffer(number)
+        key_out = wire_key(key)
+        if not buffer.fits(key_out, size):
+            outlet.send(buffer)
+            buffer = outlet.buffer(number)
+        properties = to_properties(headers) if headers else []
+        if buffer.add(value, key_out, properties, timestamp, size):
+            outlet.send(buffer)
+        self.messages += 1
+
+    def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
+        """The size of what can be sent. Raises `InvalidOption`, with nothing taken."""
+        size = len(value or b"") + len(key or b"")
+        for name, content in headers or ():
+            try:
+                size += len(name.encode()) + len(content or b"")
+            except UnicodeEncodeError:
+                raise InvalidOption("a header's name must be text that can be written as UTF-8") from None
+        if size > _MOST_BYTES:
+            raise InvalidOption(f"a message with {size} bytes is larger than what is taken here ({_MOST_BYTES} bytes)")
+        if timestamp is not None and not 0 < timestamp <= _MOST_TIMESTAMP:
+            raise InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
+        return size
+
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        outlet = self._outlet(topic, None)
+        if isinstance(items, list | tuple) and set(map(type, items)) == {bytes}:
+            done = outlet.take_many(items)
+            self.messages += done
+            items = items[done:]
+        for item in items:
+            if item.__class__ is bytes and len(item) <= ENTRY_BYTES:
+                outlet.take(topic, item, None)
+                self.messages += 1
+            elif item.__class__ is bytes:
+                self.send(topic, item, None, None, None, None)
+            else:
+                value, key, headers = encode_item(item)
+                self.send(topic, value, key, headers, None, None)
+
+    def _outlet(self, topic: str, partition: int | None) -> Outlet:
+        """Once a transaction for each topic the broker is asked how many partitions it has. Raises `NotFound`."""
+        found = self._outlets.get(topic)
+        if found is None or (partition is not None and not 0 <= partition < len(found.concrete)):
+            concrete = self._cluster.topics.require(topic, partition, self._begun.deadline)
+            if found is None:
+                self._turn += 1
+                found = self._outlets[topic] = Outlet(concrete, self._turn, self._mixed, self._ship)
+                self.quick[topic] = found.take
+            found.concrete = concrete
+        return found
+
+    # --- what goes out --------------------------------------------------------------------------------------------
+
+    def _ship(self, concrete: str, batch: wire.Batch) -> None:
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        try:
+            self._look_after_lost(deadline)
+            self._cover((concrete,), (), deadline)
+            assert self._txn is not None
+            self._sent[concrete] = None
+            self._line(concrete).send(batch, self._txn, self._tally, deadline)
+        except UsageError as error:
+            # Messages that were taken before are lost with it: the transaction is not as it was.
+            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+
+    def _cover(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        """Begin at the broker if that was not done, and name the topics and subscriptions that are to be touched: first
+        on the fence topic, then to the coordinator. Nothing is sent or acknowledged there before.
+        """
+        if self._txn is None:
+            self._open(topics, deadline)
+        wanted = [topic for topic in topics if topic not in self._registered]
+        pairs = [pair for pair in subscriptions if pair not in self._acked_on]
+        first = not self._registered
+        if not (wanted or pairs or first):
+            return
+        assert self._txn is not None and self.marked is not None
+        self._owner.require_clear([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
+        for topic in wanted:
+            self._line(topic).ready(deadline)
+        self._announce(wanted, pairs, deadline)
+        named = list(self._announced) if first else wanted
+        try:
+            with self._cluster.events.step("step:register", self._begun.transaction, topics=len(named)):
+                self._cluster.client.transactions.register(self._txn, deadline.left(), named, pairs)
+        except (wire.TransactionNotFound, wire.InvalidTransactionStatus) as error:
+            raise self._ended_by_others(deadline) from error
+        except wire.PulsarError as error:
+            raise translate(error, "naming what a transaction writes to") from error
+        self._registered.update(named)
+        self._acked_on.update(pairs)
+        if first:
+            mark = wire.Single(Record(MARK, transaction=self._begun.transaction).pack())
+            self._line(self.marked.topic).send(mark, self._txn, self._tally, deadline)
+
+    def _announce(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        before = self._announced, self._subscriptions
+        self._announced = {**self._announced, **dict.fromkeys(topics)}
+        self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
+        try:
+            self._owner.announce(self._announcement(), deadline)
+        except DeliveryFailed:  # too much to announce, also with all that may come after it
+            self._announced, self._subscriptions = before
+            raise
+
+    def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
+        self.marked = self._presence(deadline)
+        with self._cluster.events.step("step:begin", self._begun.transaction):
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begun), deadline)
+        self._how = How(self._txn, self.marked, False)
+        # Only what the broker still serves: a topic may have been terminated since.
+        last = tuple(topic for topic in self._last if topic in self._lines and self._lines[topic].is_open)
+        is_right = len(last) <= _MOST_GUESSED and not self._owner.unclear.touching(last)
+        guessed = last if is_right else ()
+        self._announced.update(dict.fromkeys((self.marked.topic, *topics, *guessed)))
+
+    def _ttl(self, begin: Begin) -> float:
+        """Seconds until the broker aborts it by itself."""
+        return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
+
+    def _presence(self, deadline: Deadline) -> Marked:
+        self._marks += 1
+        is_old = time.monotonic() - self._marked_at > PRESENCE_SECONDS
+        if self.marked is None or is_old or self._marks > _MARKS_A_PRESENCE:
+            self._marks, self._marked_at = 1, time.monotonic()
+            return self._mark_presence("", deadline)
+        return self.marked
+
+    def _mark_presence(self, transaction: str, deadline: Deadline) -> Marked:
+        name = self.name
+        while self._owner.unclear.touching([topic := marker_topic(self._cluster, name, deadline)]):
+            name += "+"
+        self._line(topic).open(deadline)  # a topic with a producer is not cleared up
+        self._cluster.topics.keep(topic, deadline)  # it may have been cleared up before
+        return mark_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
+
+    def _announcement(self) -> Announced:
+        assert self._txn is not None and self.marked is not None
+        return Announced(
+            transaction=self._begun.transaction,
+            txn=self._txn,
+            topics=tuple(self._announced),
+            subscriptions=tuple(self._subscriptions),
+            marked=self.marked,
+            slot=self._slot,
+        )
+
+    def _line(self, concrete: str) -> Line:
+        found = self._lines.get(concrete)
+        if found is None:
+            found = self._lines[concrete] = Line(self._cluster, concrete, self._lane)
+        return found
+
+    def _look_after_lost(self, deadline: Deadline) -> None:
+        """Raise the error of an entry that failed, and send lost entries again where that makes no copies."""
+        if isinstance(self._tally.failure, wire.NotAllowed) and self._has_ended(deadline):
+            raise self._ended_by_others(deadline) from self._tally.failure
+        if self._tally.failure is not None:
+            raise not_stored(self._tally.failure) from self._tally.failure
+        for line, error in list(self._tally.lost.items()):
+            if not self._tally.wait(deadline, line) or not line.recover(self._tally, deadline):
+                raise not_stored(error) from error
+
+    def _has_ended(self, deadline: Deadline) -> bool:
+        assert self._txn is not None and self.marked is not None
+        return not coordinator_state(self._cluster, self._txn, self.marked, deadline)
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert isinstance(context, AckContext)
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        self._cover((), context.subscriptions(positions), deadline)
+        assert self._txn is not None
+        self._acks.append(context.acknowledge(self._txn, positions, deadline))
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
+        waiting = [concrete for outlet in self._outlets.values() for concrete in outlet.waiting()]
+        if waiting:
+            self._cover(waiting, (), deadline)
+        for outlet in self._outlets.values():
+            outlet.flush()
+        while True:
+            if not self._tally.wait(deadline):
+                raise DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
+            if self._tally.settled and self._tally.failure is None:
+                break
+            self._look_after_lost(deadline)
+        for sent in self._acks:
+            sent.settle(deadline)
+
+    def evidence(self) -> Evidence:
+        return Evidence(self._how.fields(), self.messages)
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: Deadline) -> None:
+        raise NotImplementedError("a plain writer is never asked to prepare")
+
+    def commit(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        places = self._places(deadline)
+        deadline.check("the transaction")
+        self._how = How(self._how.txn, self._located(), True)
+        if self._txn is None:
+            return  # nothing was sent or acknowledged
+        try:
+            with self._cluster.events.step("step:commit", self._begun.transaction) as told:
+                ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
+                told["ended"] = ended.name
+            if ended is Ended.UNCLEAR:
+                self._ask_marker(deadline)
+            elif ended is not Ended.COMMITTED:
+                # Nobody else commits what was not prepared: it was aborted before our request came.
+                raise self._ended_by_others(deadline)
+            self._owner.confirmer.ended(self._txn, True, places, deadline)
+        except (TransactionAborted, Fenced):
+            raise
+        except BaseException:  # also of an interrupted call a token is given out
+            self.unknown = True
+            for sent in self._acks:  # it may have been aborted
+                sent.give_up_rest()
+            raise
+        self._done()
+
+    def _places(self, deadline: Deadline) -> list[Place]:
+        """All that the end has to reach, once what ended before has reached it where something moved."""
+        if self._txn is None:
+            return []
+        marker = () if self.marked is None else (self.marked.topic,)
+        used = [line.place for topic in (*marker, *self._sent) if (line := self._lines.get(topic))]
+        places = [place for place in used if place] + [place for sent in self._acks for place in sent.places]
+        self._owner.confirmer.settle({place.topic for place in places}, deadline)
+        return places
+
+    def _located(self) -> Marked | None:
+        """With the place of the transaction's mark, once all is stored."""
+        marked = self._how.marked
+        return None if marked is None else replace(marked, at=self._line(marked.topic).last)
+
+    def _ask_marker(self, deadline: Deadline) -> None:
+        """An answer was lost, and now the coordinator has forgotten the transaction."""
+        if self._by_marker(deadline) is Outcome.ABORTED:
+            raise self._ended_by_others(deadline)
+
+    def _by_marker(self, deadline: Deadline) -> Outcome:
+        """How a transaction ended whose commit was asked for.
+
+        Raises `OutcomeUnknown` whatever keeps the marker from being read: any other error would say that nothing was
+        decided.
+        """
+        assert self._txn is not None and self._how.marked is not None
+        self.unknown = True
+        try:
+            return outcome_by_marker(self._cluster, self._txn, self._how.marked, deadline)
+        except OutcomeUnknown:
+            raise
+        except TxnBridgeError as error:
+            raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
+
+    def _store(self, deadline: Deadline) -> None:
+        """Return when the broker has everything; if it never will, the transaction is aborted here."""
+        if deadline.expired and (acks := self._acks):
+            self._abort_quietly(deadline)
+            # Asked after the abort: a process that slept beyond its deadline hears only now what happened meanwhile.
+            if any(sent.partitions_left for sent in acks):
+                raise _partitions_left()
+        deadline.check("the transaction")
+        try:
+            self.flush(deadline)
+        except (TransactionAborted, Fenced):
+            self._abort_quietly(deadline)
+            raise
+        except UsageError as error:
+            self._abort_quietly(deadline)
+            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+
+    def _abort_quietly(self, deadline: Deadline) -> None:
+        """Its commit was never asked for, so it will not happen, whether the broker answers now or not."""
+        try:
+            self.abort(deadline)
+        except TxnBridgeError as error:
+            _log.debug("transaction %s stays open until its time is over: %s", self._begun.transaction, error)
+
+    def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
+        """The error that says why a transaction has ended of which no commit was asked for, as far as can be told."""
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        left = any(sent.partitions_left for sent in self._acks)
+        if not self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left()))):
+            self._hang_up()
+        for sent in self._acks:
+            sent.give_up_rest()
+        self._have_rest_redelivered()
+        self._shut_out(deadline)  # some of it may have come after the end
+        self._done()
+        try:
+            self._owner.check(deadline)
+        except Fenced as fenced:
+            return fenced
+        except TxnBridgeError as unheard:
+            _log.debug("whether %s has a newer owner shows with its next transaction: %s", self.name, unheard)
+        if left:
+            return _partitions_left()
+        if self._begun.deadline.expired:
+            return TransactionTimedOut("the transaction was aborted because its time was over; run it again")
+        return TransactionAborted("the broker or an administrator ended the transaction; run it again")
+
+    def _shut_out(self, deadline: Deadline) -> None:
+        if self._txn is not None and self._registered:
+            self._owner.refuser.add(self._announcement(), deadline)
+
+    def abort(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        self._outlets.clear()
+        self.quick.clear()
+        if self._txn is None:
+            return
+        settled = self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left())))
+        if not settled:
+            self._hang_up()
+        for sent in self._acks:
+            sent.give_up_rest()
+        places = self._places(deadline)
+        with self._cluster.events.step("step:end", self._begun.transaction, decision="abort"):
+            try:
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
+            except BrokerUnavailable as error:
+                raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+        if ended is Ended.ABORTED:
+            self._owner.confirmer.ended(self._txn, False, places, deadline)
+        else:
+            self._have_rest_redelivered()
+            if self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
+                raise OutcomeUnknown("its commit had been asked for before, and came first")
+        if not settled or ended is not Ended.ABORTED:
+            self._shut_out(deadline)
+        self._done()
+
+    def _have_rest_redelivered(self) -> None:
+        for sent in self._acks:
+            sent.have_rest_redelivered()
+
+    def _settle(self, deadline: Deadline) -> bool:
+        """Whether nothing of the transaction can reach a broker any more."""
+        settled = self._tally.wait(deadline) and self._tally.settled
+        for sent in self._acks:
+            try:
+                sent.settle(deadline)
+            except TxnBridgeError as error:
+                _log.debug("acknowledging in a transaction that is aborted: %s", error)
+                # Without an answer it may still arrive; a refused one has.
+                settled = settled and not isinstance(error.__cause__, wire.ConnectionLost)
+        return settled
+
+    def _done(self) -> None:
+        """The transaction has ended, in whichever way."""
+        if self._txn is not None:
+            self._owner.forget(self._txn)
+            self._last = tuple(self._sent)
+        self._forget()
+
+    # --- the writer itself ----------------------------------------------------------------------------------------
+
+    def reopen(self, deadline: Deadline) -> None:
+        self._hang_up()
+        if self._txn is not None:
+            try:
+                # Whichever way it ends: it has to, before the next one begins.
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
+            except OutcomeUnknown as error:
+                raise BrokerUnavailable(f"ending the transaction before: {error}") from error
+            if ended is not Ended.ABORTED:
+                self._have_rest_redelivered()
+            aborted = ended is Ended.ABORTED or not self._registered
+            if aborted or self._owner.unclear.is_clear(self._announcement(), deadline):
+                self._shut_out(deadline)
+                self._done()
+            else:
+                self._forget()  # it stays announced
+        self._owner.check(deadline)
+        self.marked = None  # the next plain record tells that all transactions before it have ended
+
+    def _hang_up(self) -> None:
+        """Send nothing more by this writer; messages that it has sent before may still arrive."""
+        self._owner.confirmer.linger()
+        self._cluster.client.hang_up(self._lane)
+        self._lines.clear()
+
+    def close(self) -> None:
+        """Let go. An open transaction is aborted when its time is over, or when the id is opened again."""
+        self._hang_up()
+
+
+def _partitions_left() -> Conflict:
+    return Conflict("partitions left the reader that the transaction acknowledges for; their messages come again")

@@ -1,0 +1,73 @@
+"""What the decision log knows of a fence topic, and what an opener concludes from both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from txnbridge_pulsar.write.fence_identity import Lineage
+from txnbridge_pulsar.write.fence_records import Notice
+
+from tests.pulsar.kit import Kept
+from txnbridge import AccessDenied, EvidenceLost, Fenced
+from txnbridge.spi import Deadline
+
+pytestmark = pytest.mark.offline
+
+SOON = Deadline(60)
+
+
+class Denied(Kept):
+    def newest_opening(self, deadline: Deadline) -> Any:
+        raise AccessDenied("no right")
+
+
+class Overtaken(Kept):
+    def opened(self, data: Any, deadline: Deadline) -> str:
+        self.newest = ("other", {"lineage": "of the other"})
+        raise Fenced("by the other")
+
+
+def lineage(ledger: Any) -> Lineage:
+    return Lineage("id", ledger)
+
+
+def notice(lineage: str) -> Notice:
+    return Notice("older", "host", 0, lineage=lineage)
+
+
+def test_the_first_opening_chooses_one_and_all_later_ones_follow_it() -> None:
+    ledger = Kept()
+    chosen = lineage(ledger).follow(None, SOON)
+    assert chosen
+    lineage(ledger).record(chosen, SOON)
+    assert lineage(ledger).follow(notice(chosen), SOON) == chosen
+
+
+def test_what_stands_on_the_fence_topic_counts_where_its_opener_did_not_come_to_record_it() -> None:
+    ledger = Kept()
+    assert lineage(ledger).follow(notice("first"), SOON) == "first"
+    lineage(ledger).record("first", SOON)
+    assert lineage(ledger).follow(notice("first"), SOON) == "first"
+
+
+@pytest.mark.parametrize("before", [None, notice("another")], ids=["nothing", "another"])
+def test_a_fence_topic_that_was_deleted_is_noticed(before: Notice | None) -> None:
+    with pytest.raises(EvidenceLost, match="another transactional_id"):
+        lineage(Kept(lineage="first")).follow(before, SOON)
+
+
+def test_a_notice_of_an_earlier_version_is_gone_on_from() -> None:
+    assert lineage(Kept(lineage="first")).follow(notice(""), SOON) == "first"
+
+
+def test_who_may_not_use_the_log_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+    found = lineage(Denied())
+    found.record(found.follow(None, SOON), SOON)
+    assert lineage(Denied()).follow(notice("first"), SOON) == "first"
+    assert "nobody will notice if its fence topic is deleted" in caplog.text
+
+
+def test_of_two_that_record_at_once_one_lineage_counts() -> None:
+    with pytest.raises(EvidenceLost):
+        lineage(Overtaken()).record("mine", SOON)
