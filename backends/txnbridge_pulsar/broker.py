@@ -35,15 +35,15 @@ from txnbridge_pulsar.capabilities import (
     WITHOUT_TRANSACTIONS,
 )
 from txnbridge_pulsar.client.rest import Rest
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.outcome.coordinator_keepalive import Watch
-from txnbridge_pulsar.settings import Settings
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar.outcome.coordinator_keepalive import CoordinatorKeepalive
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.topics import PulsarTopics
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.write.owner import Owner
+    from txnbridge_pulsar.write.owner import PulsarOwner
     from txnbridge_pulsar.write.publisher import PulsarPublisher
 
 _log = logging.getLogger("txnbridge")
@@ -57,7 +57,7 @@ COORDINATORS = "pulsar/system"
 class PulsarBroker(Broker):
     """Opened by `PulsarBackend.open`."""
 
-    def __init__(self, settings: Settings, context: Context, deadline: Deadline) -> None:
+    def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._client = open_client(settings)
@@ -69,7 +69,7 @@ class PulsarBroker(Broker):
         )
         try:
             rest = Rest(settings) if settings.admin_url else None
-            topics = Topics(settings, self._client, rest)
+            topics = PulsarTopics(settings, self._client, rest)
             self._load_coordinators(deadline)
             self.cluster = cluster_id(settings, self._client, topics, deadline)
             keeps_no_sequences = rest is not None and _is_deduplication_off(settings, topics, deadline)
@@ -80,9 +80,9 @@ class PulsarBroker(Broker):
             self.capabilities = self.capabilities.but(WITHOUT_REST)
         if keeps_no_sequences:
             self.capabilities = self.capabilities.but(WITHOUT_DEDUPLICATION)
-        self._cluster = Cluster(self.cluster, settings, self._client, topics, rest, context.events)
-        self._watch = Watch(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
-        self._owner: Owner | None = None
+        self._cluster = ClusterAccess(self.cluster, settings, self._client, topics, rest, context.events)
+        self._keepalive = CoordinatorKeepalive(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
+        self._owner: PulsarOwner | None = None
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
@@ -110,12 +110,12 @@ class PulsarBroker(Broker):
         self.capabilities.require(Capability.PREPARE)
         return self._owner_of(identity).prepare_writer(deadline)
 
-    def _owner_of(self, identity: Identity) -> Owner:
-        from txnbridge_pulsar.write.owner import Owner
+    def _owner_of(self, identity: Identity) -> PulsarOwner:
+        from txnbridge_pulsar.write.owner import PulsarOwner
 
         if self._owner is None:
             ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
-            self._owner = Owner(self._cluster, identity, ledger)
+            self._owner = PulsarOwner(self._cluster, identity, ledger)
         return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
@@ -170,12 +170,12 @@ class PulsarBroker(Broker):
                 _log.warning("closing a publisher: %s", error)
         if self._owner is not None:
             self._owner.close(deadline)
-        if self._watch is not None:
-            self._watch.close()
+        if self._keepalive is not None:
+            self._keepalive.close()
         self._client.close()
 
 
-def _is_deduplication_off(settings: Settings, topics: Topics, deadline: Deadline) -> bool:
+def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
     """Whether brokers remove no duplicates in the namespace, as a topic of our own there tells: to ask about a topic
     needs no more rights than to use it.
     """
@@ -187,10 +187,10 @@ def _is_deduplication_off(settings: Settings, topics: Topics, deadline: Deadline
         return False
 
 
-def open_client(settings: Settings) -> wire.Client:
+def open_client(settings: PulsarSettings) -> wire.PulsarClient:
     """A client of the cluster; nothing is connected yet. Raises `InvalidOption`."""
     try:
-        return wire.Client(
+        return wire.PulsarClient(
             settings.service,
             authentication=settings.authentication(),
             tls=settings.tls_context() if settings.tls else None,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from txnbridge.spi import Emitter
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.rest import Rest
-from txnbridge_pulsar.settings import Settings
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.topics import PulsarTopics
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterAccess:
     """The settings, and the ways to ask.
 
     Producers and consumers in one lane of `client` share no connection with those in other lanes: each producer that
@@ -21,8 +21,8 @@ class Cluster:
     """
 
     id: str  # stable, and nobody else's
-    settings: Settings
-    client: wire.Client
-    topics: Topics
+    settings: PulsarSettings
+    client: wire.PulsarClient
+    topics: PulsarTopics
     rest: Rest | None
     events: Emitter

@@ -19,9 +19,9 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import again, translate, translated
-from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar.topics import PulsarTopics
 
 T = TypeVar("T")
 
@@ -39,12 +39,14 @@ class PulsarLog(DecisionLog):
     Opening it creates its topic if that is missing. Raises `AccessDenied` saying what an administrator must do.
     """
 
-    def __init__(self, client: wire.Client, topics: Topics, topic: str, deadline: Deadline, events: Emitter) -> None:
+    def __init__(
+        self, client: wire.PulsarClient, topics: PulsarTopics, topic: str, deadline: Deadline, events: Emitter
+    ) -> None:
         self._client = client
         self._name = topic
         self._lock = threading.Lock()
-        self._producer: wire.Producer | None = None
-        self._asker: wire.Consumer | None = None
+        self._producer: wire.PulsarProducer | None = None
+        self._asker: wire.PulsarConsumer | None = None
         with events.step("step:log", log=topic):
             self._topic = topics.internal(topic, deadline)
 
@@ -60,7 +62,7 @@ class PulsarLog(DecisionLog):
         last = self._again(lambda: self._asking(deadline).last_message_id(deadline.left()), "its end", deadline)
         return None if last.entry < 0 else (last.ledger, last.entry)
 
-    def _asking(self, deadline: Deadline) -> wire.Consumer:
+    def _asking(self, deadline: Deadline) -> wire.PulsarConsumer:
         """A consumer that is there only to be asked."""
         with self._lock:
             if self._asker is None:
@@ -88,12 +90,12 @@ class PulsarLog(DecisionLog):
         producer = self._producing(deadline)
         try:
             return producer.send(wire.Single(record), timeout=deadline.left())
-        except wire.ConnectionLost as error:
+        except wire.BrokerConnectionLost as error:
             if error.may_have_had_effect:
                 raise self._unknown(str(error)) from error
             raise
 
-    def _producing(self, deadline: Deadline) -> wire.Producer:
+    def _producing(self, deadline: Deadline) -> wire.PulsarProducer:
         with self._lock:
             if self._producer is None:
                 self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
@@ -122,7 +124,7 @@ class PulsarLog(DecisionLog):
             yield from self._records(reader, at, stop, deadline)
 
     def _records(
-        self, reader: wire.Consumer, at: Position, stop: Position, deadline: Deadline
+        self, reader: wire.PulsarConsumer, at: Position, stop: Position, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
         expected = at
         while True:
@@ -148,7 +150,7 @@ class PulsarLog(DecisionLog):
                 return
         raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
 
-    def _next(self, reader: wire.Consumer, deadline: Deadline) -> wire.Entry:
+    def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
         """The next entry, of which it is known that it is there."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
@@ -156,13 +158,13 @@ class PulsarLog(DecisionLog):
             if found:
                 return found[0]
 
-    def _received(self, reader: wire.Consumer, deadline: Deadline) -> list[wire.Entry]:
+    def _received(self, reader: wire.PulsarConsumer, deadline: Deadline) -> list[wire.ReceivedEntry]:
         if reader.lost is not None:
             reader.reopen(deadline.left())
         return reader.receive(deadline.left(), most=1)
 
     @contextmanager
-    def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.Consumer]:
+    def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.PulsarConsumer]:
         inbox = wire.Inbox(_AHEAD_BYTES)
         reader = self._again(
             lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
@@ -219,7 +221,7 @@ class PulsarLog(DecisionLog):
         return translate(error, what)
 
 
-def _position(entry: wire.Entry) -> Position:
+def _position(entry: wire.ReceivedEntry) -> Position:
     return entry.id.ledger, entry.id.entry
 
 
@@ -229,7 +231,7 @@ def _before(position: Position) -> wire.MessageId:
     return wire.MessageId(ledger, entry - 1)
 
 
-def cluster_id(settings: Settings, client: wire.Client, topics: Topics, deadline: Deadline) -> str:
+def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:
     """A name that tells a cluster from all others: Pulsar's own names are the same everywhere.
 
     The first record of a topic of our own says it. A bridge that finds none writes one, unless there are other topics
@@ -254,7 +256,7 @@ def _named(log: PulsarLog, deadline: Deadline) -> str | None:
         raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix") from error
 
 
-def _name_it(log: PulsarLog, settings: Settings, topics: Topics, deadline: Deadline) -> str:
+def _name_it(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
     others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
     if others != [settings.cluster_topic] and (named := _named(log, deadline)):
         return named  # by somebody who was quicker

@@ -31,7 +31,7 @@ _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
     wire.NotOwner: ": the user who began it has to do this, or a superuser",
 }
-_QUOTA = (wire.Code.QUOTA_EXCEEDED_ERROR, wire.Code.QUOTA_EXCEEDED_EXCEPTION)
+_QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_EXCEEDED_EXCEPTION)
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
@@ -52,7 +52,7 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
         return InvalidOption(text)
     if isinstance(error, wire.CorruptEntry):
         return StorageFailed(text)
-    if isinstance(error, wire.TimedOut):
+    if isinstance(error, wire.RequestTimedOut):
         return DeadlineExceeded(text)
     if isinstance(error, wire.Closed):
         return InvalidState(text)
@@ -62,13 +62,13 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
 
 
 def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
-    if error.code == wire.Code.INVALID_TOPIC_NAME:
+    if error.code == wire.ServerErrorCode.INVALID_TOPIC_NAME:
         return InvalidOption(text)
-    if error.code == wire.Code.INCOMPATIBLE_SCHEMA:
+    if error.code == wire.ServerErrorCode.INCOMPATIBLE_SCHEMA:
         return NotSupported(
             f"{text}; messages of a bridge carry no schema: switch isSchemaValidationEnforced off there"
         )
-    if error.code == wire.Code.PERSISTENCE or error.code in _QUOTA:
+    if error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA:
         return StorageFailed(text)
     return BrokerUnavailable(text)
 

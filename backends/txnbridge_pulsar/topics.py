@@ -15,9 +15,9 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Partition
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.rest import Refused, Rest, path_of, unavailable
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
 # Partitions may be added while we write and read; asking takes a millisecond.
@@ -28,14 +28,14 @@ _LOOK_SECONDS = 0.02
 NEEDS_REST = "it needs the option admin_url, because the binary protocol has no word for it"
 
 
-class Topics:
+class PulsarTopics:
     """The topics of a cluster. Any thread may call.
 
     A topic is, for the broker, as many topics as it has partitions, or one of its own name if it is not partitioned.
     These are called concrete here.
     """
 
-    def __init__(self, settings: Settings, client: wire.Client, rest: Rest | None) -> None:
+    def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest | None) -> None:
         self._settings = settings
         self._client = client
         self._rest = rest
@@ -169,7 +169,7 @@ class Topics:
         assert self._rest is not None
         try:
             self._rest.ask(method, f"/admin/v2/persistent/{path_of(full)}/partitions", deadline, partitions)
-        except Refused as refused:
+        except RestRefused as refused:
             if refused.status == 409 and method == "PUT":
                 return False
             raise _refusal(refused, what) from refused
@@ -186,7 +186,7 @@ class Topics:
         kind = "" if found == (full,) else "/partitions"
         try:
             self._rest.ask("DELETE", f"/admin/v2/persistent/{path_of(full)}{kind}?force={str(force).lower()}", deadline)
-        except Refused as refused:
+        except RestRefused as refused:
             if refused.status == 412:
                 raise InvalidState(f"deleting topic {topic!r}: {refused}") from refused
             raise _refusal(refused, f"deleting topic {topic!r}") from refused
@@ -252,12 +252,12 @@ class Topics:
             return ""
         try:
             stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)
-        except (Refused, AccessDenied):
+        except (RestRefused, AccessDenied):
             return ""
         return str(stats.get("deduplicationStatus", ""))
 
 
-def _refusal(refused: Refused, what: str) -> TxnBridgeError:
+def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:
     text = f"{what}: {refused}"
     if refused.status == 404:
         return NotFound(text)

@@ -11,8 +11,16 @@ from contextlib import suppress
 from typing import Any
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.client import Batch, Client, ConnectionLost, Consumer, Entry, Producer, TxnId
-from txnbridge_pulsar.client.connection import Connection
+from txnbridge_pulsar.client import (
+    BrokerConnectionLost,
+    MessageBatch,
+    PulsarClient,
+    PulsarConsumer,
+    PulsarProducer,
+    ReceivedEntry,
+    TxnId,
+)
+from txnbridge_pulsar.client.connection import BrokerConnection
 from txnbridge_pulsar.client.sending import Content
 
 # Far more than anything takes, also on a busy machine.
@@ -46,33 +54,35 @@ def path_of(topic: str) -> str:
     return topic.replace("://", "/")
 
 
-def batch_of(*payloads: bytes) -> Batch:
-    batch = Batch()
+def batch_of(*payloads: bytes) -> MessageBatch:
+    batch = MessageBatch()
     batch.extend(payloads)
     return batch
 
 
-def mend(producer: Producer, timeout: float = SOON) -> None:
+def mend(producer: PulsarProducer, timeout: float = SOON) -> None:
     """Reopen, as often as it takes, and send what is unconfirmed once more: the same bytes in the same order."""
     while producer.lost is not None:
         producer.reopen(timeout)
-        with suppress(ConnectionLost):  # lost again
+        with suppress(BrokerConnectionLost):  # lost again
             producer.resend(timeout)
 
 
-def send_for_certain(producer: Producer, content: Content, txn: TxnId | None = None, timeout: float = SOON) -> None:
+def send_for_certain(
+    producer: PulsarProducer, content: Content, txn: TxnId | None = None, timeout: float = SOON
+) -> None:
     """Send, whatever happens to the connection."""
     while True:
         mend(producer, timeout)
         try:
             producer.send(content, txn, timeout=timeout)
-        except ConnectionLost as error:
+        except BrokerConnectionLost as error:
             if not error.may_have_had_effect:
                 continue
         return
 
 
-def settle(producer: Producer, timeout: float = SOON) -> None:
+def settle(producer: PulsarProducer, timeout: float = SOON) -> None:
     """Wait for every receipt, whatever happens to the connection."""
     producer.flush(timeout)
     while producer.lost is not None:
@@ -80,15 +90,15 @@ def settle(producer: Producer, timeout: float = SOON) -> None:
         producer.flush(timeout)
 
 
-def begin(client: Client, *topics: str, ttl_ms: int = 60_000) -> TxnId:
+def begin(client: PulsarClient, *topics: str, ttl_ms: int = 60_000) -> TxnId:
     txn = client.transactions.begin(ttl_ms, SOON)
     client.transactions.register(txn, SOON, topics)
     return txn
 
 
-def receive(consumer: Consumer, messages: int) -> list[Entry]:
+def receive(consumer: PulsarConsumer, messages: int) -> list[ReceivedEntry]:
     """Entries until so many messages came."""
-    found: list[Entry] = []
+    found: list[ReceivedEntry] = []
     until = time.monotonic() + SOON
     while sum(len(entry.messages()) for entry in found) < messages:
         assert time.monotonic() < until, f"only {found} came"
@@ -96,30 +106,30 @@ def receive(consumer: Consumer, messages: int) -> list[Entry]:
     return found
 
 
-def consumer_of(entry: Entry) -> Consumer:
+def consumer_of(entry: ReceivedEntry) -> PulsarConsumer:
     assert entry.consumer is not None
     return entry.consumer
 
 
-def connection_of(side: Producer | Consumer) -> Connection:
+def connection_of(side: PulsarProducer | PulsarConsumer) -> BrokerConnection:
     assert side.connection is not None
     return side.connection
 
 
-def cut(side: Producer | Consumer) -> None:
+def cut(side: PulsarProducer | PulsarConsumer) -> None:
     """Let its connection end."""
     connection_of(side).close()
 
 
-def payloads(entries: list[Entry]) -> list[bytes]:
+def payloads(entries: list[ReceivedEntry]) -> list[bytes]:
     return [message.payload for entry in entries for message in entry.messages()]
 
 
-def everything(client: Client, topic: str) -> list[bytes]:
+def everything(client: PulsarClient, topic: str) -> list[bytes]:
     """What a new reader can read, up to what the broker calls the last message."""
     reader = client.read(topic, timeout=SOON)
     last = reader.last_message_id(SOON).whole_entry
-    found: list[Entry] = []
+    found: list[ReceivedEntry] = []
     until = time.monotonic() + SOON
     while last.entry >= 0 and (not found or found[-1].id.whole_entry[:2] < last[:2]):
         assert time.monotonic() < until, f"only {found} came, up to {last}"

@@ -10,8 +10,8 @@ import pytest
 from txnbridge_pulsar.admin import doctor, repair
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Refused
-from txnbridge_pulsar.outcome.late_writes import shut_out
+from txnbridge_pulsar.client.rest import RestRefused
+from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
 from tests.pulsar.client_kit import admin as ask
 from tests.pulsar.client_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
@@ -183,7 +183,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_b
 
     def unload():
         ask(pulsar_broker, "PUT", f"{path_of(unloaded)}/unload")
-        with pytest.raises(Refused, match=f"HTTP 500: Topic not found {unloaded}"):
+        with pytest.raises(RestRefused, match=f"HTTP 500: Topic not found {unloaded}"):
             look()
 
     unload()
@@ -195,7 +195,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_b
     with pytest.raises(InvalidState, match="coordinator that knows it"):
         admin.repair(str(txn), soon())
     client.transactions.end(txn, True, SOON)
-    with pytest.raises(Refused, match=rf"HTTP 404: .*\({txn.most},{txn.least}\)"):
+    with pytest.raises(RestRefused, match=rf"HTTP 404: .*\({txn.most},{txn.least}\)"):
         look()
     assert everything(client, topic) == [b"1"]
 
@@ -559,7 +559,7 @@ def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, op
         txn.send(new_topic(bridge), b"1")
         flush(txn)
         ended = announced(bridge)
-    assert not shut_out(cluster_of(bridge), ended, soon())
+    assert not refuse_late_writes(cluster_of(bridge), ended, soon())
     assert not held(admin)
     with pytest.raises(NotFound):
         admin.repair(str(ended.txn), soon())

@@ -11,7 +11,7 @@ from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartPulsar
 from txnbridge_conformance.looking import eventually
 from txnbridge_pulsar.admin import cleanup
-from txnbridge_pulsar.client import Client
+from txnbridge_pulsar.client import PulsarClient
 from txnbridge_pulsar.outcome import proof
 
 from tests.pulsar.client_kit import SOON, admin, path_of
@@ -38,8 +38,8 @@ LATER = (proof.PRESENCE_SECONDS + 900 + cleanup.KEPT_SECONDS + 60) * 1000
 NOT_YET = (900 + cleanup.KEPT_SECONDS - 60) * 1000
 
 
-def tidy(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
-    cleanup.tidy(cluster_of(bridge), topic, time.time() * 1000 + later_ms, Deadline(SOON))
+def clean_up(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
+    cleanup.clean_up(cluster_of(bridge), topic, time.time() * 1000 + later_ms, Deadline(SOON))
 
 
 @contextmanager
@@ -51,9 +51,9 @@ def as_if_long_ago(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def marker_of(token: str) -> str:
-    marked = how_of(token).marked
-    assert marked is not None
-    return marked.topic
+    proof = how_of(token).proof
+    assert proof is not None
+    return proof.topic
 
 
 def is_there(bridge: Bridge, topic: str) -> bool:
@@ -100,7 +100,7 @@ def prepare_commit_and_wait(url: str, admin_url: str, topic: str) -> None:
 
 
 def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_then_nobody_knows(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient
 ) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
@@ -109,8 +109,8 @@ def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_th
         child.kill()
     for later in (0, NOT_YET):
         for token in (prepared, plain):
-            tidy(bridge, marker_of(token), later)
-    tidy(bridge, marker_of(prepared), LATER)  # as if the coordinator had stood still all the time
+            clean_up(bridge, marker_of(token), later)
+    clean_up(bridge, marker_of(prepared), LATER)  # as if the coordinator had stood still all the time
     assert (state_of(bridge, prepared), state_of(bridge, plain)) == (TokenState.PREPARED, TokenState.COMMITTED)
     assert bridge.commit(prepared) is Outcome.COMMITTED
     for token in (prepared, plain):
@@ -126,26 +126,26 @@ def wait_until_cleared(bridge: Bridge, token: str) -> None:
 
     def is_gone() -> bool:
         if is_there(bridge, marker_of(token)):
-            tidy(bridge, marker_of(token), LATER)
+            clean_up(bridge, marker_of(token), LATER)
         return not is_there(bridge, marker_of(token))
 
     eventually(is_gone, "the marker topic is deleted")
 
 
 def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_write(
-    open_bridge: Connect, client: Client
+    open_bridge: Connect, client: PulsarClient
 ) -> None:
     bridge, other = open_bridge(), open_bridge()
     topic = new_topic(bridge)
     token = commit(bridge, topic, b"1")
-    tidy(other, marker_of(token), LATER)
+    clean_up(other, marker_of(token), LATER)
     assert state_of(other, token) is TokenState.COMMITTED
     assert state_of(other, commit(bridge, topic, b"2")) is TokenState.COMMITTED
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
 
 
 def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient
 ) -> None:
     bridge, other = open_bridge(), open_bridge()
     topic = new_topic(bridge)
@@ -164,7 +164,7 @@ def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> N
     bridge = open_bridge()
     topic = f"persistent://public/default/{unique('missing')}"
     with pytest.raises(NotFound):
-        tidy(bridge, topic)
+        clean_up(bridge, topic)
     assert not is_there(bridge, topic)
 
 
@@ -174,20 +174,20 @@ def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> N
 def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_truth(
     pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._MARKS_A_PRESENCE", 1)
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
     bridge = open_bridge(transactional_id=unique("owner"))
     topic = new_topic(bridge)
     with as_if_long_ago(monkeypatch):
         long_ago = [commit(bridge, topic, b"%d" % number) for number in range(3)]
     young = commit(bridge, topic, b"young")
     marker = marker_of(young)
-    tidy(bridge, marker)
-    since = how_of(young).marked
-    last = how_of(long_ago[-1]).marked
+    clean_up(bridge, marker)
+    since = how_of(young).proof
+    last = how_of(long_ago[-1]).proof
     assert since is not None and last is not None
     assert last.since < kept_from(pulsar_broker, marker) <= since.since
     assert state_of(bridge, young) is TokenState.COMMITTED
-    tidy(bridge, marker, LATER)  # an id may be opened again: its newest record stays
+    clean_up(bridge, marker, LATER)  # an id may be opened again: its newest record stays
     assert kept_from(pulsar_broker, marker) <= since.since
     assert state_of(bridge, young) is TokenState.COMMITTED
 
@@ -202,9 +202,9 @@ def test_an_unresolved_transaction_keeps_what_its_slot_needs(
     ended.append(prepare(bridge, topic))
     assert bridge.commit(ended[1]) is Outcome.COMMITTED
     unresolved = prepare(bridge, topic)
-    tidy(bridge, marker_of(unresolved), LATER)
-    marked = how_of(unresolved).marked
-    assert marked is not None and kept_from(pulsar_broker, marked.topic) <= marked.since
+    clean_up(bridge, marker_of(unresolved), LATER)
+    proof = how_of(unresolved).proof
+    assert proof is not None and kept_from(pulsar_broker, proof.topic) <= proof.since
     assert state_of(bridge, unresolved) is TokenState.PREPARED
     assert bridge.commit(unresolved) is bridge.abort(unresolved) is Outcome.COMMITTED
 
@@ -214,10 +214,10 @@ def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
 ) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
-    first, second = (how_of(commit(bridge, topic, value)).marked for value in (b"1", b"2"))
+    first, second = (how_of(commit(bridge, topic, value)).proof for value in (b"1", b"2"))
     monkeypatch.setattr("txnbridge_pulsar.write.writer.PRESENCE_SECONDS", 0.0)
     third = commit(bridge, topic, b"3")
-    assert first == second != how_of(third).marked
+    assert first == second != how_of(third).proof
     assert state_of(bridge, third) is TokenState.COMMITTED
 
 
@@ -247,7 +247,7 @@ def test_whoever_opens_clears_up_after_the_dead(
 def test_clearing_up_stops_when_the_bridge_is_closed(open_bridge: Connect) -> None:
     bridge = open_bridge(transactional_id=unique("owner"))
     bridge.close()
-    assert owner_of(bridge)._tidier._stop.is_set()
+    assert owner_of(bridge)._cleanup._stop.is_set()
 
 
 # --- a broker as it comes -------------------------------------------------------------------------------------------
@@ -265,13 +265,13 @@ def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs
         "brokerDeduplicationEntriesInterval": "1",  # else what it remembers of producers keeps records, too
     }
     broker = start_pulsar(delete_unused=True, settings=short)
-    monkeypatch.setattr("txnbridge_pulsar.write.writer._MARKS_A_PRESENCE", 1)
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
     with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner")) as bridge:
         topic = new_topic(bridge)
         with as_if_long_ago(monkeypatch):
             old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
         young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
-        tidy(bridge, marker_of(young[0]))
+        clean_up(bridge, marker_of(young[0]))
         eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")
         assert [state_of(bridge, token) for token in young] == [TokenState.COMMITTED] * 4
         with bridge.transaction() as txn:

@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.errors import CorruptEntry
-from txnbridge_pulsar.client.incoming import Entry
-from txnbridge_pulsar.client.outgoing import Batch
+from txnbridge_pulsar.client.incoming import ReceivedEntry
+from txnbridge_pulsar.client.outgoing import MessageBatch
 
 pytestmark = pytest.mark.offline
 
 
-class Slow(Entry):
+class Slow(ReceivedEntry):
     """Reads each message by itself."""
 
     def _alike(self, payload):
         return []
 
 
-def entry_of(count, payload, kind=Entry):
+def entry_of(count, payload, kind=ReceivedEntry):
     metadata = encode(
         "MessageMetadata", {"producer_name": "p", "sequence_id": 0, "publish_time": 1, "num_messages_in_batch": count}
     )
@@ -29,7 +29,7 @@ def entry_of(count, payload, kind=Entry):
 
 
 def batch_of(*payloads):
-    batch = Batch()
+    batch = MessageBatch()
     batch.extend(payloads)
     return entry_of(len(payloads), batch.body())
 
@@ -61,7 +61,7 @@ def told(entry):
 
 
 def test_a_message_that_says_more_than_the_first_is_read_by_itself():
-    batch = Batch()
+    batch = MessageBatch()
     batch.append(b"12345")
     batch.append(b"", "k")  # as many bytes: two of the key's own, its tag and its length
     entry = entry_of(2, batch.body())

@@ -282,7 +282,7 @@ def test_an_error_of_the_broker_has_its_code_and_text_and_survives_pickling(code
 
 @pytest.mark.parametrize("effect", [True, False])
 def test_a_lost_connection_says_whether_it_may_have_had_an_effect_also_after_pickling(effect):
-    for kind in (errors.ConnectionLost, errors.TimedOut):
+    for kind in (errors.BrokerConnectionLost, errors.RequestTimedOut):
         again = pickle.loads(pickle.dumps(kind("gone", effect)))
         assert (type(again), str(again), again.may_have_had_effect) == (kind, "gone", effect)
 

@@ -15,19 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from txnbridge_pulsar.client import (
     BasicAuthentication,
-    Client,
+    BrokerConnectionLost,
     Closed,
     ConnectFailed,
-    ConnectionLost,
     MessageId,
     NotAllowed,
     NotAuthenticated,
     PerhapsDropped,
     ProtocolError,
+    PulsarClient,
     PulsarError,
+    RequestTimedOut,
     Single,
     SubscriptionType,
-    TimedOut,
     TokenAuthentication,
     TxnId,
     pool,
@@ -36,8 +36,8 @@ from txnbridge_pulsar.client import (
 )
 from txnbridge_pulsar.client.address import Address, full_topic_name, partition_name, partition_of, service_url
 from txnbridge_pulsar.client.answers import answer_to
-from txnbridge_pulsar.client.clock import Deadline, pauses
-from txnbridge_pulsar.client.connection import Connection, ConnectionOptions
+from txnbridge_pulsar.client.clock import ClientDeadline, pauses
+from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
 from txnbridge_pulsar.client.frames import command
 
 from tests.in_time import within
@@ -64,8 +64,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 
 
-def connect(broker: FakeBroker, timeout: float = SOON, **options: Any) -> Connection:
-    return Connection.open(Address("127.0.0.1", broker.port), ConnectionOptions(**options), Deadline(timeout))
+def connect(broker: FakeBroker, timeout: float = SOON, **options: Any) -> BrokerConnection:
+    return BrokerConnection.open(
+        Address("127.0.0.1", broker.port), ConnectionOptions(**options), ClientDeadline(timeout)
+    )
 
 
 def partitions(peer: Peer, fields: dict[str, Any]) -> None:
@@ -128,7 +130,7 @@ def test_many_requests_are_in_flight_and_each_gets_its_own_answer():
 
     with fake_broker(partition_metadata=answer_backwards) as broker:
         connection = connect(broker)
-        asked = [connection.request("partition_metadata", Deadline(SOON), topic="t") for _ in range(100)]
+        asked = [connection.request("partition_metadata", ClientDeadline(SOON), topic="t") for _ in range(100)]
         answers = [response.result(SOON) for response in asked]
         assert [answer["partitions"] for answer in answers] == [answer["request_id"] for answer in answers]
         assert len({answer["request_id"] for answer in answers}) == 100
@@ -138,8 +140,8 @@ def test_many_requests_are_in_flight_and_each_gets_its_own_answer():
 def test_a_request_that_is_not_answered_times_out_and_may_have_had_an_effect():
     with fake_broker() as broker:
         connection = connect(broker)
-        with pytest.raises(TimedOut) as error:
-            connection.ask("new_txn", Deadline(0.1), tc_id=0)
+        with pytest.raises(RequestTimedOut) as error:
+            connection.ask("new_txn", ClientDeadline(0.1), tc_id=0)
         assert error.value.may_have_had_effect
         assert connection._requests == {}
         connection.close()
@@ -148,21 +150,21 @@ def test_a_request_that_is_not_answered_times_out_and_may_have_had_an_effect():
 def test_an_answer_that_comes_too_late_disturbs_nobody():
     with fake_broker(partition_metadata=partitions) as broker:
         connection = connect(broker)
-        with pytest.raises(TimedOut):
-            connection.ask("new_txn", Deadline(0.05), tc_id=0)
+        with pytest.raises(RequestTimedOut):
+            connection.ask("new_txn", ClientDeadline(0.05), tc_id=0)
         (asked,) = broker.wait_for("new_txn")
         broker.peers[0].say("new_txn_response", request_id=asked.fields["request_id"])
-        assert connection.ask("partition_metadata", Deadline(SOON), topic="t")["partitions"] == 3
+        assert connection.ask("partition_metadata", ClientDeadline(SOON), topic="t")["partitions"] == 3
         connection.close()
 
 
 def test_nothing_is_left_of_lanes_that_were_hung_up():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         for number in range(10):
-            client.read("persistent://a/b/t", timeout=SOON, lane=f"reader {number}")
+            client.read("persistent://a/b/t", timeout=SOON, connection_key=f"reader {number}")
             client.hang_up(f"reader {number}")
-        assert [lane for _, lane in [*client._pool._connections, *client._pool._opening]] == [""]
+        assert [connection_key for _, connection_key in [*client._pool._connections, *client._pool._opening]] == [""]
 
 
 def test_an_error_with_the_code_0_is_an_error():
@@ -172,18 +174,18 @@ def test_an_error_with_the_code_0_is_an_error():
     with fake_broker(new_txn=refuse) as broker:
         connection = connect(broker)
         with pytest.raises(Exception, match="UNKNOWN: no"):
-            connection.ask("new_txn", Deadline(SOON))
+            connection.ask("new_txn", ClientDeadline(SOON))
         connection.close()
 
 
 def test_whoever_waits_is_told_when_the_connection_breaks():
     with fake_broker(new_txn=lambda peer, fields: peer.hang_up()) as broker:
         connection = connect(broker)
-        with pytest.raises(ConnectionLost) as error:
-            connection.ask("new_txn", Deadline(SOON))
+        with pytest.raises(BrokerConnectionLost) as error:
+            connection.ask("new_txn", ClientDeadline(SOON))
         assert error.value.may_have_had_effect
-        with pytest.raises(ConnectionLost) as error:
-            connection.ask("new_txn", Deadline(SOON))
+        with pytest.raises(BrokerConnectionLost) as error:
+            connection.ask("new_txn", ClientDeadline(SOON))
         assert not error.value.may_have_had_effect
         assert connection.closed
 
@@ -191,10 +193,10 @@ def test_whoever_waits_is_told_when_the_connection_breaks():
 def test_whoever_waits_is_told_when_the_connection_is_closed_on_this_side():
     with fake_broker() as broker:
         connection = connect(broker)
-        response = connection.request("new_txn", Deadline(SOON), tc_id=0)
+        response = connection.request("new_txn", ClientDeadline(SOON), tc_id=0)
         broker.wait_for("new_txn")
         connection.close()
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(BrokerConnectionLost):
             response.result(SOON)
 
 
@@ -204,11 +206,11 @@ def test_what_was_acknowledged_when_the_broker_closes_the_consumer_is_unknown_at
 
     with fake_broker(ack=acknowledged) as broker:
         owns_everything(broker)
-        with Client(broker.url) as client:
+        with PulsarClient(broker.url) as client:
             consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
-            with pytest.raises(ConnectionLost, match="closed before it was answered") as lost:
+            with pytest.raises(BrokerConnectionLost, match="closed before it was answered") as lost:
                 consumer.acknowledge([MessageId(1, 1)], TxnId(0, 1), timeout=SOON)
-            assert not isinstance(lost.value, TimedOut)
+            assert not isinstance(lost.value, RequestTimedOut)
             assert lost.value.may_have_had_effect
 
 
@@ -217,7 +219,7 @@ def test_in_a_transaction_each_part_of_an_entry_is_acknowledged_by_a_command_of_
     whole, parts = [MessageId(1, 0), MessageId(1, 1, -1, -1, 2)], [MessageId(1, 3, -1, 0, 2), MessageId(1, 4, -1, 1, 2)]
     with fake_broker() as broker:
         owns_everything(broker)
-        with Client(broker.url) as client:
+        with PulsarClient(broker.url) as client:
             consumer = client.subscribe("persistent://public/default/t", "group", timeout=SOON)
             consumer.start_acknowledge([parts[0], *whole, parts[1]], TxnId(0, 1), timeout=SOON)
             told = [[id["entry_id"] for id in frame.fields["message_id"]] for frame in broker.wait_for("ack", 3)]
@@ -237,7 +239,7 @@ def test_commands_that_nobody_knows_or_asked_for_are_ignored():
 
     with fake_broker(partition_metadata=odd) as broker:
         connection = connect(broker)
-        assert connection.ask("partition_metadata", Deadline(SOON), topic="t")["partitions"] == 3
+        assert connection.ask("partition_metadata", ClientDeadline(SOON), topic="t")["partitions"] == 3
         connection.close()
 
 
@@ -252,8 +254,8 @@ def test_commands_that_nobody_knows_or_asked_for_are_ignored():
 def test_garbage_ends_the_connection_and_says_so(data):
     with fake_broker(new_txn=lambda peer, fields: peer.raw(data)) as broker:
         connection = connect(broker)
-        with pytest.raises(ConnectionLost) as error:
-            connection.ask("new_txn", Deadline(SOON))
+        with pytest.raises(BrokerConnectionLost) as error:
+            connection.ask("new_txn", ClientDeadline(SOON))
         assert isinstance(error.value.__cause__, ProtocolError)
 
 
@@ -267,7 +269,7 @@ def test_a_port_where_nobody_listens_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConnectFailed, match=f"127.0.0.1:{port}"):
-        Connection.open(Address("127.0.0.1", port), ConnectionOptions(), Deadline(SOON))
+        BrokerConnection.open(Address("127.0.0.1", port), ConnectionOptions(), ClientDeadline(SOON))
 
 
 def test_a_broker_that_stops_reading_blocks_no_writer_beyond_its_deadline():
@@ -275,10 +277,10 @@ def test_a_broker_that_stops_reading_blocks_no_writer_beyond_its_deadline():
     with fake_broker(flow=lambda peer, fields: stop.wait(SOON)) as broker:
         connection = connect(broker)
         frame = b"".join([b"\x00\x00\x00\x09", b"\x00\x00\x00\x05\x08\x12\x92\x01\x00"]) * 100_000  # pings
-        connection.write(b"\x00\x00\x00\x0c\x00\x00\x00\x08\x08\x0b\x5a\x04\x08\x00\x10\x01", Deadline(SOON))
-        with pytest.raises(TimedOut) as error:
+        connection.write(b"\x00\x00\x00\x0c\x00\x00\x00\x08\x08\x0b\x5a\x04\x08\x00\x10\x01", ClientDeadline(SOON))
+        with pytest.raises(RequestTimedOut) as error:
             for _ in range(1000):
-                connection.write(frame, Deadline(0.2))
+                connection.write(frame, ClientDeadline(0.2))
         assert error.value.may_have_had_effect
         stop.set()
         connection.close()
@@ -294,13 +296,13 @@ def test_an_answer_of_another_kind_is_refused(name):
         broker.handlers[name] = wrong
         connection = connect(broker)
         with pytest.raises(ProtocolError, match="was due"):
-            connection.ask(name, Deadline(SOON), **REQUESTS[name])
+            connection.ask(name, ClientDeadline(SOON), **REQUESTS[name])
         assert not connection.closed
         connection.close()
 
 
 def test_a_transaction_without_an_id_is_refused():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         broker.handlers["partition_metadata"] = partitions
         for name in ("tc_client_connect_request", "new_txn"):
@@ -341,9 +343,9 @@ def test_whatever_a_broker_says_a_request_ends(garbage, frame):
     says[:] = [frame]
     connection = connect(broker)
     with pytest.raises(PulsarError) as error:
-        connection.ask("new_txn", Deadline(SOON), tc_id=0)
+        connection.ask("new_txn", ClientDeadline(SOON), tc_id=0)
     connection.close()
-    assert not isinstance(error.value, TimedOut)
+    assert not isinstance(error.value, RequestTimedOut)
     assert "could not be handled" not in str(error.value)  # a mistake of ours
 
 
@@ -377,8 +379,8 @@ def test_a_ping_is_answered():
 def test_a_quiet_broker_is_pinged_and_given_up_if_it_stays_quiet():
     with fake_broker() as broker:
         connection = connect(broker, quiet_seconds=0.2)
-        with pytest.raises(ConnectionLost, match=r"0\.4 s"):
-            connection.request("new_txn", Deadline(SOON)).result(SOON)
+        with pytest.raises(BrokerConnectionLost, match=r"0\.4 s"):
+            connection.request("new_txn", ClientDeadline(SOON)).result(SOON)
         assert len(broker.wait_for("ping")) == 1
 
 
@@ -440,7 +442,7 @@ def test_credentials_that_are_refused_are_an_error_of_their_own_and_not_tried_ag
     def refuse(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("error", request_id=2**64 - 1, error=3, message="Failed to authenticate")
 
-    with fake_broker(connect=refuse) as broker, Client(broker.url) as client:
+    with fake_broker(connect=refuse) as broker, PulsarClient(broker.url) as client:
         with pytest.raises(NotAuthenticated, match="Failed to authenticate"):
             client.partitions("t", SOON)
         assert len(broker.wait_for("connect")) == 1
@@ -499,7 +501,7 @@ def test_many_threads_read_and_write_through_tls_at_once(certified):
 
         def ask(number: int) -> bool:
             topic = f"{number} " * 50_000
-            answer = connection.ask("partition_metadata", Deadline(SOON), topic=topic)
+            answer = connection.ask("partition_metadata", ClientDeadline(SOON), topic=topic)
             return bool(answer["message"] == topic)
 
         with ThreadPoolExecutor(8) as threads:
@@ -530,7 +532,7 @@ def redirect_to(other: FakeBroker) -> Any:
 
 
 def test_a_redirect_is_followed_with_the_authority_that_it_gives():
-    with fake_broker() as first, fake_broker() as second, Client(first.url) as client:
+    with fake_broker() as first, fake_broker() as second, PulsarClient(first.url) as client:
         first.handlers["lookup"] = redirect_to(second)
         owns_everything(second)
         producer = client.create_producer("t", timeout=SOON)
@@ -541,7 +543,7 @@ def test_a_redirect_is_followed_with_the_authority_that_it_gives():
 
 
 def test_a_broker_that_redirects_in_circles_is_asked_anew_after_twenty_times():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         answer = broker.handlers["lookup"]
 
@@ -558,7 +560,7 @@ def test_a_broker_of_the_service_url_that_is_down_is_passed_over():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         down = taken.getsockname()[1]
     with fake_broker(partition_metadata=partitions) as broker:
-        with Client(f"pulsar://127.0.0.1:{down},127.0.0.1:{broker.port}") as client:
+        with PulsarClient(f"pulsar://127.0.0.1:{down},127.0.0.1:{broker.port}") as client:
             assert client.partitions("t", SOON) == 3
 
 
@@ -572,7 +574,7 @@ def test_a_broker_behind_a_proxy_is_named_to_the_proxy():
             proxy_through_service_url=True,
         )
 
-    with fake_broker() as proxy, Client(proxy.url) as client:
+    with fake_broker() as proxy, PulsarClient(proxy.url) as client:
         owns_everything(proxy)
         proxy.handlers["lookup"] = through_proxy
         client.create_producer("t", timeout=SOON).close(SOON)
@@ -592,7 +594,7 @@ def test_what_is_not_ready_is_asked_again_until_it_is():
         else:
             peer.say("producer_success", request_id=fields["request_id"], producer_name="p")
 
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         broker.handlers["producer"] = not_at_first
         client.create_producer("t", timeout=SOON).close(SOON)
@@ -600,18 +602,23 @@ def test_what_is_not_ready_is_asked_again_until_it_is():
 
 
 def test_lanes_have_connections_of_their_own():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
-        producers = [client.create_producer("t", timeout=SOON, lane=lane) for lane in ("", "", "a", "b")]
+        producers = [
+            client.create_producer("t", timeout=SOON, connection_key=connection_key)
+            for connection_key in ("", "", "a", "b")
+        ]
         assert len({id(producer.connection) for producer in producers}) == 3
         for producer in producers:
             producer.close(SOON)
 
 
 def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
-        kept, lost = (client.create_producer("t", timeout=SOON, lane=lane) for lane in ("a", "b"))
+        kept, lost = (
+            client.create_producer("t", timeout=SOON, connection_key=connection_key) for connection_key in ("a", "b")
+        )
         client.hang_up("b")
         assert lost.lost is not None and kept.lost is None
         lost.reopen(SOON)
@@ -620,7 +627,7 @@ def test_a_lane_that_is_hung_up_loses_what_was_opened_in_it_and_nothing_else():
 
 def test_a_closed_client_opens_nothing():
     with fake_broker(partition_metadata=partitions) as broker:
-        client = Client(broker.url)
+        client = PulsarClient(broker.url)
         client.close()
         client.close()
         with pytest.raises(Closed):
@@ -631,18 +638,18 @@ def test_a_closed_client_opens_nothing():
 
 
 def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_again_only_when_asked():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", name="p", timeout=SOON)
         sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(3)]
         broker.wait_for("send", 3)
         broker.peers[0].hang_up()
         for send in sends:
-            with pytest.raises(ConnectionLost) as error:
+            with pytest.raises(BrokerConnectionLost) as error:
                 send.result(SOON)
             assert error.value.may_have_had_effect
         assert producer.unconfirmed == sends
-        with pytest.raises(ConnectionLost) as error:
+        with pytest.raises(BrokerConnectionLost) as error:
             producer.send(Single(b"x"), timeout=SOON)
         assert not error.value.may_have_had_effect
         producer.reopen(SOON)
@@ -658,7 +665,7 @@ def test_what_has_no_receipt_when_the_connection_breaks_is_unconfirmed_and_sent_
 
 
 def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it_is_sent_again():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(6)]
@@ -670,14 +677,14 @@ def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it
             write = connection.write
             written: list[bytes] = []
 
-            def breaks(frame: bytes, deadline: Deadline, write=write, written=written, after=after) -> None:
+            def breaks(frame: bytes, deadline: ClientDeadline, write=write, written=written, after=after) -> None:
                 if len(written) == after:
-                    raise ConnectionLost("it broke")
+                    raise BrokerConnectionLost("it broke")
                 written.append(frame)
                 write(frame, deadline)
 
             connection.write = breaks  # type: ignore[method-assign]
-            with pytest.raises(ConnectionLost):
+            with pytest.raises(BrokerConnectionLost):
                 producer.resend(SOON)
             client.hang_up("")  # the loss is told to the producer only now
             assert producer.unconfirmed == sends
@@ -685,7 +692,7 @@ def test_what_is_unconfirmed_keeps_its_order_also_when_it_is_lost_again_while_it
 
 
 def test_ids_of_what_is_forgotten_are_not_used_again():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         producer.send(Single(b"0"), timeout=SOON)
@@ -701,7 +708,7 @@ def test_ids_of_what_is_forgotten_are_not_used_again():
 
 
 def test_a_producer_whose_topic_moves_is_lost_and_the_connection_is_not():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         first, second = (client.create_producer(topic, timeout=SOON) for topic in ("a", "b"))
         broker.peers[0].say("close_producer", producer_id=first.id, request_id=2**64 - 1)
@@ -715,7 +722,7 @@ def test_a_producer_whose_topic_moves_is_lost_and_the_connection_is_not():
 
 def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_follows_it():
     """A topic that moves is closed first: what follows a message that came too late may be stored before it."""
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", name="p", timeout=SOON)
         sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(3)]
@@ -725,7 +732,7 @@ def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_f
         broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=2)
         assert sends[0].result(SOON).sequence_id == 0
         for send in sends[1:]:
-            with pytest.raises(ConnectionLost, match="fenced"):
+            with pytest.raises(BrokerConnectionLost, match="fenced"):
                 send.result(SOON)
         assert producer.unconfirmed == sends[1:]
         assert [send.refused for send in sends] == [False, True, False]
@@ -744,7 +751,7 @@ def test_what_a_broker_cannot_store_for_the_moment_is_sent_again_with_all_that_f
 
 
 def test_what_a_broker_will_never_store_is_told_of_that_message_alone():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         sends = [producer.send(Single(b"%d" % number), timeout=SOON) for number in range(2)]
@@ -759,7 +766,7 @@ def test_what_a_broker_will_never_store_is_told_of_that_message_alone():
 
 def test_a_receipt_for_nothing_says_that_the_message_was_dropped_as_a_duplicate():
     nowhere = {"ledger_id": 2**64 - 1, "entry_id": 2**64 - 1}
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         send = producer.send(Single(b"x"), timeout=SOON)
@@ -768,7 +775,7 @@ def test_a_receipt_for_nothing_says_that_the_message_was_dropped_as_a_duplicate(
 
 
 def test_what_is_larger_than_the_broker_takes_is_not_sent():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         with pytest.raises(Exception, match="1000"):
@@ -777,11 +784,11 @@ def test_what_is_larger_than_the_broker_takes_is_not_sent():
 
 
 def test_no_more_bytes_are_on_their_way_than_allowed():
-    with fake_broker() as broker, Client(broker.url, unconfirmed_bytes=1500) as client:
+    with fake_broker() as broker, PulsarClient(broker.url, unconfirmed_bytes=1500) as client:
         owns_everything(broker)
         producer = client.create_producer("t", timeout=SOON)
         first = producer.send(Single(bytes(900)), timeout=SOON)
-        with pytest.raises(TimedOut) as error:
+        with pytest.raises(RequestTimedOut) as error:
             producer.send(Single(bytes(900)), timeout=0.1)
         assert not error.value.may_have_had_effect
         broker.peers[0].say("send_receipt", producer_id=producer.id, sequence_id=0)
@@ -792,10 +799,10 @@ def test_no_more_bytes_are_on_their_way_than_allowed():
 
 
 def test_an_opening_that_is_not_answered_in_time_is_taken_back():
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         broker.handlers["producer"] = lambda peer, fields: None
-        with pytest.raises(TimedOut):
+        with pytest.raises(RequestTimedOut):
             client.create_producer("t", timeout=0.2)
         (opened,) = broker.wait_for("producer")
         (closed,) = broker.wait_for("close_producer")
@@ -805,7 +812,7 @@ def test_an_opening_that_is_not_answered_in_time_is_taken_back():
 @pytest.mark.parametrize("kind", ["producer", "subscribe"])
 def test_a_broker_that_never_answers_an_opening_is_left_for_the_one_that_serves_the_topic_by_then(monkeypatch, kind):
     monkeypatch.setattr(pool, "_SECONDS_AN_OPENING", 0.2)
-    with fake_broker() as silent, fake_broker() as other, Client(silent.url) as client:
+    with fake_broker() as silent, fake_broker() as other, PulsarClient(silent.url) as client:
         for broker in (silent, other):
             owns_everything(broker)
 
@@ -825,7 +832,7 @@ def test_who_waits_for_its_turn_is_told_when_it_comes():
         for ready in (False, True):
             peer.say("producer_success", request_id=fields["request_id"], producer_name="p", producer_ready=ready)
 
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         broker.handlers["producer"] = later
         client.create_producer("t", timeout=SOON).close(SOON)
@@ -845,7 +852,7 @@ def test_nothing_is_asked_of_a_consumer_before_the_broker_has_made_it():
         early.extend(frame for frame in peer.seen if frame.name == "flow")
         peer.say("success", request_id=requests[0])
 
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
         broker.handlers.update(subscribe=make, pong=make_the_rest)
         consumer = client.subscribe("t", "s", timeout=SOON, type=SubscriptionType.FAILOVER)

@@ -10,11 +10,11 @@ import pytest
 from txnbridge_pulsar.client import (
     EARLIEST,
     LATEST,
-    Client,
+    BrokerConnectionLost,
     Closed,
-    ConnectionLost,
     ConsumerBusy,
     Inbox,
+    PulsarClient,
     Single,
     SubscriptionType,
     partition_name,
@@ -26,11 +26,11 @@ from tests.pulsar.reading_kit import write, write_chunks
 ALL_TYPES = pytest.mark.parametrize("type", list(SubscriptionType), ids=lambda type: type.name)
 
 
-def subscribe(client: Client, topic: str, **options: object):
+def subscribe(client: PulsarClient, topic: str, **options: object):
     return client.subscribe(topic, "s", timeout=SOON, **{"start": EARLIEST, **options})  # type: ignore[arg-type]
 
 
-def send(client: Client, topic: str, *contents: object) -> None:
+def send(client: PulsarClient, topic: str, *contents: object) -> None:
     producer = client.create_producer(topic, timeout=SOON)
     for content in contents:
         producer.send(Single(content) if isinstance(content, bytes) else content, timeout=SOON)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
 def test_an_exclusive_subscription_takes_one_consumer(client, topic):
     subscribe(client, topic)
     with pytest.raises(ConsumerBusy):
-        subscribe(client, topic, lane="other")
+        subscribe(client, topic, connection_key="other")
 
 
 def test_consumers_of_a_shared_subscription_share_its_messages(client, topic):
@@ -128,7 +128,7 @@ def test_consumers_of_a_shared_subscription_share_its_messages(client, topic):
 def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_takes_over(client, topic):
     inbox = Inbox()
     both = [
-        subscribe(client, topic, type=SubscriptionType.FAILOVER, name=name, lane=name, inbox=inbox)
+        subscribe(client, topic, type=SubscriptionType.FAILOVER, name=name, connection_key=name, inbox=inbox)
         for name in ("a", "b")
     ]
     send(client, topic, b"1")
@@ -308,7 +308,7 @@ def reopened(reader, count):
     """What it gives next. A broker that sees the old connection end late may close the new consumer with the old."""
     while True:
         reader.reopen(SOON)
-        with suppress(ConnectionLost):
+        with suppress(BrokerConnectionLost):
             return receive(reader, count)
 
 
@@ -349,10 +349,10 @@ def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(clie
     consumer.acknowledge([entries[0].id], timeout=SOON)
     generation = consumer.generation
     admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         while True:
             consumer.receive(SOON)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         consumer.acknowledge([entries[1].id], timeout=SOON)
     consumer.reopen(SOON)
     # The first may come again: a broker stores what is acknowledged now and then.
@@ -368,7 +368,7 @@ def test_what_waited_when_the_connection_ended_is_given_before_the_loss_is_told(
         time.sleep(0.01)
     cut(consumer)
     assert payloads(consumer.receive(SOON)) == [b"1"]
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         consumer.receive(SOON)
 
 

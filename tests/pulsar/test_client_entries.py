@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_pulsar.client import Batch, CorruptEntry, Entry, MessageId, MissingLibrary, ProtocolError, Single, TxnId
+from txnbridge_pulsar.client import (
+    CorruptEntry,
+    MessageBatch,
+    MessageId,
+    MissingLibrary,
+    ProtocolError,
+    ReceivedEntry,
+    Single,
+    TxnId,
+)
 from txnbridge_pulsar.client.chunks import CHUNK_BYTES, MOST_AT_ONCE, Chunks
 from txnbridge_pulsar.client.codec import encode
 from txnbridge_pulsar.client.compression import Compression, compress, decompress
@@ -22,7 +31,9 @@ pytestmark = pytest.mark.offline
 MINIMUM = {"producer_name": "p", "sequence_id": 5, "publish_time": 1}
 
 
-def entry_of(content: Content, acked: Any = (), compression: Compression = Compression.NONE, **metadata: Any) -> Entry:
+def entry_of(
+    content: Content, acked: Any = (), compression: Compression = Compression.NONE, **metadata: Any
+) -> ReceivedEntry:
     """The content as a consumer gets it."""
     body = content.body()
     described: dict[str, Any] = {**MINIMUM, **content.metadata(), **metadata}
@@ -34,7 +45,7 @@ def entry_of(content: Content, acked: Any = (), compression: Compression = Compr
     fields: dict[str, Any] = {"message_id": {"ledger_id": 7, "entry_id": 8, "partition": 2}}
     if acked:
         fields["ack_set"] = ack_set(content.count, acked)
-    return Entry(None, 1, fields, parse(frame[4:]).tail)
+    return ReceivedEntry(None, 1, fields, parse(frame[4:]).tail)
 
 
 KEYS = st.none() | st.binary(max_size=20) | st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
@@ -58,7 +69,7 @@ def parts(message: Any) -> tuple[Any, ...]:
 
 @given(st.lists(MESSAGES, min_size=1, max_size=20))
 def test_a_batch_is_read_as_it_was_filled(messages):
-    batch = Batch()
+    batch = MessageBatch()
     for message in messages:
         batch.append(*message)
     assert batch.size == len(batch.body())
@@ -80,7 +91,7 @@ def test_a_message_alone_is_read_as_it_was_sent(message):
 
 @given(st.lists(st.binary(max_size=300), max_size=30))
 def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_message(payloads):
-    at_once, one_by_one = Batch(), Batch()
+    at_once, one_by_one = MessageBatch(), MessageBatch()
     at_once.extend(payloads)
     for payload in payloads:
         one_by_one.append(payload)
@@ -88,7 +99,7 @@ def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_m
 
 
 def test_the_key_of_a_batchs_first_message_routes_it():
-    batch = Batch()
+    batch = MessageBatch()
     batch.append(b"1", b"\x00key")
     batch.append(b"2", b"other")
     assert batch.metadata()["partition_key"] == "AGtleQ=="
@@ -101,7 +112,7 @@ def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
 
 
 def test_of_a_batch_only_what_is_not_acknowledged_is_given():
-    batch = Batch()
+    batch = MessageBatch()
     batch.extend([b"%d" % number for number in range(130)])
     entry = entry_of(batch, acked=[0, 63, 64, 129])
     assert [message.index for message in entry.messages()] == [i for i in range(130) if i not in (0, 63, 64, 129)]
@@ -188,7 +199,7 @@ def test_garbage_is_unpacked_or_refused(kind, data):
 
 
 def test_a_packed_batch_is_read():
-    batch = Batch()
+    batch = MessageBatch()
     batch.extend([b"one", b"two"])
     assert [m.payload for m in entry_of(batch, compression=Compression.ZLIB).messages()] == [b"one", b"two"]
 
@@ -196,7 +207,7 @@ def test_a_packed_batch_is_read():
 # ---------------------------------------------------------------------------------------------------- chunks
 
 
-def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> Entry:
+def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> ReceivedEntry:
     metadata: dict[str, Any] = {
         "uuid": uuid,
         "chunk_id": number,
@@ -208,7 +219,7 @@ def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: in
     return entry
 
 
-def add(chunks: Chunks, entry: Entry, max_bytes: int = 1 << 20) -> Entry | None:
+def add(chunks: Chunks, entry: ReceivedEntry, max_bytes: int = 1 << 20) -> ReceivedEntry | None:
     assert entry.chunk is not None
     return chunks.add(entry, entry.chunk, max_bytes)
 
@@ -348,14 +359,14 @@ def tail_of(content: Content) -> bytes:
 def test_one_wrong_byte_is_noticed(at, difference):
     tail = bytearray(tail_of(Single(b"payload" * 30)))
     tail[6 + at] ^= difference  # behind the checksum
-    entry = Entry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, bytes(tail))
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, bytes(tail))
     with pytest.raises(CorruptEntry, match="7:8"):
         entry.messages()
 
 
 @given(st.binary(max_size=100))
 def test_an_entry_of_garbage_is_refused_when_its_messages_are_asked_for(tail):
-    entry = Entry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
     if entry.fault is not None:
         with pytest.raises(CorruptEntry):
             entry.messages()
@@ -364,7 +375,7 @@ def test_an_entry_of_garbage_is_refused_when_its_messages_are_asked_for(tail):
 
 def test_a_batch_that_claims_more_messages_than_it_has_is_refused():
     for claimed in (3, 2**31 - 1):
-        batch = Batch()
+        batch = MessageBatch()
         batch.extend([b"one", b"two"])
         with pytest.raises(CorruptEntry):
             entry_of(batch, num_messages_in_batch=claimed).messages()
@@ -379,7 +390,7 @@ def test_a_batch_of_garbage_is_read_or_refused(payload):
 def test_what_a_broker_adds_before_the_entry_is_read_and_not_part_of_it():
     added = encode("BrokerEntryMetadata", {"broker_timestamp": 1, "index": 41})
     tail = b"\x0e\x02" + len(added).to_bytes(4, "big") + added + tail_of(Single(b"x"))
-    entry = Entry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
     assert entry.index == 41
     assert [message.payload for message in entry.messages()] == [b"x"]
 

@@ -8,11 +8,11 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_pulsar.client import (
     EARLIEST,
-    Client,
-    ConnectionLost,
+    BrokerConnectionLost,
+    PulsarClient,
     PulsarError,
+    RequestTimedOut,
     Single,
-    TimedOut,
     TransactionNotFound,
 )
 
@@ -51,7 +51,7 @@ def test_a_transaction_survives_the_broker_and_nothing_is_lost_or_doubled(client
     assert everything(client, topic) == [b"before", *expected]
     with pytest.raises(TransactionNotFound):
         client.transactions.end(late, True, AFTER_A_KILL)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         consumer.receive(SOON)
     consumer.reopen(AFTER_A_KILL)
     assert payloads(receive(consumer, 1 + len(expected))) == [b"before", *expected]
@@ -89,12 +89,12 @@ def test_a_frozen_broker_keeps_nobody_beyond_the_deadline(client, topic, frozen,
         lambda: client.transactions.register(txn, 0.3, [topic], [(topic, "s")]),
         lambda: client.transactions.end(txn, True, 0.3),
         lambda: client.transactions.connect(0.3),
-        lambda: Client(service(pulsar_broker)).partitions(topic, 0.3),
+        lambda: PulsarClient(service(pulsar_broker)).partitions(topic, 0.3),
     ]
     for call in calls:
         with within(0.3), pytest.raises(PulsarError) as error:
             call()
-        assert isinstance(error.value, TimedOut) or error.value.retriable
+        assert isinstance(error.value, RequestTimedOut) or error.value.retriable
     with within(0.9):
         assert consumer.receive(0.3) == []
         producer.close(0.3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from txnbridge_pulsar.client import EARLIEST, Client, Compression, Single, SubscriptionType
+from txnbridge_pulsar.client import EARLIEST, Compression, PulsarClient, Single, SubscriptionType
 
 from tests.pulsar.client_kit import SOON, batch_of, begin, everything, payloads, receive, service
 
@@ -36,7 +36,7 @@ def read_by(official: Any, topic: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", list(Compression), ids=lambda kind: kind.name)
-def test_the_official_client_reads_what_we_write(official, client: Client, topic, kind):
+def test_the_official_client_reads_what_we_write(official, client: PulsarClient, topic, kind):
     producer = client.create_producer(topic, timeout=SOON, compression=kind)
     batch = batch_of(b"plain", b"")
     batch.append(b"full", "key", [("a", "1"), ("ü", "2")], 1234, b"order")

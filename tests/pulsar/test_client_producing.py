@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from txnbridge_pulsar.client import (
     AccessMode,
-    Client,
+    BrokerConnectionLost,
     Closed,
     Compression,
-    ConnectionLost,
     MessageTooLarge,
     MissingLibrary,
-    Producer,
     ProducerBusy,
     ProducerFenced,
+    PulsarClient,
+    PulsarProducer,
+    RequestTimedOut,
     Single,
-    TimedOut,
     TopicNotFound,
     partition_name,
 )
@@ -35,7 +35,7 @@ from tests.pulsar.client_kit import (
 )
 
 
-def exclusive(client: Client, topic: str, **options: object) -> Producer:
+def exclusive(client: PulsarClient, topic: str, **options: object) -> PulsarProducer:
     return client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, **options)  # type: ignore[arg-type]
 
 
@@ -133,9 +133,9 @@ def test_what_was_on_its_way_when_the_topic_moved_is_sent_again_and_stored_once(
 def test_a_name_can_be_used_by_one_producer_at_a_time(client, topic):
     first = client.create_producer(topic, name="same", timeout=SOON)
     with pytest.raises(ProducerBusy):
-        client.create_producer(topic, name="same", timeout=SOON, lane="other")
+        client.create_producer(topic, name="same", timeout=SOON, connection_key="other")
     first.close(SOON)
-    client.create_producer(topic, name="same", timeout=SOON, lane="other").close(SOON)
+    client.create_producer(topic, name="same", timeout=SOON, connection_key="other").close(SOON)
 
 
 def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
@@ -149,7 +149,7 @@ def test_a_topic_that_is_held_exclusively_takes_nobody_else(client, topic):
 
 def test_who_waits_for_a_topic_has_it_when_its_owner_leaves(client, topic):
     owner = client.create_producer(topic, timeout=SOON, access=AccessMode.EXCLUSIVE)
-    with pytest.raises(TimedOut):
+    with pytest.raises(RequestTimedOut):
         client.create_producer(topic, timeout=0.5, access=AccessMode.WAIT_FOR_EXCLUSIVE)
     owner.close(SOON)
     waiting = client.create_producer(topic, timeout=SOON, access=AccessMode.WAIT_FOR_EXCLUSIVE)
@@ -158,10 +158,10 @@ def test_who_waits_for_a_topic_has_it_when_its_owner_leaves(client, topic):
 
 def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
     bystander = client.create_producer(topic + "-other", timeout=SOON)
-    old = exclusive(client, topic, lane="old")
-    new = exclusive(client, topic, lane="new")
+    old = exclusive(client, topic, connection_key="old")
+    new = exclusive(client, topic, connection_key="new")
     assert (old.topic_epoch, new.topic_epoch) == (0, 1)
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         old.send(Single(b"late"), timeout=SOON).result(SOON)
     with pytest.raises(ProducerFenced):
         old.reopen(SOON)
@@ -172,7 +172,7 @@ def test_who_is_fenced_learns_it_by_its_next_send_and_stays_out(client, topic):
 
 
 def test_an_owner_that_reconnects_keeps_its_topic(client, topic):
-    owner = exclusive(client, topic, name="owner", lane="own")
+    owner = exclusive(client, topic, name="owner", connection_key="own")
     owner.send(Single(b"1"), timeout=SOON).result(SOON)
     cut(owner)
     owner.reopen(SOON)
@@ -182,11 +182,11 @@ def test_an_owner_that_reconnects_keeps_its_topic(client, topic):
 
 
 def test_an_owner_takes_its_topic_back_from_a_connection_that_the_broker_has_not_missed_yet(client, topic):
-    owner = exclusive(client, topic, name="owner", lane="hangs")
+    owner = exclusive(client, topic, name="owner", connection_key="hangs")
     owner.send(Single(b"1"), timeout=SOON).result(SOON)
     hanging, owner._connection = connection_of(owner), None  # nobody tells the broker of it
-    owner.on_lost(ConnectionLost("it hangs"))
-    owner._options = owner._options._replace(lane="new")
+    owner.on_lost(BrokerConnectionLost("it hangs"))
+    owner._options = owner._options._replace(connection_key="new")
     owner.reopen(SOON)
     owner.send(Single(b"2"), timeout=SOON).result(SOON)
     assert (owner.topic_epoch, hanging.closed) == (0, False)
@@ -225,6 +225,6 @@ def test_asking_for_a_topics_partitions_does_not_make_it(client, topic):
 
 
 def test_a_client_with_several_brokers_of_which_one_is_up_works(topic, pulsar_broker):
-    with Client(service(pulsar_broker).replace("://", "://127.0.0.1:1,")) as client:
+    with PulsarClient(service(pulsar_broker).replace("://", "://127.0.0.1:1,")) as client:
         client.create_producer(topic, timeout=SOON).send(Single(b"x"), timeout=SOON).result(SOON)
         assert everything(client, topic) == [b"x"]

@@ -10,10 +10,10 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_pulsar.client import (
     EARLIEST,
-    Client,
     CoordinatorNotFound,
     InvalidTransactionStatus,
     NotAllowed,
+    PulsarClient,
     PulsarError,
     Single,
     SubscriptionType,
@@ -28,11 +28,11 @@ from tests.pulsar.client_kit import SOON, admin, batch_of, begin, everything, pa
 ALL_TYPES = pytest.mark.parametrize("type", list(SubscriptionType), ids=lambda type: type.name)
 
 
-def producer_on(client: Client, topic: str):
+def producer_on(client: PulsarClient, topic: str):
     return client.create_producer(topic, timeout=SOON, transactions=True)
 
 
-def end(client: Client, txn: TxnId, commit: bool = True) -> None:
+def end(client: PulsarClient, txn: TxnId, commit: bool = True) -> None:
     client.transactions.end(txn, commit, SOON)
 
 
@@ -102,7 +102,7 @@ def test_a_message_is_acknowledged_in_one_transaction_only(client, topic):
 def test_a_transaction_can_be_ended_by_whoever_knows_its_id(client, topic, pulsar_broker):
     txn = begin(client, topic)
     producer_on(client, topic).send(Single(b"x"), txn, timeout=SOON).result(SOON)
-    with Client(service(pulsar_broker)) as other:
+    with PulsarClient(service(pulsar_broker)) as other:
         end(other, TxnId(*tuple(txn)))
     assert everything(client, topic) == [b"x"]
 

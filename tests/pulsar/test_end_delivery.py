@@ -18,8 +18,8 @@ from txnbridge_conformance.looking import eventually, seen, send, take, values
 from txnbridge_pulsar.client import Transactions, TxnId
 from txnbridge_pulsar.client.rest import path_of
 from txnbridge_pulsar.outcome import end_delivery
-from txnbridge_pulsar.outcome.end_delivery import NOWHERE, Confirmer, Reach
-from txnbridge_pulsar.outcome.outcome import Ended, How
+from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, Participants
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
 from txnbridge_pulsar.write import owner as owner_module
 
 from tests.pulsar.client_kit import admin
@@ -166,11 +166,11 @@ def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
     topic = movable(bridge)
     for _ in range(3):
         send(bridge, topic, b"1")
-    confirmer = owner_of(bridge).confirmer
-    eventually(lambda: confirmer._thread is None, "the last is old enough")
-    assert not confirmer._recent and not told
+    end_delivery = owner_of(bridge).end_delivery
+    eventually(lambda: end_delivery._thread is None, "the last is old enough")
+    assert not end_delivery._recent and not told
     send(bridge, topic, b"2")
-    assert confirmer._thread is not None
+    assert end_delivery._thread is not None
     bridge.close()
     assert not told
 
@@ -208,11 +208,11 @@ def test_who_opens_an_id_tells_what_its_dead_owner_had_committed(
     with dead.transaction() as txn:
         txn.send(topic, b"1")
         number = flush(txn)
-        marked = writer_of(txn).marked
-        assert marked is not None
+        proof = writer_of(txn).proof
+        assert proof is not None
         # As if the coordinator had ended it, its marker been told, and its process been killed before it heard of it.
-        cluster_of(dead).client.transactions.end_on_partition(number, marked.topic, True, SOON)
-        monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
+        cluster_of(dead).client.transactions.end_on_partition(number, proof.topic, True, SOON)
+        monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
         newer = open_bridge(transactional_id=name)
         assert values(seen(newer, topic)) == [b"1"]
 
@@ -231,13 +231,13 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
         txn.send(told, b"1")
         txn.send(untold, b"1")
         number = flush(txn)
-    marked = writer_of(txn).marked
-    assert marked is not None
+    proof = writer_of(txn).proof
+    assert proof is not None
     token = Token("pulsar", dead.cluster, txn.id, {**writer_of(txn).evidence().how, "a": True}, False)
     transactions.end(number, True, SOON)
-    places = [concrete(topic) for topic in (told, untold)]
+    participants = [concrete(topic) for topic in (told, untold)]
     if shows:
-        transactions.end_on_partition(number, places[0], True, SOON)
+        transactions.end_on_partition(number, participants[0], True, SOON)
     newer = open_bridge(transactional_id=name, timeout=30)
     if not shows:
         for _ in range(2):
@@ -245,7 +245,7 @@ def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
                 send(newer, untold, b"2")
         send(newer, other, b"2")
         assert newer.status(token).state is TokenState.UNKNOWN
-        for place in (*places, marked.topic):
+        for place in (*participants, proof.topic):
             transactions.end_on_partition(number, place, True, SOON)
     send(newer, untold, b"3")
     assert newer.status(token).state is TokenState.COMMITTED
@@ -264,16 +264,16 @@ def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
         txn.send(topic, b"1")
         number = flush(txn)
     writer = writer_of(txn)
-    assert writer.marked is not None
-    hidden = writer.marked.topic
+    assert writer.proof is not None
+    hidden = writer.proof.topic
     cluster_of(bridge).client.transactions.end(number, True, SOON)
     writer.reopen(Deadline(SOON))
     with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
-        writer._owner.require_clear([concrete(topic)], Deadline(SOON))
+        writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
     assert number in writer._owner._under_way
     for place in (concrete(topic), hidden):
         cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
-    writer._owner.require_clear([concrete(topic)], Deadline(SOON))
+    writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
     assert number not in writer._owner._under_way
     txn.abort()
     assert values(seen(bridge, topic)) == [b"1"]
@@ -307,9 +307,9 @@ def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_
     with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
         send(bridge, topic, b"2")
     assert bridge.status(first).state is TokenState.UNKNOWN
-    marked = how_of(first).marked
-    assert marked is not None
-    cluster_of(bridge).client.transactions.end_on_partition(number, marked.topic, True, SOON)
+    proof = how_of(first).proof
+    assert proof is not None
+    cluster_of(bridge).client.transactions.end_on_partition(number, proof.topic, True, SOON)
     send(bridge, topic, b"3")
     assert bridge.status(first).state is TokenState.COMMITTED
     assert values(seen(bridge, topic)) == [b"1", b"3"]
@@ -379,7 +379,7 @@ def test_a_coordinator_forgets_topics_that_are_being_unloaded(
     bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a client meets that takes its word for it, and the cure."""
-    monkeypatch.setattr(Confirmer, "ended", lambda *_: None)
+    monkeypatch.setattr(EndDelivery, "ended", lambda *_: None)
     topic = movable(bridge)
     other = movable(bridge, topic)
     numbers = []
@@ -405,16 +405,16 @@ def test_a_coordinator_forgets_topics_that_are_being_unloaded(
 
 def test_a_token_tells_what_its_transaction_touched() -> None:
     topics = ("persistent://public/default/a-partition-0", "persistent://public/default/a-partition-70")
-    reach = Reach(("persistent://public/default/b", *topics), ((topics[1], "g"), (topics[0], "h")))
-    found = Reach.read(reach.fields())
-    assert set(found.topics) == set(reach.topics) and set(found.subscriptions) == set(reach.subscriptions)
-    assert Reach.read({}) == NOWHERE
+    participants = Participants(("persistent://public/default/b", *topics), ((topics[1], "g"), (topics[0], "h")))
+    found = Participants.read(participants.fields())
+    assert set(found.topics) == set(participants.topics) and set(found.subscriptions) == set(participants.subscriptions)
+    assert Participants.read({}) == NO_PARTICIPANTS
 
 
 def test_what_is_too_much_for_a_token_is_left_out() -> None:
     many = tuple(f"persistent://public/default/some-topic-{number}" for number in range(100))
-    assert Reach(many).fields() == {}
-    assert len(Reach(tuple(f"persistent://public/default/t-partition-{n}" for n in range(1000))).fields()) == 2
+    assert Participants(many).fields() == {}
+    assert len(Participants(tuple(f"persistent://public/default/t-partition-{n}" for n in range(1000))).fields()) == 2
 
 
 @pytest.mark.parametrize(
@@ -423,4 +423,4 @@ def test_what_is_too_much_for_a_token_is_left_out() -> None:
 def test_what_is_none_is_refused(fields: dict[str, Any]) -> None:
     damaged = {"x": list(TxnId(1, 2)), "a": True, "m": "persistent://a/b/c", "s": [1, 2], "n": "x", **fields}
     with pytest.raises(InvalidToken):
-        How.read(damaged)
+        TokenEvidence.read(damaged)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.outcome.proof import HERE, MARK, Record
-from txnbridge_pulsar.write.fence_records import Announced, Marked, Notice
+from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
 
 from txnbridge import EvidenceLost
 
 pytestmark = pytest.mark.offline
 
-MARKED = Marked("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
-ANNOUNCED = Announced(
+MARKED = ProofLocation("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
+ANNOUNCED = AnnouncedTransaction(
     transaction="billing/1/2",
     txn=TxnId(0, 0),
     topics=(
@@ -23,13 +23,13 @@ ANNOUNCED = Announced(
         "persistent://public/default/orders-partition-3",
     ),
     subscriptions=(("persistent://public/default/input-partition-1", "shipping"),),
-    marked=MARKED,
+    proof=MARKED,
     slot=0,
     expires_at=1_700_000_030_000,
     prepared=True,
     messages=3,
 )
-NOTICE = Notice("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage")
+NOTICE = FenceRecord("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage")
 GOLDEN = (
     b'{"v":1,"o":"0pening","h":"host pid 1","w":1700000000000,"u":[{"t":"billing/1/2","x":[0,0],'
     b'"p":{"persistent://public/default/_txnbridge-marker-billing.p0":[-1],'
@@ -45,39 +45,39 @@ def test_a_notice_is_written_as_ever() -> None:
 
 
 def test_a_notice_is_read_as_it_was_written() -> None:
-    assert Notice.unpack(GOLDEN) == NOTICE
+    assert FenceRecord.unpack(GOLDEN) == NOTICE
 
 
 def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
     at = replace(MARKED, at=(7, 9))
     assert at.fields() == {**MARKED.fields(), "p": [7, 9]}
-    assert (Marked.read(at.fields()), Marked.read(MARKED.fields())) == (at, MARKED)
+    assert (ProofLocation.read(at.fields()), ProofLocation.read(MARKED.fields())) == (at, MARKED)
 
 
 def test_a_notice_of_before_there_were_lineages_is_read() -> None:
-    assert Notice.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, lineage="")
+    assert FenceRecord.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, fence_id="")
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{}", b"[]", b"1", GOLDEN.replace(b'"v":1', b'"v":2'), GOLDEN[:-9]])
 def test_what_is_no_notice_proves_nothing(data: bytes | None) -> None:
     with pytest.raises(EvidenceLost):
-        Notice.unpack(data)
+        FenceRecord.unpack(data)
 
 
 @pytest.mark.parametrize(
     ("record", "golden"),
     [
-        (Record(HERE, "n0nce", until=1_700_000_000_000), b'{"v":1,"k":"here","n":"n0nce","e":1700000000000}'),
+        (ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), b'{"v":1,"k":"here","n":"n0nce","e":1700000000000}'),
         (
-            Record(HERE, "n0nce", "billing/1/2", 1_700_000_000_000, True),
+            ProofRecord(PRESENCE, "n0nce", "billing/1/2", 1_700_000_000_000, True),
             b'{"v":1,"k":"here","n":"n0nce","t":"billing/1/2","e":1700000000000,"o":true}',
         ),
-        (Record(MARK, transaction="billing/1/2"), b'{"v":1,"k":"mark","t":"billing/1/2"}'),
+        (ProofRecord(PROOF, transaction="billing/1/2"), b'{"v":1,"k":"mark","t":"billing/1/2"}'),
     ],
 )
-def test_a_record_on_a_marker_topic_is_written_and_read_as_ever(record: Record, golden: bytes) -> None:
-    assert (record.pack(), Record.unpack(golden)) == (golden, record)
+def test_a_record_on_a_marker_topic_is_written_and_read_as_ever(record: ProofRecord, golden: bytes) -> None:
+    assert (record.pack(), ProofRecord.unpack(golden)) == (golden, record)
 
 
 def test_what_is_no_record_of_ours_is_passed_over() -> None:
-    assert [Record.unpack(data) for data in (None, b"", b"hello", b"[1]", b'{"v":2,"k":"mark"}')] == [None] * 5
+    assert [ProofRecord.unpack(data) for data in (None, b"", b"hello", b"[1]", b'{"v":2,"k":"mark"}')] == [None] * 5

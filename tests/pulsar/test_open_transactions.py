@@ -14,7 +14,7 @@ import pytest
 from txnbridge_pulsar.admin import open_transactions, repair
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.client.rest import Rest
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 
 from tests.in_time import within
 from tests.pulsar.kit import SOON, settings_for
@@ -73,7 +73,7 @@ class Asked:
         self.rest = Rest(settings)
         client: Any = SimpleNamespace(transactions=SimpleNamespace(connect=lambda timeout: 1), read=self._read)
         topics: Any = SimpleNamespace(all_concrete=lambda deadline: self.topics)
-        self.cluster = Cluster("tests", settings, client, topics, self.rest, Emitter("tests", ()))
+        self.cluster = ClusterAccess("tests", settings, client, topics, self.rest, Emitter("tests", ()))
 
     def _read(self, topic: str, timeout: float) -> Any:
         self.loaded.append(topic)

@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually, take
-from txnbridge_pulsar.client import Client, TimedOut
+from txnbridge_pulsar.client import PulsarClient, RequestTimedOut
 from txnbridge_pulsar.outcome.outcome import end_prepared
 
 from tests.pulsar.client_kit import admin, path_of
@@ -54,7 +54,7 @@ def delete(broker: brokers.Pulsar, topic: str) -> None:
 
 
 def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
-    open_bridge: Connect, client: Client, terminate: Terminate
+    open_bridge: Connect, client: PulsarClient, terminate: Terminate
 ) -> None:
     id, group = unique("owner"), unique("group")
     older = open_bridge(transactional_id=id, timeout=20)
@@ -80,7 +80,7 @@ def test_an_id_is_opened_although_a_topic_of_an_open_transaction_was_terminated(
 
 
 def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
-    open_bridge: Connect, client: Client, terminate: Terminate
+    open_bridge: Connect, client: PulsarClient, terminate: Terminate
 ) -> None:
     bridge = open_bridge(timeout=20)
     topic, other = new_topic(bridge), new_topic(bridge)
@@ -93,7 +93,7 @@ def test_a_writer_goes_on_when_it_has_aborted_over_a_topic_that_was_terminated(
 
 
 def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the_second(
-    open_bridge: Connect, client: Client, terminate: Terminate
+    open_bridge: Connect, client: PulsarClient, terminate: Terminate
 ) -> None:
     """A writer guesses that a transaction writes where the last one did."""
     bridge = open_bridge(timeout=20)
@@ -102,7 +102,7 @@ def test_a_topic_that_is_terminated_between_two_transactions_is_not_named_in_the
         writer = writer_of(txn)
         txn.send(topic, b"1")
     terminate(topic)
-    eventually(lambda: not writer._lines[concrete(topic)].is_open, "the writer is told")
+    eventually(lambda: not writer._producers[concrete(topic)].is_open, "the writer is told")
     with bridge.transaction() as txn:
         txn.send(other, b"1")
     with pytest.raises(DeliveryFailed, match="TERMINATED"):
@@ -128,7 +128,7 @@ def test_a_prepared_transaction_over_a_topic_that_was_terminated_is_aborted_and_
 
 
 def test_a_commit_that_a_terminated_topic_keeps_from_ending_is_not_taken_for_ended(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, terminate: Terminate
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, terminate: Terminate
 ) -> None:
     """Its messages on the terminated topic are lost, and somebody has to say that they may be."""
     id = unique("owner")
@@ -140,7 +140,7 @@ def test_a_commit_that_a_terminated_topic_keeps_from_ending_is_not_taken_for_end
     with older.transaction(prepare=True) as prepared:
         prepared.send(topic, b"never seen")
     terminate(topic)
-    with pytest.raises(TimedOut):
+    with pytest.raises(RequestTimedOut):
         client.transactions.end(number, True, 3)
     assert prepared.token is not None
     nobody: Any = None

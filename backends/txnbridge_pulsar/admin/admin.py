@@ -23,10 +23,10 @@ from txnbridge.spi import (
 )
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin import doctor
-from txnbridge_pulsar.admin.open_transactions import Found, Unlisted, abort, list_open, token_of
+from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
 from txnbridge_pulsar.admin.repair import end_by_hand, is_number, repair
-from txnbridge_pulsar.client.rest import Refused, Rest, path_of, unavailable
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import again, translate
 from txnbridge_pulsar.outcome.outcome import end_prepared
 from txnbridge_pulsar.topics import NEEDS_REST
@@ -45,7 +45,7 @@ _PULSARS_OWN = ("__transaction", "__change_events")
 class PulsarAdmin(Admin):
     """Works on the URL's namespace, and on all transactions of the cluster: others' are seen and ended too."""
 
-    def __init__(self, cluster: Cluster, context: Context) -> None:
+    def __init__(self, cluster: ClusterAccess, context: Context) -> None:
         self._cluster = cluster
         self._context = context
         self._settings = cluster.settings
@@ -90,7 +90,7 @@ class PulsarAdmin(Admin):
         full = self._settings.namespace.full_name(topic)
         try:
             self._cluster.rest.ask("POST", f"/admin/v2/persistent/{path_of(full)}/retention", deadline, policy)
-        except Refused as refused:
+        except RestRefused as refused:
             raise unavailable(refused, what) from refused
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
@@ -112,7 +112,7 @@ class PulsarAdmin(Admin):
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
         try:
             found = self._cluster.rest.get(path, deadline) or {}
-        except (Refused, AccessDenied):
+        except (RestRefused, AccessDenied):
             return None, None
         minutes, megabytes = found.get("retentionTimeInMinutes", 0), found.get("retentionSizeInMB", 0)
         return (
@@ -165,7 +165,7 @@ class PulsarAdmin(Admin):
         except AccessDenied as error:
             _log.debug("this user is not told the id of topic %r: %s", topic, error)
             return ""
-        except Refused as refused:
+        except RestRefused as refused:
             if refused.status == 404:
                 return ""
             raise unavailable(refused, f"asking for the id of topic {topic!r}") from refused
@@ -193,7 +193,7 @@ class PulsarAdmin(Admin):
         try:
             path = f"/admin/v3/transactions/transactionBufferStats/{path_of(concrete)}"
             ledger, _, entry = str(self._cluster.rest.get(path, deadline)["maxReadPosition"]).partition(":")
-        except (Refused, AccessDenied):
+        except (RestRefused, AccessDenied):
             return (0, 0, 0)
         return int(ledger), int(entry) + 1, 0
 
@@ -203,7 +203,7 @@ class PulsarAdmin(Admin):
         found = list_open(self._cluster, deadline)
         return [self._shown(each) for each in found if each.owner.startswith(owners)]
 
-    def _shown(self, found: Found) -> OpenTransaction:
+    def _shown(self, found: ListedTransaction) -> OpenTransaction:
         return OpenTransaction(
             transaction=found.name,
             state="ending" if found.status != "OPEN" else "prepared" if found.prepared else "open",
@@ -267,7 +267,7 @@ class PulsarAdmin(Admin):
                 yield from part()
             except AccessDenied as error:
                 yield Advice("warning", "rights", str(error), "let an administrator of the cluster ask")
-            except Unlisted as error:
+            except ListingBlocked as error:
                 yield Advice("problem", "open transactions", str(error), "wait, or end it where it was begun")
 
     def _look_at_open(self, deadline: Deadline) -> Iterator[Advice]:

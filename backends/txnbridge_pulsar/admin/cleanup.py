@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from txnbridge.errors import InvalidState, TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.client.rest import Refused, path_of
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.client.rest import RestRefused, path_of
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.outcome.proof import HERE, Record, marker_prefix, record_of
+from txnbridge_pulsar.outcome.proof import PRESENCE, ProofRecord, proof_prefix, record_of
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
@@ -32,7 +32,7 @@ _OTHERS = 20
 _SECONDS_A_TOPIC = 30.0
 
 
-def tidy(cluster: Cluster, topic: str, now_ms: float, deadline: Deadline) -> None:
+def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
     """Drop the records from a marker topic, by its full name, that are over; delete the topic if no other is left and
     it belongs to no transactional id.
 
@@ -54,7 +54,7 @@ def tidy(cluster: Cluster, topic: str, now_ms: float, deadline: Deadline) -> Non
         _delete(cluster, topic, deadline)
 
 
-def _delete(cluster: Cluster, topic: str, deadline: Deadline) -> None:
+def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     """Unless its writer is alive and has only had nothing to write, or nobody has run the coordinators' clocks: then
     something is still open there, and brokers list no transactions while a topic of one is missing.
     """
@@ -64,23 +64,23 @@ def _delete(cluster: Cluster, topic: str, deadline: Deadline) -> None:
         stats = cluster.rest.get(f"/admin/v3/transactions/transactionBufferStats/{path_of(topic)}", deadline)
         if not stats.get("ongoingTxnSize"):
             cluster.topics.delete(topic, deadline, force=False)
-    except (InvalidState, Refused) as error:
+    except (InvalidState, RestRefused) as error:
         _log.debug("%s stays: %s", topic, error)
 
 
 def _look_through(
-    consumer: wire.Consumer, now_ms: float, deadline: Deadline
-) -> tuple[Record | None, wire.MessageId | None]:
+    consumer: wire.PulsarConsumer, now_ms: float, deadline: Deadline
+) -> tuple[ProofRecord | None, wire.MessageId | None]:
     """From what was dropped last to the first record of a writer that is not over, or the last one.
 
     That record, and the last entry before it, up to which all may go.
     """
-    newest: Record | None = None
+    newest: ProofRecord | None = None
     passed: wire.MessageId | None = None
     before: wire.MessageId | None = None
     for entry in _entries(consumer, deadline):
         record = record_of(entry)
-        if record is not None and record.kind == HERE:
+        if record is not None and record.kind == PRESENCE:
             newest, passed = record, before
             if not _is_over(record, now_ms):
                 break
@@ -88,7 +88,7 @@ def _look_through(
     return newest, passed
 
 
-def _entries(consumer: wire.Consumer, deadline: Deadline) -> Iterator[wire.Entry]:
+def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire.ReceivedEntry]:
     """The entries that can be read now."""
     last, dropped = consumer.progress(deadline.left())
     at = wire.EARLIEST if dropped is None else dropped
@@ -98,18 +98,18 @@ def _entries(consumer: wire.Consumer, deadline: Deadline) -> Iterator[wire.Entry
             yield entry
 
 
-def _is_over(record: Record, now_ms: float) -> bool:
+def _is_over(record: ProofRecord, now_ms: float) -> bool:
     return record.until + KEPT_SECONDS * 1000 < now_ms
 
 
-class Tidier:
+class ProofTopicCleanup:
     """Clears up now and then, on a thread of its own: an owner's own marker topics, and a few others of all that are
     there.
     """
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
-        self._all = f"persistent://{cluster.settings.namespace}/{marker_prefix(cluster)}"
+        self._all = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
         self._own = f"{self._all}{encoded(name)}."
         self._stop = threading.Event()
 
@@ -134,7 +134,7 @@ class Tidier:
             if self._stop.is_set():
                 return
             try:
-                tidy(self._cluster, topic, time.time() * 1000, Deadline(_SECONDS_A_TOPIC))
+                clean_up(self._cluster, topic, time.time() * 1000, Deadline(_SECONDS_A_TOPIC))
             except TxnBridgeError as error:
                 _log.debug("%s is not cleared up: %s", topic, error)
 

@@ -11,12 +11,12 @@ from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied
 from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
-from txnbridge_pulsar.admin.open_transactions import Found
+from txnbridge_pulsar.admin.open_transactions import ListedTransaction
 from txnbridge_pulsar.admin.repair import held_back
-from txnbridge_pulsar.client.rest import Refused, Rest, path_of
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.outcome.proof import marker_prefix
-from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.proof import proof_prefix
+from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 
@@ -82,7 +82,7 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
         yield Advice("problem", "the brokers", _QUOTA, f"backlogQuotaDefaultRetentionPolicy: {_CONF}")
 
 
-def check_namespace(rest: Rest, settings: Settings, deadline: Deadline) -> Iterator[Advice]:
+def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) -> Iterator[Advice]:
     """The policies of the namespace."""
     name = settings.namespace
     policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
@@ -97,14 +97,18 @@ def check_namespace(rest: Rest, settings: Settings, deadline: Deadline) -> Itera
             )
 
 
-def check_topics(cluster: Cluster, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def check_topics(
+    cluster: ClusterAccess, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
     """Topics that lose messages, or records of our own."""
     yield from _check_kept(cluster, rest, topics, deadline)
     yield from _check_own(cluster, rest, topics, deadline)
     yield from _check_expiring(cluster, rest, topics, deadline)
 
 
-def _check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def _check_kept(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
     """Users' topics that keep no more than subscriptions need, and have none."""
     namespace = cluster.settings.namespace
     dropped = [
@@ -125,7 +129,7 @@ def _check_kept(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadl
         )
 
 
-def _check_own(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
     """Topics of our own whose subscription somebody has deleted."""
     settings = cluster.settings
     own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
@@ -143,11 +147,11 @@ def _check_own(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadli
                 )
 
 
-def _kept_by_us(cluster: Cluster, names: Sequence[str]) -> Iterator[str]:
+def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
     """Topics of our own that must have their subscription. Marker topics of bridges without a transactional id need
     not: without REST such a bridge takes the subscription away as it closes, and the broker deletes the topic.
     """
-    fence, marker = fence_prefix(cluster), marker_prefix(cluster)
+    fence, marker = fence_prefix(cluster), proof_prefix(cluster)
     ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
     for name in names:
         id, _, _ = name.removeprefix(marker).rpartition(".")
@@ -155,7 +159,9 @@ def _kept_by_us(cluster: Cluster, names: Sequence[str]) -> Iterator[str]:
             yield name
 
 
-def _check_expiring(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def _check_expiring(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
     """Topics with a time-to-live of their own; that of the namespace is told of there."""
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
@@ -181,7 +187,7 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
     """In seconds; 0 without one, and where nobody tells."""
     try:
         return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
-    except (Refused, AccessDenied):
+    except (RestRefused, AccessDenied):
         return 0
 
 
@@ -191,12 +197,14 @@ def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
     """
     try:
         found = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
-    except Refused:
+    except RestRefused:
         return {_NOBODY_TELLS}
     return {name for name, each in found.items() if each.get("durable")}
 
 
-def check_stores(cluster: Cluster, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+def check_stores(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
     """Groups that a broker never serves, because it has not finished opening their store of acknowledgements."""
     concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
@@ -225,7 +233,7 @@ def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: D
             if until.expired:
                 return True
             time.sleep(_PAUSE)
-    except (Refused, AccessDenied):
+    except (RestRefused, AccessDenied):
         pass
     return False
 
@@ -260,13 +268,15 @@ def _check_expiry(found: OpenTransaction, now: float) -> Iterator[Advice]:
         )
 
 
-def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Deadline) -> Iterator[Advice]:
+def check_at_risk(
+    cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
+) -> Iterator[Advice]:
     """Topics where brokers cannot refuse yet the late messages of a transaction that was ended for its owner.
 
     That is certain as long as its coordinator has an older transaction open; afterwards the newer owner has them
     refused, and no other process can tell whether it has done so.
     """
-    oldest: dict[int, Found] = {}
+    oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda found: found.txn):
         oldest.setdefault(each.txn.most, each)
     for ended in at_risk(cluster, deadline) if oldest else ():
@@ -282,7 +292,7 @@ def check_at_risk(cluster: Cluster, transactions: Sequence[Found], deadline: Dea
             )
 
 
-def check_held_back(cluster: Cluster, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
     """Partitions with an open transaction that no coordinator knows: it never ends by itself."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(

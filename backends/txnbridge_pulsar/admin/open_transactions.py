@@ -12,17 +12,17 @@ from typing import Any
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown
 from txnbridge.spi import Deadline, Outcome, Token
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Refused, unavailable
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.client.rest import RestRefused, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.outcome.end_delivery import Reach
-from txnbridge_pulsar.outcome.late_writes import shut_out
-from txnbridge_pulsar.outcome.outcome import Ended, How, end, outcome_by_marker
-from txnbridge_pulsar.outcome.proof import marker_prefix, newest_presence
+from txnbridge_pulsar.outcome.end_delivery import Participants
+from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, end, outcome_by_proof
+from txnbridge_pulsar.outcome.proof import last_presence, proof_prefix
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, decoded, encoded
 from txnbridge_pulsar.topics import NEEDS_REST
-from txnbridge_pulsar.write.fence import fence_prefix, newest_notice
-from txnbridge_pulsar.write.fence_records import Announced, Marked
+from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
 _NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
 # The name of a writer of ours: the transactional id, and the writer's number; of one that prepares, with a p.
@@ -35,15 +35,15 @@ _DELETED = "PersistentSubscription.getTransactionInPendingAckStats"
 _PATIENCE = 3.0
 _SIDE_BY_SIDE = 8
 _PAUSE = 0.1
-_NOWHERE = Marked("", (0, 0), "")
+_NOWHERE = ProofLocation("", (0, 0), "")
 
 
-class Unlisted(BrokerUnavailable):
+class ListingBlocked(BrokerUnavailable):
     """No transaction can be listed as long as one of them is open."""
 
 
 @dataclass(frozen=True)
-class Found:
+class ListedTransaction:
     """One transaction that has not ended."""
 
     txn: TxnId
@@ -52,12 +52,12 @@ class Found:
     expires_at: int
     topics: tuple[str, ...]  # concrete ones
     subscriptions: tuple[tuple[str, str], ...]
-    marker: str = ""  # the marker topic of its writer, if that is one of ours
+    proof_topic: str = ""  # the marker topic of its writer, if that is one of ours
     writer: str = ""
     owner: str = ""
     prepares: bool = False  # whether its writer is one of those that prepare
     transaction: str = ""
-    marked: Marked | None = None
+    proof: ProofLocation | None = None
     prepared: bool = False
     messages: int | None = None
 
@@ -68,10 +68,10 @@ class Found:
 
     @property
     def users_topics(self) -> tuple[str, ...]:
-        return tuple(topic for topic in self.topics if topic != self.marker)
+        return tuple(topic for topic in self.topics if topic != self.proof_topic)
 
 
-def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
+def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
     """The transactions of all programs that have not ended. Raises `NotSupported` without REST, and `Unlisted`."""
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
     owners = {found.owner for found in listed if found.owner}
@@ -79,7 +79,7 @@ def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
     return [_completed(cluster, found, announced.get(found.txn), deadline) for found in listed]
 
 
-def _listed(cluster: Cluster, deadline: Deadline) -> Mapping[str, Any]:
+def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
     rest = cluster.rest
     if rest is None:
         raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
@@ -94,9 +94,9 @@ def _listed(cluster: Cluster, deadline: Deadline) -> Mapping[str, Any]:
                 raise
             patience, unloaded = deadline, None
             _load_all(cluster, deadline)
-        except Refused as refused:
+        except RestRefused as refused:
             if _DELETED in refused.text:
-                raise Unlisted(
+                raise ListingBlocked(
                     "listing open transactions: one of them names a subscription that was deleted, and until that one"
                     " has ended brokers list none. They abort it when its time is over"
                 ) from refused
@@ -109,7 +109,7 @@ def _listed(cluster: Cluster, deadline: Deadline) -> Mapping[str, Any]:
             _load(cluster, unloaded[1], deadline)
 
 
-def _load_all(cluster: Cluster, deadline: Deadline) -> None:
+def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
     """The topics of our namespace: which one it is, nobody tells."""
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as loading:
         for loaded in [
@@ -118,29 +118,29 @@ def _load_all(cluster: Cluster, deadline: Deadline) -> None:
             loaded.result()
 
 
-def _load(cluster: Cluster, topic: str, deadline: Deadline) -> None:
+def _load(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     with translated(f"loading {topic}"):
         cluster.client.read(topic, timeout=deadline.left()).close(deadline.left())
 
 
-def _as_listed(cluster: Cluster, number: str, about: Mapping[str, Any]) -> Found:
+def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) -> ListedTransaction:
     most, least = _NUMBER.findall(number)[0]
     topics = tuple(about.get("producedPartitions") or {})
     opened = int(about["openTimestamp"])
-    begins = f"persistent://{cluster.settings.namespace}/{marker_prefix(cluster)}"
-    marker = next((topic for topic in topics if topic.startswith(begins)), "")
-    writer = decoded(marker.removeprefix(begins))
+    begins = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
+    proof_topic = next((topic for topic in topics if topic.startswith(begins)), "")
+    writer = decoded(proof_topic.removeprefix(begins))
     named = _WRITER.fullmatch(writer)
     subscriptions = tuple(_pairs(about.get("ackedPartitions") or {}))
-    prepared = (marker, SUBSCRIPTION)
-    return Found(
+    prepared = (proof_topic, SUBSCRIPTION)
+    return ListedTransaction(
         txn=TxnId(int(most), int(least)),
         status=str(about["status"]),
         since=opened,
         expires_at=opened + int(about["timeoutAt"]),  # it is called a time, and is how long
         topics=topics,
         subscriptions=tuple(pair for pair in subscriptions if pair != prepared),
-        marker=marker,
+        proof_topic=proof_topic,
         writer=writer,
         owner="" if named is None else named["owner"],
         prepares=named is not None and bool(named["prepares"]),
@@ -154,58 +154,66 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
             yield topic, subscription
 
 
-def _under_way(cluster: Cluster, owner: str, deadline: Deadline) -> tuple[Announced, ...]:
+def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
     """The transactions that the newest owner of an id has announced; none for a name that a bridge made up."""
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.look(name, deadline):
         return ()
-    newest = newest_notice(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
+    newest = last_fence_record(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
     return () if newest is None else tuple(newest[1].under_way)
 
 
-def _completed(cluster: Cluster, found: Found, announced: Announced | None, deadline: Deadline) -> Found:
+def _completed(
+    cluster: ClusterAccess, found: ListedTransaction, announced: AnnouncedTransaction | None, deadline: Deadline
+) -> ListedTransaction:
     if announced is not None:
         return replace(
             found,
             transaction=announced.transaction,
-            marked=announced.marked,
+            proof=announced.proof,
             prepared=announced.prepared,
             messages=announced.messages if announced.prepared else None,
         )
     if not found.prepares:
         return found
     # Nobody fences a name that was made up; its marker topic tells what follows there.
-    presence = newest_presence(cluster, found.marker, deadline)
+    presence = last_presence(cluster, found.proof_topic, deadline)
     if presence is None:
         return replace(found, prepared=False)
-    marked, record = presence
-    return replace(found, transaction=record.transaction, marked=marked)
+    proof, record = presence
+    return replace(found, transaction=record.transaction, proof=proof)
 
 
-def token_of(cluster: Cluster, found: Found) -> Token | None:
+def token_of(cluster: ClusterAccess, found: ListedTransaction) -> Token | None:
     """A prepared transaction's token; None for another one."""
-    if not found.prepared or found.marked is None:
+    if not found.prepared or found.proof is None:
         return None
     return Token(
         broker="pulsar",
         cluster=cluster.id,
         transaction=found.transaction,
-        how=How(found.txn, found.marked, reach=Reach(found.topics, found.subscriptions)).fields(),
+        how=TokenEvidence(
+            found.txn, found.proof, participants=Participants(found.topics, found.subscriptions)
+        ).fields(),
         prepared=True,
         expires_at=found.expires_at,
         messages=found.messages or 0,
     )
 
 
-def abort(cluster: Cluster, found: Found, deadline: Deadline) -> Outcome:
+def abort(cluster: ClusterAccess, found: ListedTransaction, deadline: Deadline) -> Outcome:
     """End what somebody else has open, and shut out what that may still be sending."""
     ended = end(cluster, found.txn, False, found.topics, deadline)
-    if ended is Ended.ABORTED:
-        marked = found.marked or _NOWHERE
-        shut_out(cluster, Announced(found.transaction, found.txn, found.topics, found.subscriptions, marked), deadline)
+    if ended is EndResult.ABORTED:
+        proof = found.proof or _NOWHERE
+        refuse_late_writes(
+            cluster,
+            AnnouncedTransaction(found.transaction, found.txn, found.topics, found.subscriptions, proof),
+            deadline,
+        )
         return Outcome.ABORTED
-    if ended is Ended.COMMITTED:
+    if ended is EndResult.COMMITTED:
         return Outcome.COMMITTED
-    if found.marked is None:
+    if found.proof is None:
         raise OutcomeUnknown(f"transaction {found.name} ended while it was to be aborted, nobody knows how")
-    return outcome_by_marker(cluster, found.txn, found.marked, deadline)
+    return outcome_by_proof(cluster, found.txn, found.proof, deadline)

@@ -18,12 +18,12 @@ from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, Inva
 from txnbridge.spi import Deadline, Outcome
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.client.rest import Refused, Rest, path_of, unavailable
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.outcome.late_writes import lamp_name
-from txnbridge_pulsar.outcome.proof import marker_prefix
-from txnbridge_pulsar.read.last_entry import before
+from txnbridge_pulsar.outcome.late_writes import late_write_canary
+from txnbridge_pulsar.outcome.proof import proof_prefix
+from txnbridge_pulsar.read.last_entry import start_before
 
 _log = logging.getLogger("txnbridge")
 
@@ -42,7 +42,7 @@ def is_number(transaction: str) -> bool:
     return _NUMBER.fullmatch(transaction) is not None
 
 
-def held_back(cluster: Cluster, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
+def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
     """The concrete topics whose readers wait for a transaction that no coordinator knows, each with the oldest one.
 
     Topics that are not loaded have no readers, and are passed over.
@@ -66,7 +66,7 @@ def _seems_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) 
         return True
 
 
-def repair(cluster: Cluster, rest: Rest, transaction: str, deadline: Deadline) -> str:
+def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
     """Commit such a transaction wherever it holds readers back, if it had been committed, and say what tells so.
 
     Raises `InvalidState` where nothing tells, and for one that a coordinator knows; `NotFound` if it holds nothing
@@ -85,7 +85,7 @@ def repair(cluster: Cluster, rest: Rest, transaction: str, deadline: Deadline) -
     return f"committed {txn} on {where}: {proof}, so it had been committed"
 
 
-def end_by_hand(cluster: Cluster, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
+def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
     """End such a transaction as an administrator says that it had ended; but commit it where something tells that it
     had been committed. Raises as `repair`, but for what nothing tells.
     """
@@ -96,7 +96,7 @@ def end_by_hand(cluster: Cluster, rest: Rest, transaction: str, commit: bool, de
 
 
 def _find_held(
-    cluster: Cluster, rest: Rest, transaction: str, deadline: Deadline
+    cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
     """A transaction that no coordinator knows, and the topics that it holds back, each with its first message there."""
     number = _NUMBER.fullmatch(transaction)
@@ -116,13 +116,13 @@ def _find_held(
     return txn, held
 
 
-def _topics(cluster: Cluster, deadline: Deadline) -> list[str]:
+def _topics(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
     """Without the one where late messages are sent on purpose."""
-    lamp = cluster.settings.namespace.full_name(lamp_name(cluster))
-    return [topic for topic in cluster.topics.all_concrete(deadline) if topic != lamp]
+    canary = cluster.settings.namespace.full_name(late_write_canary(cluster))
+    return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
 
-def _end(cluster: Cluster, txn: TxnId, topics: Collection[str], commit: bool, deadline: Deadline) -> None:
+def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bool, deadline: Deadline) -> None:
     decision = "commit" if commit else "abort"
     with cluster.events.step("step:repair", str(txn), decision=decision, topics=len(topics)):
         for topic in topics:
@@ -133,7 +133,7 @@ def _end(cluster: Cluster, txn: TxnId, topics: Collection[str], commit: bool, de
                 raise AccessDenied(f"{error}: a superuser of the cluster has to do it") from error.__cause__
 
 
-def _connect(cluster: Cluster, deadline: Deadline) -> int:
+def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
     """Load all coordinators, which else say that they know nothing; how many there are."""
     with translated("loading the coordinators"):
         return cluster.client.transactions.connect(deadline.left())
@@ -144,7 +144,7 @@ def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> 
         return False  # of a coordinator that was never there
     try:
         rest.get(f"{_REST}/transactionMetadata/{txn.most}/{txn.least}", deadline)
-    except Refused as refused:
+    except RestRefused as refused:
         # With the same status they say that the coordinator is not there; with another, that a topic is not loaded.
         if refused.status == 404 and f"({txn.most},{txn.least})" in refused.text:
             return False
@@ -158,7 +158,7 @@ def _first_open(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple
     path = f"{_REST}/transactionInBufferStats/{path_of(topic)}/{txn.most}/{txn.least}"
     try:
         told = rest.get(path, deadline).get("startPosition")
-    except Refused:
+    except RestRefused:
         return None  # it is not loaded, or has never been part of a transaction
     return _position(told) if told else None
 
@@ -172,7 +172,7 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
         ledgers = _sizes(rest, topic, deadline)
         headers = _headers(rest, topic, _behind(_position(stats["maxReadPosition"]), ledgers), deadline)
         return _txn_of(headers)
-    except (Refused, KeyError):
+    except (RestRefused, KeyError):
         return None  # it is not loaded, or it has ended meanwhile
 
 
@@ -221,7 +221,7 @@ def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[
 
 
 def _proof_of_commit(
-    cluster: Cluster, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
+    cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
     """Words for what tells that a transaction had been committed.
 
@@ -229,23 +229,25 @@ def _proof_of_commit(
     away what a commit has not reached.
     """
     short_name = cluster.settings.namespace.short_name
-    marked_by = Deadline(deadline.left() / 4)
+    markers_read_by = Deadline(deadline.left() / 4)
     for topic, first in held.items():
-        if _has_commit_marker(rest, topic, txn, first, marked_by):
+        if _has_commit_marker(rest, topic, txn, first, markers_read_by):
             return f"the marker of its commit stands on {short_name(topic)}"
     about = min(_published(rest, topic, first, deadline) for topic, first in held.items())
     topics = _topics(cluster, deadline)
-    markers = f"persistent://{cluster.settings.namespace}/{marker_prefix(cluster)}"
+    markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
     read_by = Deadline(deadline.left() / 2)  # the rest is for its end
     for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
         # A topic that cannot be read tells nothing, nor does one that there is no time for.
-        with suppress(TxnBridgeError, Refused):
+        with suppress(TxnBridgeError, RestRefused):
             if _can_be_read(cluster, rest, topic, txn, about, read_by):
                 return f"a message of it can be read on {short_name(topic)}"
     return None
 
 
-def had_committed(cluster: Cluster, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline) -> bool | None:
+def had_committed(
+    cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
+) -> bool | None:
     """Whether a transaction that its coordinator has forgotten had been committed, as `repair` finds out.
 
     False if it holds back none of its topics any more: then nothing can take it back. None if nothing tells.
@@ -259,14 +261,14 @@ def had_committed(cluster: Cluster, rest: Rest, txn: TxnId, topics: Collection[s
         if not held:
             return False
         return True if _proof_of_commit(cluster, rest, txn, held, deadline) else None
-    except (TxnBridgeError, Refused) as error:
+    except (TxnBridgeError, RestRefused) as error:
         _log.debug("how %s ended: %s", txn, error)
         return None
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
     """Whether it had ended on a topic not far before the message that opened it there again."""
-    with suppress(Refused, DeadlineExceeded):
+    with suppress(RestRefused, DeadlineExceeded):
         for place in islice(_before(first, _sizes(rest, topic, deadline)), _MOST_BEFORE):
             headers = _headers(rest, topic, place, deadline)
             if headers.get("x-pulsar-marker-type") == _COMMIT_MARKER and _txn_of(headers) == txn:
@@ -278,13 +280,13 @@ def _published(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadlin
     """When a message was sent, in milliseconds."""
     try:
         told = _headers(rest, topic, place, deadline)["x-pulsar-publish-time"]
-    except Refused as refused:
+    except RestRefused as refused:
         raise unavailable(refused, f"looking at message {place} of {topic}") from refused
     # Python 3.10 reads neither a Z nor a fraction of any length.
     return int(datetime.fromisoformat(re.sub(r"\.\d+", "", told).replace("Z", "+00:00")).timestamp() * 1000)
 
 
-def _can_be_read(cluster: Cluster, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
+def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
     """Whether a message of a transaction, sent not long before or after a time, is among all that readers of a topic
     see.
     """
@@ -292,7 +294,7 @@ def _can_be_read(cluster: Cluster, rest: Rest, topic: str, txn: TxnId, about: in
     found = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
     start = wire.MessageId(found["ledgerId"], found["entryId"])
     with translated(what):
-        reader = cluster.client.read(topic, timeout=deadline.left(), start=before(start))
+        reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))
         try:
             last = reader.last_message_id(deadline.left())
             at = start.ledger, start.entry - 1

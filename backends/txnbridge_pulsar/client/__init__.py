@@ -28,14 +28,13 @@ from .authentication import (
     tls_context,
     token_file,
 )
-from .client import Client
+from .client import PulsarClient
 from .compression import Compression
-from .consumer import Consumer, SubscriptionType
+from .consumer import PulsarConsumer, SubscriptionType
 from .errors import (
+    BrokerConnectionLost,
     Closed,
-    Code,
     ConnectFailed,
-    ConnectionLost,
     ConsumerBusy,
     CoordinatorNotFound,
     CorruptEntry,
@@ -52,9 +51,10 @@ from .errors import (
     ProducerFenced,
     ProtocolError,
     PulsarError,
+    RequestTimedOut,
     ServerError,
+    ServerErrorCode,
     ServiceNotReady,
-    TimedOut,
     TopicNotFound,
     TopicTerminated,
     TransactionConflict,
@@ -62,9 +62,9 @@ from .errors import (
 )
 from .ids import EARLIEST, LATEST, MessageId, TxnId
 from .inbox import Inbox
-from .incoming import Entry, Message
-from .outgoing import Batch, Single
-from .producer import AccessMode, Producer
+from .incoming import ReceivedEntry, ReceivedMessage
+from .outgoing import MessageBatch, Single
+from .producer import AccessMode, PulsarProducer
 from .sending import Receipt, Send
 from .transactions import Transactions
 
@@ -74,22 +74,17 @@ __all__ = [
     "AccessMode",
     "Authentication",
     "BasicAuthentication",
-    "Batch",
-    "Client",
+    "BrokerConnectionLost",
     "Closed",
-    "Code",
     "Compression",
     "ConnectFailed",
-    "ConnectionLost",
-    "Consumer",
     "ConsumerBusy",
     "CoordinatorNotFound",
     "CorruptEntry",
     "DuplicateUndecided",
-    "Entry",
     "Inbox",
     "InvalidTransactionStatus",
-    "Message",
+    "MessageBatch",
     "MessageId",
     "MessageTooLarge",
     "MissingLibrary",
@@ -99,19 +94,24 @@ __all__ = [
     "NotAuthorized",
     "NotOwner",
     "PerhapsDropped",
-    "Producer",
     "ProducerBusy",
     "ProducerFenced",
     "ProtocolError",
+    "PulsarClient",
+    "PulsarConsumer",
     "PulsarError",
+    "PulsarProducer",
     "Receipt",
+    "ReceivedEntry",
+    "ReceivedMessage",
+    "RequestTimedOut",
     "Response",
     "Send",
     "ServerError",
+    "ServerErrorCode",
     "ServiceNotReady",
     "Single",
     "SubscriptionType",
-    "TimedOut",
     "TlsAuthentication",
     "TokenAuthentication",
     "TopicNotFound",

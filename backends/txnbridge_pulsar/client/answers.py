@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 from .codec import Fields
-from .errors import PulsarError, TimedOut
+from .errors import PulsarError, RequestTimedOut
 from .schema import COMMANDS
 
 
@@ -41,7 +41,7 @@ class Response:
             return self._future.result(timeout)
         except FutureTimeout:
             self._forget()
-            raise TimedOut(f"no answer to {self._what} in {timeout:g} s") from None
+            raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[], object]) -> None:
         """Call when it is there, from the thread that reads (so without blocking), or at once if it is there."""

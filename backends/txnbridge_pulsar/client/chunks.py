@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from .incoming import Entry
+from .incoming import ReceivedEntry
 
 # A sender that dies leaves its message incomplete; so many at once are waited for.
 MOST_AT_ONCE = 16
@@ -26,18 +26,18 @@ class Chunks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[str, list[Entry]] = {}
+        self._begun: dict[str, list[ReceivedEntry]] = {}
         self._sizes: dict[str, int] = {}
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
-    def add(self, entry: Entry, chunk: tuple[str, int, int], max_bytes: int) -> Entry | None:
+    def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         """The whole message if this was its last chunk, or a faulty entry, else None. A chunk out of its turn starts
         nothing.
         """
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 
-    def _add(self, entry: Entry, chunk: tuple[str, int, int], max_bytes: int) -> Entry | None:
+    def _add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
         uuid, number, of = chunk
         if number == 0:  # perhaps redelivered from the start
             self._begin(uuid)
@@ -78,7 +78,7 @@ class Chunks:
             if len(self._dropped) > _REMEMBERED:
                 del self._dropped[next(iter(self._dropped))]
 
-    def _is_of_a_dropped_one(self, uuid: str, entry: Entry) -> bool:
+    def _is_of_a_dropped_one(self, uuid: str, entry: ReceivedEntry) -> bool:
         """Told once for each message."""
         if hash(uuid) not in self._dropped:
             return False

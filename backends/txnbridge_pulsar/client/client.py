@@ -9,15 +9,15 @@ import uuid
 
 from .address import full_topic_name, service_url
 from .authentication import Authentication, NoAuthentication, tls_context
-from .clock import Deadline
+from .clock import ClientDeadline
 from .compression import Compression
 from .connection import QUIET_SECONDS, ConnectionOptions
-from .consumer import Consumer, ConsumerOptions, SubscriptionType
+from .consumer import ConsumerOptions, PulsarConsumer, SubscriptionType
 from .ids import EARLIEST, LATEST, MessageId
 from .inbox import Inbox
 from .lookup import Lookup
-from .pool import Pool
-from .producer import AccessMode, Producer, ProducerOptions
+from .pool import ConnectionPool
+from .producer import AccessMode, ProducerOptions, PulsarProducer
 from .sending import Budget
 from .transactions import Transactions
 
@@ -26,7 +26,7 @@ DEFAULT_UNCONFIRMED_BYTES = 64 * 1024 * 1024
 DEFAULT_PERMITS = 5000
 
 
-class Client:
+class PulsarClient:
     """Connections to one cluster, made when needed. All methods from any thread; every wait ends with its timeout.
 
     A `lane` is a name: what is opened in one lane never shares a connection with another lane's. A producer that may
@@ -52,14 +52,14 @@ class Client:
         elif tls is not None:
             raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
         options = ConnectionOptions(authentication or NoAuthentication(), tls, quiet_seconds)
-        self._pool = Pool(options)
+        self._pool = ConnectionPool(options)
         self._lookup = Lookup(self._pool, service, listener)
         self._budget = Budget(unconfirmed_bytes)
         self._ids = itertools.count()
         self._ids_lock = threading.Lock()
         self.transactions = Transactions(self._lookup)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> PulsarClient:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -74,11 +74,11 @@ class Client:
 
         Raises `TopicNotFound`; asking makes no topic.
         """
-        return self._lookup.partitions(topic, Deadline(timeout))
+        return self._lookup.partitions(topic, ClientDeadline(timeout))
 
     def topics(self, namespace: str, timeout: float) -> list[str]:
         """The full names of a namespace's persistent topics, each partition by itself."""
-        return self._lookup.topics(namespace, Deadline(timeout))
+        return self._lookup.topics(namespace, ClientDeadline(timeout))
 
     def create_producer(
         self,
@@ -90,8 +90,8 @@ class Client:
         compression: Compression = Compression.NONE,
         transactions: bool = False,
         properties: tuple[tuple[str, str], ...] = (),
-        lane: str = "",
-    ) -> Producer:
+        connection_key: str = "",
+    ) -> PulsarProducer:
         """A producer on a topic or one partition of it (`partition_name`).
 
         `name` identifies it for the broker's deduplication, by default one that nobody else has. `transactions` waits
@@ -99,8 +99,8 @@ class Client:
         another one has the topic, `MissingLibrary`, `NotAuthorized`, and whatever else the broker answers; what may
         pass is tried again until the timeout.
         """
-        options = ProducerOptions(name, access, compression, transactions, properties, lane)
-        producer = Producer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
+        options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
+        producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
         producer.reopen(timeout)
         return producer
 
@@ -120,9 +120,9 @@ class Client:
         read_compacted: bool = False,
         properties: tuple[tuple[str, str], ...] = (),
         hash_ranges: tuple[tuple[int, int], ...] = (),
-        lane: str = "",
+        connection_key: str = "",
         create: bool = True,
-    ) -> Consumer:
+    ) -> PulsarConsumer:
         """A consumer on a topic or one partition of it.
 
         `start` counts where a subscription begins: `EARLIEST` or `LATEST`; without `durable` also behind a message.
@@ -147,10 +147,10 @@ class Client:
             read_compacted,
             properties,
             hash_ranges,
-            lane,
+            connection_key,
             create,
         )
-        consumer = Consumer(self._lookup, self._next_id, full_topic_name(topic), options, inbox)
+        consumer = PulsarConsumer(self._lookup, self._next_id, full_topic_name(topic), options, inbox)
         consumer.reopen(timeout)
         return consumer
 
@@ -162,9 +162,9 @@ class Client:
         start: MessageId = EARLIEST,
         inbox: Inbox | None = None,
         read_compacted: bool = False,
-        lane: str = "",
+        connection_key: str = "",
         create: bool = True,
-    ) -> Consumer:
+    ) -> PulsarConsumer:
         """A reader: a consumer that leaves no subscription behind, from the start or behind a message. `create` as in
         `subscribe`.
         """
@@ -176,16 +176,16 @@ class Client:
             durable=False,
             inbox=inbox,
             read_compacted=read_compacted,
-            lane=lane,
+            connection_key=connection_key,
             create=create,
         )
 
-    def hang_up(self, lane: str) -> None:
+    def hang_up(self, connection_key: str) -> None:
         """Close the connections of one lane at once. What was opened in it is lost, and may be reopened.
 
         What was written before may still reach the broker, nothing else does.
         """
-        self._pool.hang_up(lane)
+        self._pool.hang_up(connection_key)
 
     def close(self) -> None:
         """Hang up everywhere at once: flush and close producers first. Repeating it is harmless."""

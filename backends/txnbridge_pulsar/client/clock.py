@@ -11,7 +11,7 @@ FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
 
-class Deadline:
+class ClientDeadline:
     """The moment by which a call ends, on a clock that nobody sets."""
 
     __slots__ = ("_at", "seconds")

@@ -19,16 +19,16 @@ from typing import Any, Protocol
 from .address import Address
 from .answers import Response, answer_to
 from .authentication import Authentication, NoAuthentication
-from .clock import Deadline
+from .clock import ClientDeadline
 from .codec import Fields
 from .dialing import dial
 from .errors import (
+    BrokerConnectionLost,
     Closed,
     ConnectFailed,
-    ConnectionLost,
     ProtocolError,
     PulsarError,
-    TimedOut,
+    RequestTimedOut,
     server_error,
 )
 from .frames import DEFAULT_MAX_MESSAGE, FRAME_ALLOWANCE, Frame, FrameReader, command, parse
@@ -80,7 +80,7 @@ class ConnectionOptions:
     quiet_seconds: float = QUIET_SECONDS
 
 
-class Connection:
+class BrokerConnection:
     """Open from the moment it exists; `open` makes one. All methods from any thread."""
 
     def __init__(
@@ -112,13 +112,13 @@ class Connection:
 
     @classmethod
     def open(
-        cls, address: Address, options: ConnectionOptions, deadline: Deadline, logical: Address | None = None
-    ) -> Connection:
+        cls, address: Address, options: ConnectionOptions, deadline: ClientDeadline, logical: Address | None = None
+    ) -> BrokerConnection:
         """Connect and introduce ourselves; `logical` names the broker meant when the address is a proxy's.
 
         Raises `ConnectFailed`, and what the broker answers: `NotAuthenticated` above all.
         """
-        deadline = Deadline(min(deadline.left, CONNECT_SECONDS))
+        deadline = ClientDeadline(min(deadline.left, CONNECT_SECONDS))
         try:
             sock = dial(address, options.tls, deadline)
         except (OSError, ValueError) as error:
@@ -132,7 +132,7 @@ class Connection:
             raise
         return connection
 
-    def _introduce(self, deadline: Deadline) -> None:
+    def _introduce(self, deadline: ClientDeadline) -> None:
         authentication = self._options.authentication
         hello = command(
             "connect",
@@ -146,7 +146,7 @@ class Connection:
         try:
             self._write(hello, deadline)
             answer = self._hello.result(deadline.left)
-        except ConnectionLost as error:
+        except BrokerConnectionLost as error:
             raise ConnectFailed(f"{self.address} did not let us in: {error}") from error
         self.server_version = answer["server_version"]
         self.protocol_version = answer.get("protocol_version", 0)
@@ -157,12 +157,14 @@ class Connection:
     def closed(self) -> bool:
         return self._reason is not None
 
-    def request(self, name: str, deadline: Deadline, **fields: Any) -> Response:
+    def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
         """Ask for something, and wait for the answer later. Raises `ConnectionLost` and `TimedOut` of the asking."""
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:
-                raise TimedOut("too many requests wait for an answer on one connection", may_have_had_effect=False)
+                raise RequestTimedOut(
+                    "too many requests wait for an answer on one connection", may_have_had_effect=False
+                )
             id = next(self._request_ids)
             what = f"{name} from {self.address}"
             response = self._requests[id] = Response(lambda: self._forget(id), what, answer_to(name))
@@ -173,7 +175,7 @@ class Connection:
             raise
         return response
 
-    def ask(self, name: str, deadline: Deadline, **fields: Any) -> Fields:
+    def ask(self, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
         """Ask and wait for the answer's fields. Raises what `Response.result` does."""
         return self.request(name, deadline, **fields).result(deadline.left)
 
@@ -181,7 +183,7 @@ class Connection:
         with self._lock:
             self._requests.pop(id, None)
 
-    def write(self, frame: bytes, deadline: Deadline) -> None:
+    def write(self, frame: bytes, deadline: ClientDeadline) -> None:
         """Write a frame that nothing answers by request id. Raises `ConnectionLost`, `TimedOut`."""
         with self._lock:
             self._check_open()
@@ -192,24 +194,24 @@ class Connection:
         with suppress(OSError):
             self._transport.post(frame)
 
-    def _write(self, frame: bytes, deadline: Deadline) -> None:
+    def _write(self, frame: bytes, deadline: ClientDeadline) -> None:
         try:
             self._transport.write(frame, deadline)
         except NotWritten as error:
             if self._reason is not None:
                 raise self._lost(error.started) from self._reason
             text = f"{self.address} took nothing more in {deadline.seconds:g} s"
-            raise TimedOut(text, may_have_had_effect=error.started) from None
+            raise RequestTimedOut(text, may_have_had_effect=error.started) from None
         except OSError as error:
             self._transport.interrupt()
-            raise ConnectionLost(f"the connection to {self.address} broke: {error}") from error
+            raise BrokerConnectionLost(f"the connection to {self.address} broke: {error}") from error
 
     def _check_open(self) -> None:
         if self._reason is not None:
             raise self._lost(False) from self._reason
 
-    def _lost(self, may_have_had_effect: bool) -> ConnectionLost:
-        return ConnectionLost(f"the connection to {self.address} is closed: {self._reason}", may_have_had_effect)
+    def _lost(self, may_have_had_effect: bool) -> BrokerConnectionLost:
+        return BrokerConnectionLost(f"the connection to {self.address} is closed: {self._reason}", may_have_had_effect)
 
     # ------------------------------------------------------------------------------------------ who listens
 
@@ -250,7 +252,7 @@ class Connection:
         except PulsarError as error:
             self._end(error)
         except OSError as error:
-            self._end(ConnectionLost(str(error)))
+            self._end(BrokerConnectionLost(str(error)))
         except Exception as error:  # a handler's mistake must not leave everybody waiting
             _log.exception("a frame from %s could not be handled", self.address)
             self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
@@ -262,7 +264,7 @@ class Connection:
         if self._quiet_left() > 0:
             return
         if self._pinged:
-            raise ConnectionLost(
+            raise BrokerConnectionLost(
                 f"nothing came for {2 * self._options.quiet_seconds:g} s, not even an answer to a ping"
             )
         self._pinged = True
@@ -354,7 +356,7 @@ class Connection:
         with self._lock:
             side = sides.pop(id, None)
         if side is not None:
-            side.on_lost(ConnectionLost("the broker has closed it; the topic may have moved"))
+            side.on_lost(BrokerConnectionLost("the broker has closed it; the topic may have moved"))
 
     # ------------------------------------------------------------------------------------------ ending
 
@@ -382,19 +384,19 @@ class Connection:
             side.on_lost(lost)
 
 
-_HANDLERS: dict[str, Callable[[Connection, Frame], None]] = {
-    "connected": Connection._on_connected,
-    "ping": Connection._on_ping,
+_HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
+    "connected": BrokerConnection._on_connected,
+    "ping": BrokerConnection._on_ping,
     "pong": lambda connection, frame: None,
-    "auth_challenge": Connection._on_auth_challenge,
-    "send_receipt": Connection._on_receipt,
-    "send_error": Connection._on_send_error,
-    "message": Connection._on_message,
-    "active_consumer_change": Connection._on_active,
-    "reached_end_of_topic": Connection._on_end_of_topic,
-    "close_producer": Connection._on_close_producer,
-    "close_consumer": Connection._on_close_consumer,
-    "topic_migrated": Connection._on_migrated,
+    "auth_challenge": BrokerConnection._on_auth_challenge,
+    "send_receipt": BrokerConnection._on_receipt,
+    "send_error": BrokerConnection._on_send_error,
+    "message": BrokerConnection._on_message,
+    "active_consumer_change": BrokerConnection._on_active,
+    "reached_end_of_topic": BrokerConnection._on_end_of_topic,
+    "close_producer": BrokerConnection._on_close_producer,
+    "close_consumer": BrokerConnection._on_close_consumer,
+    "topic_migrated": BrokerConnection._on_migrated,
 }
 
 

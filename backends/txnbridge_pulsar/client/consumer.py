@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from .answers import Response
 from .chunks import Chunks
-from .clock import Deadline
+from .clock import ClientDeadline
 from .codec import Fields
-from .connection import Connection
-from .errors import Closed, ConnectionLost, PulsarError
+from .connection import BrokerConnection
+from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
 from .ids import (
     EARLIEST,
@@ -30,7 +30,7 @@ from .ids import (
     position_fields,
 )
 from .inbox import Inbox
-from .incoming import Entry
+from .incoming import ReceivedEntry
 from .lookup import Lookup
 from .pool import an_attempt, retrying
 
@@ -77,7 +77,7 @@ class ConsumerOptions(NamedTuple):
     read_compacted: bool
     properties: tuple[tuple[str, str], ...]
     hash_ranges: tuple[tuple[int, int], ...]
-    lane: str
+    connection_key: str
     create: bool
 
     @property
@@ -86,7 +86,7 @@ class ConsumerOptions(NamedTuple):
         return self.type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
 
 
-class Consumer:
+class PulsarConsumer:
     """Subscribed from the moment it exists. One thread receives; acknowledge from any."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Consumer:
         self._next_id = next_id
         self._options = options
         self._id = -1
-        self._connection: Connection | None = None
+        self._connection: BrokerConnection | None = None
         self._lost: PulsarError | None = Closed("the consumer was never opened")
         self._subscribed = False
         self._was_subscribed = False
@@ -131,7 +131,7 @@ class Consumer:
         return self._lost
 
     @property
-    def connection(self) -> Connection | None:
+    def connection(self) -> BrokerConnection | None:
         """The connection of its last opening."""
         return self._connection
 
@@ -147,13 +147,13 @@ class Consumer:
         """
         if isinstance(self._lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         self._leave(deadline)
         self._epoch += 1
         retrying(deadline, lambda: self._open(an_attempt(deadline)))
 
-    def _open(self, deadline: Deadline) -> None:
-        connection = self._lookup.connection(self.topic, self._options.lane, deadline)
+    def _open(self, deadline: ClientDeadline) -> None:
+        connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
         with self._state:
             self._connection, self._id = connection, self._next_id()
             self.generation += 1
@@ -166,7 +166,7 @@ class Consumer:
             connection.ask("subscribe", deadline, **self._subscribe_fields())
         except BaseException as error:
             connection.remove_consumer(self._id)
-            self._lost = ConnectionLost("the subscription was not made", may_have_had_effect=False)
+            self._lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
             raise
@@ -198,7 +198,7 @@ class Consumer:
 
     # ------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, timeout: float, most: int = 100) -> list[Entry]:
+    def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
         """Up to `most` entries; empty if nothing came in time. With an inbox of its own, or all that share it.
 
         Raises what `lost` says once everything that had come before is taken.
@@ -208,9 +208,9 @@ class Consumer:
             self._open_connection()
         return found
 
-    def accept(self, generation: int, fields: Fields, tail: bytes) -> Entry | None:
+    def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
         """Read an entry that waited, and let the broker send others for it. None if it is not for the caller."""
-        entry = Entry(self, generation, fields, tail)
+        entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
                 return None
@@ -230,7 +230,7 @@ class Consumer:
             self._start = place
         return found
 
-    def _is_behind_start(self, entry: Entry) -> bool:
+    def _is_behind_start(self, entry: ReceivedEntry) -> bool:
         """Whether there is something in it to give: the broker begins with the entry behind whose message we begin."""
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
@@ -283,7 +283,7 @@ class Consumer:
         For an entry in several chunks give all its `parts`. Raises `TransactionConflict`, which touches none of the
         ids of one command (`_commands` says which ids share one); `ConnectionLost`, after which nobody knows.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):
             response.result(deadline.left)
 
@@ -291,7 +291,7 @@ class Consumer:
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
         """The same without waiting for the answers, which fail as `acknowledge` says."""
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
@@ -302,10 +302,10 @@ class Consumer:
         """
         if not self._options.ordered:
             raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         self._acknowledge(_CUMULATIVE, [cumulative_ack_fields(id)], txn, deadline).result(deadline.left)
 
-    def _acknowledge(self, kind: int, ids: Sequence[Fields], txn: TxnId | None, deadline: Deadline) -> Response:
+    def _acknowledge(self, kind: int, ids: Sequence[Fields], txn: TxnId | None, deadline: ClientDeadline) -> Response:
         txn_fields: Fields = {} if txn is None else txn.fields
         generation = self.generation
         answer = self._open_connection().request(
@@ -348,7 +348,7 @@ class Consumer:
         with self._state:
             for generation, fields, tail in dropped:
                 if generation == self.generation:
-                    self._outstanding -= Entry(self, generation, fields, tail).permits
+                    self._outstanding -= ReceivedEntry(self, generation, fields, tail).permits
                     self._taken += 1
         self._grant()
 
@@ -360,7 +360,7 @@ class Consumer:
         Subscribes anew; what waits in the inbox is dropped. Raises `ValueError` for a subscription that is not
         durable: begin another one.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         if not self._options.durable:
             raise ValueError("a subscription that is not durable cannot seek: begin another one")
         if isinstance(to, MessageId):
@@ -377,24 +377,24 @@ class Consumer:
         """The last message that can be read now, and the one up to which the subscription has nothing left to
         acknowledge, if the broker says.
         """
-        answer = self._ask("get_last_message_id", Deadline(timeout))
+        answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
 
     def unsubscribe(self, timeout: float, force: bool = False) -> None:
         """End the subscription itself, for all its consumers, and close this one. With `force` also under others."""
-        self._ask("unsubscribe", Deadline(timeout), force=force or None)
+        self._ask("unsubscribe", ClientDeadline(timeout), force=force or None)
         self._finish()
 
-    def _ask(self, name: str, deadline: Deadline, **fields: object) -> Fields:
+    def _ask(self, name: str, deadline: ClientDeadline, **fields: object) -> Fields:
         return self._open_connection().ask(name, deadline, consumer_id=self._id, **fields)
 
-    def _open_connection(self) -> Connection:
+    def _open_connection(self) -> BrokerConnection:
         connection, lost = self._connection, self._lost
         if lost is not None or connection is None:
             if isinstance(lost, Closed):
                 raise Closed(str(lost))
-            raise ConnectionLost(f"the consumer is to be reopened: {lost}", False) from lost
+            raise BrokerConnectionLost(f"the consumer is to be reopened: {lost}", False) from lost
         return connection
 
     # ------------------------------------------------------------------------------------------ told by the connection
@@ -427,7 +427,7 @@ class Consumer:
 
     def close(self, timeout: float) -> None:
         """Leave the subscription, which stays if it is durable. Repeating it is harmless."""
-        self._leave(Deadline(timeout))
+        self._leave(ClientDeadline(timeout))
         self._finish()
 
     def _finish(self) -> None:
@@ -438,7 +438,7 @@ class Consumer:
         self.inbox.leave(self)
         self.inbox.wake()
 
-    def _leave(self, deadline: Deadline) -> None:
+    def _leave(self, deadline: ClientDeadline) -> None:
         connection = self._connection
         if connection is not None and self._lost is None and not connection.closed:
             with suppress(PulsarError):
@@ -450,7 +450,7 @@ class Consumer:
 class _Side:
     """One generation of a consumer, as its connection sees it."""
 
-    def __init__(self, consumer: Consumer, generation: int) -> None:
+    def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
         self._consumer = consumer
         self._generation = generation
 
@@ -468,6 +468,6 @@ class _Side:
         self._consumer.told_lost(self._generation, reason)
 
 
-def _unanswered(reason: object) -> ConnectionLost:
+def _unanswered(reason: object) -> BrokerConnectionLost:
     """A broker that has closed a consumer, because its topic moves, answers nothing that is about it."""
-    return ConnectionLost(f"the consumer was closed before it was answered: {reason}")
+    return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

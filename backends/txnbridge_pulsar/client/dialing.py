@@ -10,13 +10,13 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 
 from .address import Address
-from .clock import Deadline
+from .clock import ClientDeadline
 
 # A socket takes 0 for "do not wait at all".
 _LEAST_SECONDS = 0.001
 
 
-def dial(address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> socket.socket:
+def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline) -> socket.socket:
     """A socket to an address, through TLS where that is asked for. Raises `OSError`, `ValueError`."""
     sock = _any_of(_resolved(address, deadline), deadline)
     try:
@@ -30,7 +30,7 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: Deadline) -> so
         raise
 
 
-def _any_of(found: list[tuple[str, int]], deadline: Deadline) -> socket.socket:
+def _any_of(found: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
     """Connected to the first that listens: a name may stand for an IPv6 and an IPv4 address, and one be served."""
     for place in found[:-1]:
         with suppress(OSError):
@@ -38,7 +38,7 @@ def _any_of(found: list[tuple[str, int]], deadline: Deadline) -> socket.socket:
     return socket.create_connection(found[-1], max(deadline.left, _LEAST_SECONDS))
 
 
-def _resolved(address: Address, deadline: Deadline) -> list[tuple[str, int]]:
+def _resolved(address: Address, deadline: ClientDeadline) -> list[tuple[str, int]]:
     """Where the address's name leads, looked up on a thread of its own: a resolver knows no deadline."""
     found: Future[list[tuple[str, int]]] = Future()
 

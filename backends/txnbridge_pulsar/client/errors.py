@@ -10,7 +10,7 @@ import re
 from enum import IntEnum
 
 
-class Code(IntEnum):
+class ServerErrorCode(IntEnum):
     """The broker's error codes."""
 
     UNKNOWN = 0
@@ -43,12 +43,12 @@ class Code(IntEnum):
 
 # Trouble of the broker's stores, of its load, or of who owns what: the same request may succeed a moment later.
 _PASSING = {
-    Code.UNKNOWN,
-    Code.METADATA,
-    Code.PERSISTENCE,
-    Code.SERVICE_NOT_READY,
-    Code.TOO_MANY_REQUESTS,
-    Code.COORDINATOR_NOT_FOUND,
+    ServerErrorCode.UNKNOWN,
+    ServerErrorCode.METADATA,
+    ServerErrorCode.PERSISTENCE,
+    ServerErrorCode.SERVICE_NOT_READY,
+    ServerErrorCode.TOO_MANY_REQUESTS,
+    ServerErrorCode.COORDINATOR_NOT_FOUND,
 }
 
 
@@ -66,7 +66,7 @@ class ConnectFailed(PulsarError):
     retriable = True
 
 
-class ConnectionLost(PulsarError):
+class BrokerConnectionLost(PulsarError):
     """The connection ended before the answer came; or, with `may_have_had_effect` False, before anything was sent."""
 
     retriable = True
@@ -79,7 +79,7 @@ class ConnectionLost(PulsarError):
         return str(self.args[0])
 
 
-class TimedOut(ConnectionLost):
+class RequestTimedOut(BrokerConnectionLost):
     """The deadline came first. An answer that comes later is ignored."""
 
     retriable = False
@@ -126,7 +126,9 @@ class ServerError(PulsarError):
 
     @property
     def name(self) -> str:
-        return Code(self.code).name if self.code in Code._value2member_map_ else f"code {self.code}"
+        return (
+            ServerErrorCode(self.code).name if self.code in ServerErrorCode._value2member_map_ else f"code {self.code}"
+        )
 
     @property
     def retriable(self) -> bool:  # type: ignore[override]
@@ -202,26 +204,28 @@ class DuplicateUndecided(ServerError):
 
 
 _CLASSES: dict[int, type[ServerError]] = {
-    Code.AUTHENTICATION: NotAuthenticated,
-    Code.AUTHORIZATION: NotAuthorized,
-    Code.CONSUMER_BUSY: ConsumerBusy,
-    Code.SERVICE_NOT_READY: ServiceNotReady,
-    Code.TOPIC_NOT_FOUND: TopicNotFound,
-    Code.TOPIC_TERMINATED: TopicTerminated,
-    Code.PRODUCER_BUSY: ProducerBusy,
-    Code.PRODUCER_FENCED: ProducerFenced,
-    Code.NOT_ALLOWED: NotAllowed,
-    Code.COORDINATOR_NOT_FOUND: CoordinatorNotFound,
-    Code.INVALID_TXN_STATUS: InvalidTransactionStatus,
-    Code.TRANSACTION_NOT_FOUND: TransactionNotFound,
-    Code.TRANSACTION_CONFLICT: TransactionConflict,
+    ServerErrorCode.AUTHENTICATION: NotAuthenticated,
+    ServerErrorCode.AUTHORIZATION: NotAuthorized,
+    ServerErrorCode.CONSUMER_BUSY: ConsumerBusy,
+    ServerErrorCode.SERVICE_NOT_READY: ServiceNotReady,
+    ServerErrorCode.TOPIC_NOT_FOUND: TopicNotFound,
+    ServerErrorCode.TOPIC_TERMINATED: TopicTerminated,
+    ServerErrorCode.PRODUCER_BUSY: ProducerBusy,
+    ServerErrorCode.PRODUCER_FENCED: ProducerFenced,
+    ServerErrorCode.NOT_ALLOWED: NotAllowed,
+    ServerErrorCode.COORDINATOR_NOT_FOUND: CoordinatorNotFound,
+    ServerErrorCode.INVALID_TXN_STATUS: InvalidTransactionStatus,
+    ServerErrorCode.TRANSACTION_NOT_FOUND: TransactionNotFound,
+    ServerErrorCode.TRANSACTION_CONFLICT: TransactionConflict,
 }
 
 
 def server_error(code: int, text: str) -> ServerError:
     """The error of the right class for what the broker answered."""
-    if code == Code.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
+    if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
-    if code == Code.TRANSACTION_NOT_FOUND and "super user" in text:  # the code says that there is none, and it knows it
+    if (
+        code == ServerErrorCode.TRANSACTION_NOT_FOUND and "super user" in text
+    ):  # the code says that there is none, and it knows it
         return (NotOwner if "neither the owner" in text else NotAuthorized)(code, text)
     return _CLASSES.get(code, ServerError)(code, text)

@@ -6,14 +6,14 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from .clock import Deadline
+from .clock import ClientDeadline
 from .codec import Fields
-from .incoming import Entry
+from .incoming import ReceivedEntry
 
 if TYPE_CHECKING:
-    from .consumer import Consumer
+    from .consumer import PulsarConsumer
 
-_Waiting = tuple["Consumer", int, Fields, bytes]
+_Waiting = tuple["PulsarConsumer", int, Fields, bytes]
 
 # What a program that reads some partitions can spare, and enough to keep a fast network busy.
 DEFAULT_BYTES = 64 * 1024 * 1024
@@ -32,12 +32,12 @@ class Inbox:
         self._consumers: set[int] = set()
         self._woken = False
 
-    def take(self, timeout: float, most: int = 100) -> list[Entry]:
+    def take(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
         """Up to `most` entries, in the order in which they came; empty if nothing came in time.
 
         Also empty, at once, when a consumer of it has been lost: each says so in `lost`.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         while True:
             taken, woken = self._taken(deadline, most)
             accepted = (consumer.accept(generation, fields, tail) for consumer, generation, fields, tail in taken)
@@ -45,7 +45,7 @@ class Inbox:
             if found or woken or deadline.expired:
                 return found
 
-    def _taken(self, deadline: Deadline, most: int) -> tuple[list[_Waiting], bool]:
+    def _taken(self, deadline: ClientDeadline, most: int) -> tuple[list[_Waiting], bool]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._woken, deadline.left)
             taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
@@ -59,22 +59,22 @@ class Inbox:
         """What each of its consumers may have on its way."""
         return self.max_bytes // max(1, len(self._consumers))
 
-    def join(self, consumer: Consumer) -> None:
+    def join(self, consumer: PulsarConsumer) -> None:
         with self._changed:
             self._consumers.add(id(consumer))
 
-    def leave(self, consumer: Consumer) -> None:
+    def leave(self, consumer: PulsarConsumer) -> None:
         """Also drops what waits of it."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)
 
-    def put(self, consumer: Consumer, generation: int, fields: Fields, tail: bytes) -> None:
+    def put(self, consumer: PulsarConsumer, generation: int, fields: Fields, tail: bytes) -> None:
         with self._changed:
             self._waiting.append((consumer, generation, fields, tail))
             self._changed.notify()
 
-    def drop(self, consumer: Consumer) -> list[tuple[int, Fields, bytes]]:
+    def drop(self, consumer: PulsarConsumer) -> list[tuple[int, Fields, bytes]]:
         """Take out what waits of one consumer."""
         with self._changed:
             dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]

@@ -14,19 +14,19 @@ from .frames import split_entry
 from .ids import MessageId, TxnId, delivered_indexes, message_id
 
 if TYPE_CHECKING:
-    from .consumer import Consumer
+    from .consumer import PulsarConsumer
 
 _SIZE = struct.Struct(">I")
 # Bytes of an entry that an entry's metadata cannot go beyond when unpacked; far above any broker's own limit.
 MAX_UNPACKED = 256 * 1024 * 1024
 
 
-class Message:
+class ReceivedMessage:
     """One message, not copied out of its entry before it is asked for its parts."""
 
     __slots__ = ("_described", "entry", "index", "payload")
 
-    def __init__(self, entry: Entry, index: int, payload: bytes, described: Fields) -> None:
+    def __init__(self, entry: ReceivedEntry, index: int, payload: bytes, described: Fields) -> None:
         self.entry = entry
         self.index = index
         self.payload = payload
@@ -86,7 +86,7 @@ def _key(described: Fields) -> bytes | None:
         return text.encode()
 
 
-class Entry:
+class ReceivedEntry:
     """What a consumer receives: one entry, read as far as is needed to know what it is.
 
     An entry that cannot be read has a `fault`, which `messages` raises: it is the caller's to decide what becomes of
@@ -109,7 +109,7 @@ class Entry:
         "size",
     )
 
-    def __init__(self, consumer: Consumer | None, generation: int, fields: Fields, tail: bytes) -> None:
+    def __init__(self, consumer: PulsarConsumer | None, generation: int, fields: Fields, tail: bytes) -> None:
         self.consumer = consumer
         self.generation = generation
         self.arrival = 0  # its number among those that came since its consumer was opened
@@ -181,7 +181,7 @@ class Entry:
         """Make it an entry that cannot be read."""
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
-    def join(self, earlier: list[Entry]) -> None:
+    def join(self, earlier: list[ReceivedEntry]) -> None:
         """Make this last chunk the whole message. `CorruptEntry` becomes its fault where their sizes do not add up."""
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
@@ -191,12 +191,12 @@ class Entry:
         if len(self._payload) != self.metadata.get("total_chunk_msg_size", len(self._payload)):
             self.fault = CorruptEntry(f"the chunks of a message are not of its size ({first.ledger}:{first.entry})")
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ReceivedMessage]:
         """The messages that this delivery is about: those of a batch that are not acknowledged already.
 
         Raises `CorruptEntry`, `MissingLibrary`.
         """
-        return [Message(self, *record) for record in self.records()]
+        return [ReceivedMessage(self, *record) for record in self.records()]
 
     def records(self) -> list[tuple[int, bytes, Fields]]:
         """The same in parts, for who makes messages of its own: each with its place in the batch, its payload, and

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from .address import Address, ServiceUrl, full_topic_name, service_url
-from .clock import Deadline
-from .connection import Connection
+from .clock import ClientDeadline
+from .connection import BrokerConnection
 from .errors import ProtocolError, PulsarError, ServiceNotReady, server_error
-from .pool import Pool, Target, retrying
+from .pool import ConnectionPool, ConnectionTarget, retrying
 
 T = TypeVar("T")
 
@@ -26,23 +26,23 @@ _LANE = ""
 class Lookup:
     """Questions to any broker of the cluster. Each is asked again, elsewhere in turn, until its deadline."""
 
-    def __init__(self, pool: Pool, service: ServiceUrl, listener: str | None) -> None:
+    def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
         self._pool = pool
         self._service = service
         self._listener = listener
         self._turn = itertools.cycle(service.addresses)
         self._current = next(self._turn)
 
-    def connection(self, topic: str, lane: str, deadline: Deadline) -> Connection:
+    def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
         """A connection to the broker that serves a topic. One attempt: a caller whose request that broker refuses has
         to repeat both.
         """
-        return self._pool.get(self._target(full_topic_name(topic), deadline), lane, deadline)
+        return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
 
-    def partitions(self, topic: str, deadline: Deadline) -> int:
+    def partitions(self, topic: str, deadline: ClientDeadline) -> int:
         """How many partitions a topic has now, 0 for one without; it may grow. Raises `TopicNotFound`."""
 
-        def ask(connection: Connection, left: Deadline) -> int:
+        def ask(connection: BrokerConnection, left: ClientDeadline) -> int:
             answer = connection.ask(
                 "partition_metadata", left, topic=full_topic_name(topic), metadata_auto_creation_enabled=False
             )
@@ -50,29 +50,29 @@ class Lookup:
 
         return self._anywhere(deadline, ask)
 
-    def topics(self, namespace: str, deadline: Deadline) -> list[str]:
+    def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
         """The full names of a namespace's topics, each partition by itself."""
 
-        def ask(connection: Connection, left: Deadline) -> list[str]:
+        def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
             answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
             return list(answer.get("topics", []))
 
         return self._anywhere(deadline, ask)
 
-    def _anywhere(self, deadline: Deadline, ask: Callable[[Connection, Deadline], T]) -> T:
+    def _anywhere(self, deadline: ClientDeadline, ask: Callable[[BrokerConnection, ClientDeadline], T]) -> T:
         def attempt() -> T:
             left = _shorter(deadline)
             with self._next_on_failure():
-                return ask(self._pool.get(Target(self._current), _LANE, left), left)
+                return ask(self._pool.get(ConnectionTarget(self._current), _LANE, left), left)
 
         return retrying(deadline, attempt)
 
-    def _target(self, topic: str, deadline: Deadline) -> Target:
+    def _target(self, topic: str, deadline: ClientDeadline) -> ConnectionTarget:
         left = _shorter(deadline)
         with self._next_on_failure():
-            return self._follow(topic, Target(self._current), left)
+            return self._follow(topic, ConnectionTarget(self._current), left)
 
-    def _follow(self, topic: str, target: Target, deadline: Deadline) -> Target:
+    def _follow(self, topic: str, target: ConnectionTarget, deadline: ClientDeadline) -> ConnectionTarget:
         authoritative = False
         for _ in range(MOST_REDIRECTS):
             answer = self._pool.get(target, _LANE, deadline).ask(
@@ -88,17 +88,19 @@ class Lookup:
             authoritative = answer.get("authoritative", False)
         raise ServiceNotReady(6, f"the brokers redirect in circles for {topic}")
 
-    def _named(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> Target:
+    def _named(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> ConnectionTarget:
         if answer.get("response") not in (_REDIRECT, _CONNECT):
             raise server_error(0, "the lookup failed")
         try:
             (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
         except ValueError:
             raise ProtocolError("a lookup was answered without the address of a broker") from None
-        return self._through(broker) if answer.get("proxy_through_service_url") else Target(broker)
+        return self._through(broker) if answer.get("proxy_through_service_url") else ConnectionTarget(broker)
 
-    def _through(self, broker: Address) -> Target:
-        return Target(broker) if broker in self._service.addresses else Target(self._current, broker)
+    def _through(self, broker: Address) -> ConnectionTarget:
+        return (
+            ConnectionTarget(broker) if broker in self._service.addresses else ConnectionTarget(self._current, broker)
+        )
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
@@ -110,5 +112,5 @@ class Lookup:
             raise
 
 
-def _shorter(deadline: Deadline) -> Deadline:
-    return Deadline(min(deadline.left, _SECONDS_AN_ATTEMPT))
+def _shorter(deadline: ClientDeadline) -> ClientDeadline:
+    return ClientDeadline(min(deadline.left, _SECONDS_AN_ATTEMPT))

@@ -60,7 +60,7 @@ class Single:
         }
 
 
-class Batch:
+class MessageBatch:
     """Messages that share an entry: stored together or not at all, and in one transaction.
 
     Append until `size` or `count` is what the caller wants in an entry, then send it, once. The entry is routed by the

@@ -9,9 +9,9 @@ from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from .address import Address
-from .clock import Deadline, pauses
-from .connection import Connection, ConnectionOptions
-from .errors import Closed, PulsarError, TimedOut
+from .clock import ClientDeadline, pauses
+from .connection import BrokerConnection, ConnectionOptions
+from .errors import Closed, PulsarError, RequestTimedOut
 
 T = TypeVar("T")
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 _SECONDS_AN_OPENING = 15.0
 
 
-class Target(NamedTuple):
+class ConnectionTarget(NamedTuple):
     """Where to connect to reach a broker: itself, or a proxy that is told which broker is meant."""
 
     address: Address
     logical: Address | None = None
 
 
-def retrying(deadline: Deadline, attempt: Callable[[], T]) -> T:
+def retrying(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
     """Do what may be done twice until it succeeds, fails for good, or the deadline comes; then the last error.
 
     If that is no answer, because little time was left, it says what the last answer was.
@@ -37,11 +37,11 @@ def retrying(deadline: Deadline, attempt: Callable[[], T]) -> T:
     for pause in pauses():
         try:
             return attempt()
-        except TimedOut as error:
+        except RequestTimedOut as error:
             if deadline.left <= pause:
                 if answer is None:
                     raise
-                raise TimedOut(f"{error}; before that: {answer}", error.may_have_had_effect) from error
+                raise RequestTimedOut(f"{error}; before that: {answer}", error.may_have_had_effect) from error
         except PulsarError as error:
             if not error.retriable or deadline.left <= pause:
                 raise
@@ -50,25 +50,25 @@ def retrying(deadline: Deadline, attempt: Callable[[], T]) -> T:
     raise AssertionError("pauses never end")
 
 
-def an_attempt(deadline: Deadline) -> Deadline:
+def an_attempt(deadline: ClientDeadline) -> ClientDeadline:
     """When one attempt to open something is over, long before a long deadline."""
-    return Deadline(min(deadline.left, _SECONDS_AN_OPENING))
+    return ClientDeadline(min(deadline.left, _SECONDS_AN_OPENING))
 
 
-class Pool:
+class ConnectionPool:
     """Connections by target and lane. A lane is any name: what is in different lanes never shares a connection."""
 
     def __init__(self, options: ConnectionOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._connections: dict[tuple[Target, str], Connection] = {}
+        self._connections: dict[tuple[ConnectionTarget, str], BrokerConnection] = {}
         # Each as long as somebody uses it: every reader has a lane of its own, and there may be millions.
-        self._opening: WeakValueDictionary[tuple[Target, str], threading.Lock] = WeakValueDictionary()
+        self._opening: WeakValueDictionary[tuple[ConnectionTarget, str], threading.Lock] = WeakValueDictionary()
         self._closed = False
 
-    def get(self, target: Target, lane: str, deadline: Deadline) -> Connection:
+    def get(self, target: ConnectionTarget, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
         """The living connection there, made if there is none: one attempt. Raises what `Connection.open` does."""
-        key = (target, lane)
+        key = (target, connection_key)
         with self._lock:
             if self._closed:
                 raise Closed("the client is closed")
@@ -77,19 +77,21 @@ class Pool:
                 return found
             opening = self._opening.setdefault(key, threading.Lock())
         if not opening.acquire(timeout=deadline.left):
-            raise TimedOut(f"no connection to {target.address} in {deadline.seconds:g} s", may_have_had_effect=False)
+            raise RequestTimedOut(
+                f"no connection to {target.address} in {deadline.seconds:g} s", may_have_had_effect=False
+            )
         try:
             return self._open(key, deadline)
         finally:
             opening.release()
 
-    def _open(self, key: tuple[Target, str], deadline: Deadline) -> Connection:
+    def _open(self, key: tuple[ConnectionTarget, str], deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:
             found = self._connections.get(key)
         if found is not None and not found.closed:
             return found  # while we waited, somebody else made it
         target = key[0]
-        connection = Connection.open(target.address, self._options, deadline, target.logical)
+        connection = BrokerConnection.open(target.address, self._options, deadline, target.logical)
         with self._lock:
             if not self._closed:
                 self._connections[key] = connection
@@ -97,10 +99,10 @@ class Pool:
         connection.close()
         raise Closed("the client is closed")
 
-    def hang_up(self, lane: str) -> None:
+    def hang_up(self, connection_key: str) -> None:
         """Close the connections of one lane; it makes others if it is used again."""
         with self._lock:
-            of_lane = [key for key in self._connections if key[1] == lane]
+            of_lane = [key for key in self._connections if key[1] == connection_key]
             connections = [self._connections.pop(key) for key in of_lane]
         for connection in connections:
             connection.close()

@@ -16,18 +16,18 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from .clock import Deadline
+from .clock import ClientDeadline
 from .codec import Fields, encode
 from .compression import Compression, check_installed, compress
-from .connection import Connection
+from .connection import BrokerConnection
 from .errors import (
+    BrokerConnectionLost,
     Closed,
-    ConnectionLost,
     MessageTooLarge,
     PerhapsDropped,
     ProducerFenced,
     PulsarError,
-    TimedOut,
+    RequestTimedOut,
     server_error,
 )
 from .frames import command, send_command
@@ -58,10 +58,10 @@ class ProducerOptions(NamedTuple):
     compression: Compression
     transactions: bool
     properties: tuple[tuple[str, str], ...]
-    lane: str
+    connection_key: str
 
 
-class Producer:
+class PulsarProducer:
     """Open from the moment it exists. `send` from any thread; order is the order of the calls."""
 
     def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
@@ -74,7 +74,7 @@ class Producer:
         self._lookup = lookup
         self._budget = budget
         self._options = options
-        self._connection: Connection | None = None
+        self._connection: BrokerConnection | None = None
         self._epoch = -1
         self._next = 0
         self._numbers = itertools.count()
@@ -100,7 +100,7 @@ class Producer:
         return self._epoch
 
     @property
-    def connection(self) -> Connection | None:
+    def connection(self) -> BrokerConnection | None:
         """The connection of its last opening."""
         return self._connection
 
@@ -121,11 +121,11 @@ class Producer:
         if self._connection is not None:
             self._leave(self._connection)
         self._epoch += 1
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         retrying(deadline, lambda: self._open(an_attempt(deadline)))
 
-    def _open(self, deadline: Deadline) -> None:
-        connection = self._lookup.connection(self.topic, self._options.lane, deadline)
+    def _open(self, deadline: ClientDeadline) -> None:
+        connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
         with self._state:
             # From now on it may be lost again, even before it is known to be open.
             self._connection, self._lost = None, None
@@ -134,7 +134,7 @@ class Producer:
             answer = self._take_topic(connection, deadline)
         except BaseException as error:
             connection.remove_producer(self.id)
-            self._lost = ConnectionLost("the producer was not opened", may_have_had_effect=False)
+            self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
             if getattr(error, "may_have_had_effect", True):
                 connection.post(command("close_producer", producer_id=self.id, request_id=0))
             raise
@@ -145,7 +145,7 @@ class Producer:
             self._next = max(self._next, self.last_sequence_id + 1)
             self._connection = connection
 
-    def _take_topic(self, connection: Connection, deadline: Deadline) -> Fields:
+    def _take_topic(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
         """Ask for the topic as its owner if we are, which fences nobody.
 
         Asking to fence with an epoch that is not the newest is refused, but cuts the connection of the owner all the
@@ -161,7 +161,7 @@ class Producer:
                     raise
         return self._introduce(connection, access, deadline)
 
-    def _introduce(self, connection: Connection, access: AccessMode, deadline: Deadline) -> Fields:
+    def _introduce(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
         options = self._options
         return connection.ask(
             "producer",
@@ -194,7 +194,7 @@ class Producer:
         Waits only for room. Raises `MessageTooLarge`; `ConnectionLost` and `TimedOut`, which say whether it may have
         gone out: if so, it is unconfirmed like others.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         with self._turn(deadline):
             connection = self._open_connection()
             first = self._next if sequence_id is None else sequence_id
@@ -205,17 +205,17 @@ class Producer:
             send.when_done(when_done)
             try:
                 self._write(connection, send, deadline)
-            except ConnectionLost as error:
+            except BrokerConnectionLost as error:
                 if not error.may_have_had_effect:
                     self._withdraw(send)
                 raise
             return send
 
     @contextmanager
-    def _turn(self, deadline: Deadline) -> Iterator[None]:
+    def _turn(self, deadline: ClientDeadline) -> Iterator[None]:
         """Ids are given and frames written in one order."""
         if not self._sending.acquire(timeout=deadline.left):
-            raise TimedOut(f"other sends are in the way for {deadline.seconds:g} s", may_have_had_effect=False)
+            raise RequestTimedOut(f"other sends are in the way for {deadline.seconds:g} s", may_have_had_effect=False)
         try:
             yield
         finally:
@@ -227,7 +227,7 @@ class Producer:
 
         Raises `ConnectionLost` and `TimedOut`, with what was not sent still unconfirmed.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         with self._turn(deadline):
             connection = self._open_connection()
             with self._state:
@@ -237,7 +237,7 @@ class Producer:
                 send.when_done(when_done)
                 try:
                     self._write(connection, send, deadline)
-                except ConnectionLost:
+                except BrokerConnectionLost:
                     self._keep_unconfirmed(sends[at:])
                     raise
         return sends
@@ -253,14 +253,14 @@ class Producer:
         """Wait until nothing is on its way. Raises `TimedOut`; failures are told by each send itself."""
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
-                raise TimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
+                raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
 
-    def _open_connection(self) -> Connection:
+    def _open_connection(self) -> BrokerConnection:
         connection = self._connection
         if self._lost is not None or connection is None:
             if isinstance(self._lost, Closed):
                 raise Closed(str(self._lost))
-            raise ConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+            raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
         return connection
 
     def _frame(self, content: Content, txn: TxnId | None, first: int, limit: int) -> bytes:
@@ -283,10 +283,10 @@ class Producer:
             fields["highest_sequence_id"] = highest
         return send_command(fields, encoded, payload)
 
-    def _write(self, connection: Connection, send: Send, deadline: Deadline) -> None:
+    def _write(self, connection: BrokerConnection, send: Send, deadline: ClientDeadline) -> None:
         with self._state:
             if self._lost is not None:
-                raise ConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+                raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
             self._pending[send.sequence_id] = send
         connection.write(send.frame, deadline)
 
@@ -346,7 +346,7 @@ class Producer:
             lost = list(self._pending.values())
             self._keep_unconfirmed(lost)
         for send in lost:
-            error = ConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
+            error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
             error.__cause__ = reason
             send.resolve(error)
 
@@ -362,11 +362,11 @@ class Producer:
         self.forget()
         if connection is not None and not connection.closed:
             with suppress(PulsarError):
-                connection.ask("close_producer", Deadline(timeout), producer_id=self.id)
+                connection.ask("close_producer", ClientDeadline(timeout), producer_id=self.id)
             connection.remove_producer(self.id)
 
-    def _leave(self, connection: Connection) -> None:
-        self.on_lost(ConnectionLost("the producer is opened anew"))
+    def _leave(self, connection: BrokerConnection) -> None:
+        self.on_lost(BrokerConnectionLost("the producer is opened anew"))
         connection.remove_producer(self.id)
         if not connection.closed:
             connection.post(command("close_producer", producer_id=self.id, request_id=0))

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings import PulsarSettings
 
 # A broker sends a question on to the one that serves the topic; more often than that it goes in circles.
 _MOST_REDIRECTS = 5
@@ -24,7 +24,7 @@ _TROUBLE = (OSError, http.client.HTTPException)
 _MOST_TEXT = 300  # of what a broker says; it may hold a whole stack
 
 
-class Refused(Exception):
+class RestRefused(Exception):
     """The broker's own "no": its status, and what it says."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -49,7 +49,7 @@ class Rest:
     Of several addresses another one is asked where one does not answer, unless it may have changed something.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: PulsarSettings) -> None:
         self._settings = settings
         handlers: list[urllib.request.BaseHandler] = [_NoRedirects(), urllib.request.ProxyHandler({})]
         if settings.admin_url.startswith("https:"):
@@ -116,7 +116,7 @@ class Rest:
         }
 
 
-def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> Refused | TxnBridgeError:
+def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefused | TxnBridgeError:
     with error:
         text = _reason(error.read())
     if error.code in _DENIED:
@@ -124,7 +124,7 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> Refused |
             f"{method} {path}: {text or 'this user may not do that'}; it needs an administrator of the tenant"
             " (pulsar-admin tenants update --admin-roles), or a superuser"
         )
-    return Refused(error.code, text)
+    return RestRefused(error.code, text)
 
 
 def _reason(body: bytes) -> str:
@@ -144,7 +144,7 @@ def _was_refused(error: Exception) -> bool:
     return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
 
 
-def unavailable(refused: Refused, what: str) -> BrokerUnavailable:
+def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
     """A refusal that nobody expected. To be raised `from` it."""
     kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
     return kind(f"{what}: {refused}")

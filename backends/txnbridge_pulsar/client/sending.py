@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple, Protocol
 
-from .clock import Deadline
+from .clock import ClientDeadline
 from .codec import Fields
-from .errors import PulsarError, TimedOut
+from .errors import PulsarError, RequestTimedOut
 from .ids import MessageId, TxnId
 
 
@@ -44,12 +44,12 @@ class Budget:
         self._used = 0
         self._changed = threading.Condition()
 
-    def take(self, size: int, deadline: Deadline) -> None:
+    def take(self, size: int, deadline: ClientDeadline) -> None:
         """Wait for room; something larger than the limit goes alone. Raises `TimedOut`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
-                raise TimedOut(text, may_have_had_effect=False)
+                raise RequestTimedOut(text, may_have_had_effect=False)
             self._used += size
 
     def give_back(self, size: int) -> None:
@@ -91,7 +91,7 @@ class Send:
         try:
             return self._receipt.result(timeout)
         except FutureTimeout:
-            raise TimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
+            raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
         """Call when it is known, from the thread that reads (so without blocking), or at once if it is known."""

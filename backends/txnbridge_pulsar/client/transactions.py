@@ -16,15 +16,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .address import full_topic_name
-from .clock import Deadline, pauses
+from .clock import ClientDeadline, pauses
 from .codec import Fields
-from .connection import TRANSACTIONS_SINCE, Connection
+from .connection import TRANSACTIONS_SINCE, BrokerConnection
 from .errors import (
-    ConnectionLost,
+    BrokerConnectionLost,
     NotAllowed,
     ProtocolError,
     PulsarError,
-    TimedOut,
+    RequestTimedOut,
     TopicNotFound,
 )
 from .ids import TxnId
@@ -38,18 +38,18 @@ _COMMIT, _ABORT = 0, 1
 class Transactions:
     """The coordinators of a cluster. Any thread. A client that knows a transaction's id may do anything with it."""
 
-    def __init__(self, lookup: Lookup, lane: str = "") -> None:
+    def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup
-        self._lane = lane
+        self._connection_key = connection_key
         self._lock = threading.Lock()
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, BrokerConnection] = {}
         self._turn = itertools.count()
 
     def coordinators(self, timeout: float) -> int:
         """How many there are. Raises `NotAllowed` if none come up in time: transactions are off, or not set up."""
-        return self._coordinators(Deadline(timeout))
+        return self._coordinators(ClientDeadline(timeout))
 
-    def _coordinators(self, deadline: Deadline) -> int:
+    def _coordinators(self, deadline: ClientDeadline) -> int:
         # A broker that has just started makes their topic a moment after it serves its first client.
         for pause in pauses():
             with suppress(TopicNotFound):
@@ -64,7 +64,7 @@ class Transactions:
         """Load every coordinator, and so let the deadlines of all transactions run: after a restart of the brokers
         they stand still until somebody does. How many there are.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):
             retrying(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
@@ -75,7 +75,7 @@ class Transactions:
 
         If the answer is lost another one is begun; the first touched nothing and ends by itself.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         if coordinator is None:
             coordinator = next(self._turn) % self._coordinators(deadline)
         # The field is called seconds, and means milliseconds.
@@ -98,7 +98,7 @@ class Transactions:
 
         Raises `InvalidTransactionStatus` and `TransactionNotFound` if the transaction has ended.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         asked: list[tuple[str, Fields]] = []
         if topics:
             asked.append(("add_partition_to_txn", {"partitions": [full_topic_name(topic) for topic in topics]}))
@@ -111,7 +111,7 @@ class Transactions:
             return
         self._both(txn, asked, deadline)
 
-    def _both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: Deadline) -> None:
+    def _both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: ClientDeadline) -> None:
         def attempt() -> None:
             connection = self._coordinator(txn.most, deadline)
             with self._rediscovering(txn.most):
@@ -129,7 +129,7 @@ class Transactions:
         (what it had written the next one finds, and carries out), and `ConnectionLost` or `TimedOut`, whose
         `may_have_had_effect` is True unless nothing was sent.
         """
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
         for pause in pauses():
             connection = retrying(deadline, lambda: self._coordinator(txn.most, deadline))
@@ -137,8 +137,8 @@ class Transactions:
                 with self._rediscovering(txn.most):
                     connection.ask("end_txn", deadline, **fields)
                 return
-            except ConnectionLost as error:
-                if error.may_have_had_effect or isinstance(error, TimedOut) or deadline.left <= pause:
+            except BrokerConnectionLost as error:
+                if error.may_have_had_effect or isinstance(error, RequestTimedOut) or deadline.left <= pause:
                     raise
             time.sleep(pause)
 
@@ -152,19 +152,19 @@ class Transactions:
         self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
 
     def _end_on(self, txn: TxnId, topic: str, name: str, named: Fields, commit: bool, timeout: float) -> None:
-        deadline = Deadline(timeout)
+        deadline = ClientDeadline(timeout)
         action = _COMMIT if commit else _ABORT
         # A broker hangs up on who leaves out the low-water mark; 0 says that nothing older is known to have ended.
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
 
         def attempt() -> None:
-            self._lookup.connection(topic, self._lane, deadline).ask(name, deadline, **fields)
+            self._lookup.connection(topic, self._connection_key, deadline).ask(name, deadline, **fields)
 
         retrying(deadline, attempt)
 
     # ------------------------------------------------------------------------------------------ coordinators
 
-    def _repeatable(self, coordinator: int, name: str, deadline: Deadline, **fields: Any) -> Fields:
+    def _repeatable(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
         def attempt() -> Fields:
             connection = self._coordinator(coordinator, deadline)
             with self._rediscovering(coordinator):
@@ -172,13 +172,13 @@ class Transactions:
 
         return retrying(deadline, attempt)
 
-    def _coordinator(self, coordinator: int, deadline: Deadline) -> Connection:
+    def _coordinator(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:
             found = self._connections.get(coordinator)
         return found if found is not None and not found.closed else self._connect(coordinator, deadline)
 
-    def _connect(self, coordinator: int, deadline: Deadline) -> Connection:
-        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._lane, deadline)
+    def _connect(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
+        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._connection_key, deadline)
         if connection.protocol_version < TRANSACTIONS_SINCE:
             raise NotAllowed(22, f"broker {connection.server_version} is too old for transactions")
         connection.ask("tc_client_connect_request", deadline, tc_id=coordinator)

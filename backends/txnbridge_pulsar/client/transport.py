@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-from .clock import Deadline
+from .clock import ClientDeadline
 
 _READ = select.POLLIN | select.POLLERR | select.POLLHUP
 _WRITE = select.POLLOUT | select.POLLERR | select.POLLHUP
@@ -47,7 +47,7 @@ class Transport:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def write(self, frame: bytes, deadline: Deadline) -> None:
+    def write(self, frame: bytes, deadline: ClientDeadline) -> None:
         """Write a whole frame. Raises `NotWritten` at the deadline."""
         if not self._writing.acquire(timeout=deadline.left):
             raise NotWritten(started=False)
@@ -86,7 +86,7 @@ class Transport:
             if self._unsent:
                 return
 
-    def _drain(self, deadline: Deadline) -> bool:
+    def _drain(self, deadline: ClientDeadline) -> bool:
         while not self._push():
             if deadline.expired or self._closed:
                 return False

@@ -19,10 +19,10 @@ EVERY_SECONDS = 10.0
 _SECONDS_A_TRY = 10.0
 
 
-class Watch:
+class CoordinatorKeepalive:
     """A thread that connects to all coordinators until it is closed."""
 
-    def __init__(self, client: wire.Client, every: float = EVERY_SECONDS) -> None:
+    def __init__(self, client: wire.PulsarClient, every: float = EVERY_SECONDS) -> None:
         self._client = client
         self._every = every
         self._stop = threading.Event()

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
@@ -42,14 +42,14 @@ _MOST_TOKEN_CHARACTERS = 1800
 _TOLD_AT_ONCE = 8
 
 
-class Place(NamedTuple):
+class Participant(NamedTuple):
     """A topic that a transaction wrote to, or a subscription on it, and which of our clients the broker tells when it
     lets go of the topic.
     """
 
     topic: str
     subscription: str | None
-    user: wire.Producer | wire.Consumer
+    user: wire.PulsarProducer | wire.PulsarConsumer
     generation: int
 
     @property
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reach:
+class Participants:
     """All that a transaction wrote to and acknowledged on, for a process that ends it by its token and has no clients
     there.
     """
@@ -78,7 +78,7 @@ class Reach:
         return found if len(json.dumps(found)) <= _MOST_TOKEN_CHARACTERS else {}
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Reach:
+    def read(cls, fields: Mapping[str, Any]) -> Participants:
         """Raises `KeyError`, `TypeError`, `AttributeError` or `ValueError` for what is none."""
         if "r" not in fields:
             return cls()
@@ -88,7 +88,7 @@ class Reach:
         )
 
 
-NOWHERE = Reach()
+NO_PARTICIPANTS = Participants()
 
 
 def _packed(topics: Iterable[str]) -> dict[str, str]:
@@ -107,27 +107,32 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
                 yield name if bit == 0 else f"{name}-partition-{bit - 1}"
 
 
-def tell_all(cluster: Cluster, txn: TxnId, commit: bool, reach: Reach, deadline: Deadline) -> None:
+def deliver_everywhere(
+    cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
+) -> None:
     """End a transaction everywhere once more: this process may have no client there, and so no broker would tell it
     which topics moved meanwhile.
 
     Raises nothing: that it has ended is decided. With authorization on, only a superuser may.
     """
 
-    def tell(place: tuple[str, str | None]) -> None:
+    def tell(target: tuple[str, str | None]) -> None:
         try:
-            _end_on(cluster, txn, commit, *place, deadline)
+            _end_on(cluster, txn, commit, *target, deadline)
         except wire.PulsarError as error:
-            _log.debug("ending %s once more on %s: %s", txn, place[0], error)
+            _log.debug("ending %s once more on %s: %s", txn, target[0], error)
 
-    places: list[tuple[str, str | None]] = [*((topic, None) for topic in reach.topics), *reach.subscriptions]
-    if places:
-        with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(places))) as pool:
-            list(pool.map(tell, places))
+    targets: list[tuple[str, str | None]] = [
+        *((topic, None) for topic in participants.topics),
+        *participants.subscriptions,
+    ]
+    if targets:
+        with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(targets))) as pool:
+            list(pool.map(tell, targets))
 
 
 def _end_on(
-    cluster: Cluster, txn: TxnId, commit: bool, topic: str, subscription: str | None, deadline: Deadline
+    cluster: ClusterAccess, txn: TxnId, commit: bool, topic: str, subscription: str | None, deadline: Deadline
 ) -> None:
     transactions = cluster.client.transactions
     if subscription is None:
@@ -136,40 +141,42 @@ def _end_on(
         transactions.end_on_subscription(txn, topic, subscription, commit, deadline.left())
 
 
-class _Ended(NamedTuple):
+class _EndedTransaction(NamedTuple):
     at: float
     txn: TxnId
     commit: bool
 
 
-def place(topic: str, subscription: str | None, user: wire.Producer | wire.Consumer) -> Place:
+def participant_of(
+    topic: str, subscription: str | None, user: wire.PulsarProducer | wire.PulsarConsumer
+) -> Participant:
     """To be asked for before the end is."""
-    return Place(topic, subscription, user, user.generation)
+    return Participant(topic, subscription, user, user.generation)
 
 
-class Confirmer:
+class EndDelivery:
     """Looks after the transactions of one owner. Any thread may call."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
         self._changed = threading.Condition()
-        self._recent: dict[Place, deque[_Ended]] = {}
+        self._recent: dict[Participant, deque[_EndedTransaction]] = {}
         self._telling: Counter[str] = Counter()  # topics
         self._last_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def ended(self, txn: TxnId, commit: bool, places: Sequence[Place], deadline: Deadline) -> None:
+    def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
         """A coordinator has said that this transaction has ended. Returns when it has where something moved already."""
-        ended = _Ended(time.monotonic(), txn, commit)
+        ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
-            for each in places:
+            for each in participants:
                 self._recent.setdefault(each, deque()).append(ended)
             self._last_at = ended.at
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
                 self._thread.start()
-        self.settle({each.topic for each in places}, deadline)
+        self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
         """Return when everything is told of these topics that had moved, or the deadline is over.
@@ -181,11 +188,11 @@ class Confirmer:
         with self._changed:
             self._changed.wait_for(lambda: self._telling.keys().isdisjoint(topics), max(0.0, deadline.left()))
 
-    def _moved(self, topics: Set[str] | None = None) -> list[Place]:
+    def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
-    def _tell(self, missed: Place, deadline: Deadline) -> None:
+    def _tell(self, missed: Participant, deadline: Deadline) -> None:
         """End everything once more on one topic. Ends that fail are kept, to be tried again."""
         with self._changed:
             ended = self._recent.pop(missed, None)
@@ -212,7 +219,7 @@ class Confirmer:
                     del self._telling[missed.topic]
                 self._changed.notify_all()
 
-    def _give_up(self, missed: Place, ended: Iterable[_Ended], error: wire.ServerError) -> None:
+    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.ServerError) -> None:
         committed = [str(each.txn) for each in ended if each.commit]
         if committed:
             _log.error(

@@ -12,24 +12,24 @@ from collections.abc import Iterable
 from txnbridge.errors import BrokerUnavailable
 from txnbridge.spi import Deadline
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.outcome.outcome import confirm_by_marker
-from txnbridge_pulsar.write.fence_records import Announced
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.outcome import confirm_by_proof
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 
-class Unclear:
+class InDoubt:
     """The unclear transactions of one owner. Any thread may call."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._found: dict[TxnId, Announced] = {}
+        self._found: dict[TxnId, AnnouncedTransaction] = {}
 
-    def is_clear(self, ended: Announced, deadline: Deadline) -> bool:
+    def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         """Whether it can be told how a transaction ended; one that was committed is then committed on all its topics
         once more. A transaction of which it cannot be told is kept here.
         """
-        clear = confirm_by_marker(self._cluster, ended, deadline)
+        clear = confirm_by_proof(self._cluster, ended, deadline)
         with self._lock:
             if clear:
                 self._found.pop(ended.txn, None)
@@ -37,7 +37,7 @@ class Unclear:
                 self._found[ended.txn] = ended
         return clear
 
-    def touching(self, topics: Iterable[str]) -> list[Announced]:
+    def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
         """The unclear transactions that have touched one of these topics."""
         if not self._found:
             return []
@@ -45,14 +45,14 @@ class Unclear:
         with self._lock:
             return [found for found in self._found.values() if not wanted.isdisjoint(_places(found))]
 
-    def require(self, topics: Iterable[str], deadline: Deadline) -> list[Announced]:
+    def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
         """The transactions on these topics that have turned out to be clear.
 
         Raises `BrokerUnavailable` if one has not: nothing may end on its topics yet.
         """
         asked = self.touching(topics)
         for found in asked:
-            if not self.is_clear(found, deadline):
+            if not self.resolve(found, deadline):
                 raise BrokerUnavailable(
                     f"nobody can tell how transaction {found.txn} of this id ended, and whatever ends behind it on its"
                     " topics would take it back, had it been committed. `txnbridge doctor` names the topics; then:"
@@ -61,5 +61,5 @@ class Unclear:
         return asked
 
 
-def _places(found: Announced) -> set[str]:
+def _places(found: AnnouncedTransaction) -> set[str]:
     return {*found.topics, *(topic for topic, _ in found.subscriptions)}

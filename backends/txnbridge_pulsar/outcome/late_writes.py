@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate, translated
-from txnbridge_pulsar.outcome.end_delivery import Confirmer
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery
 from txnbridge_pulsar.outcome.terminated_topics import terminated
-from txnbridge_pulsar.write.fence_records import Announced
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.outcome.in_doubt import Unclear
+    from txnbridge_pulsar.outcome.in_doubt import InDoubt
 
 _log = logging.getLogger("txnbridge")
 
@@ -36,37 +36,37 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SECONDS_A_TURN = 10.0
 
 
-def lamp_name(cluster: Cluster) -> str:
+def late_write_canary(cluster: ClusterAccess) -> str:
     """A topic that nobody reads. A late message that brokers refuse there they refuse on all topics of the same empty
     transaction.
     """
     return f"{cluster.settings.prefix}lamp"
 
 
-def lamp_topic(cluster: Cluster, deadline: Deadline) -> str:
+def canary_topic(cluster: ClusterAccess, deadline: Deadline) -> str:
     """Its full name; it is there now and stays."""
-    return cluster.topics.internal(lamp_name(cluster), deadline)
+    return cluster.topics.internal(late_write_canary(cluster), deadline)
 
 
-def shut_out(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
+def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
     """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now.
 
     Terminated topics are left out: they take no late messages, and the empty transaction would never end.
     """
-    lamp = lamp_topic(cluster, deadline)
+    canary = canary_topic(cluster, deadline)
     transactions = cluster.client.transactions
     closed = terminated(cluster, ended.topics, deadline)
     topics = [topic for topic in ended.topics if topic not in closed]
     with translated(f"making the brokers refuse what comes late for {ended.txn}"):
         empty = transactions.begin(_TTL_MS, deadline.left(), ended.txn.most)
-        transactions.register(empty, deadline.left(), [*topics, lamp], ended.subscriptions)
+        transactions.register(empty, deadline.left(), [*topics, canary], ended.subscriptions)
         transactions.end(empty, True, deadline.left())
         for topic, subscription in ended.subscriptions:
-            _let_go(transactions, ended.txn, topic, subscription, deadline)
-    return _is_refused(cluster, ended.txn, lamp, deadline)
+            _release_late_acks(transactions, ended.txn, topic, subscription, deadline)
+    return _is_refused(cluster, ended.txn, canary, deadline)
 
 
-def _let_go(
+def _release_late_acks(
     transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
 ) -> None:
     """Have a subscription deliver again what it holds for a transaction that has ended: those acknowledgements can only
@@ -78,11 +78,11 @@ def _let_go(
         _log.debug("late acknowledgements of %s on %s are held until the group's next: %s", txn, topic, error)
 
 
-def _is_refused(cluster: Cluster, txn: wire.TxnId, lamp: str, deadline: Deadline) -> bool:
+def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
     """Whether a message that comes late is: this one, where it does no harm if it is not."""
     what = f"looking whether late messages of {txn} are refused"
     with translated(what):
-        producer = cluster.client.create_producer(lamp, timeout=deadline.left())
+        producer = cluster.client.create_producer(canary, timeout=deadline.left())
     try:
         producer.send(wire.Single(b"late"), txn, timeout=deadline.left()).result(deadline.left())
         return False
@@ -94,24 +94,24 @@ def _is_refused(cluster: Cluster, txn: wire.TxnId, lamp: str, deadline: Deadline
         producer.close(deadline.left())
 
 
-class Refuser:
+class LateWriteGuard:
     """Goes on in the background until late messages of all transactions at risk are refused. Any thread may call."""
 
-    def __init__(self, cluster: Cluster, confirmer: Confirmer, unclear: Unclear) -> None:
+    def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
-        self._confirmer = confirmer
-        self._unclear = unclear
+        self._end_delivery = end_delivery
+        self._in_doubt = in_doubt
         self._lock = threading.Lock()
-        self._at_risk: list[Announced] = []
+        self._at_risk: list[AnnouncedTransaction] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
-    def at_risk(self) -> Sequence[Announced]:
+    def at_risk(self) -> Sequence[AnnouncedTransaction]:
         with self._lock:
             return tuple(self._at_risk)
 
-    def add(self, ended: Announced, deadline: Deadline) -> None:
+    def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
         """Try once at once, because mostly nothing older is open; then as long as it takes."""
         if self._try(ended, deadline):
             return
@@ -121,12 +121,12 @@ class Refuser:
                 self._thread = threading.Thread(target=self._go_on, name="txnbridge-pulsar-refuse", daemon=True)
                 self._thread.start()
 
-    def _try(self, ended: Announced, deadline: Deadline) -> bool:
-        if self._unclear.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
+    def _try(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
+        if self._in_doubt.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
             return False  # the end of the empty transaction would take back the unclear ones as well
         try:
-            self._confirmer.settle(set(ended.topics), deadline)
-            return shut_out(self._cluster, ended, deadline)
+            self._end_delivery.settle(set(ended.topics), deadline)
+            return refuse_late_writes(self._cluster, ended, deadline)
         except TxnBridgeError as error:
             _log.debug("what comes late for %s is not refused yet: %s", ended.transaction, error)
             return False

@@ -19,13 +19,13 @@ from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.admin.repair import had_committed
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import NOWHERE, Reach, tell_all
+from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
 from txnbridge_pulsar.outcome.terminated_topics import how_to_mend, terminated
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
-from txnbridge_pulsar.write.fence_records import Announced, Marked
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
 _log = logging.getLogger("txnbridge")
 
@@ -44,7 +44,7 @@ _COMMITTING = {"COMMITTING", "COMMITTED"}
 _ABORTING = {"ABORTING", "ABORTED"}
 
 
-class Ended(Enum):
+class EndResult(Enum):
     """What the request to end a transaction came to."""
 
     COMMITTED = "it is committed"
@@ -54,20 +54,25 @@ class Ended(Enum):
 
 
 @dataclass(frozen=True)
-class How:
+class TokenEvidence:
     """What a token tells of its transaction. `txn` is None if nothing was ever asked of the broker."""
 
     txn: TxnId | None
-    marked: Marked | None
+    proof: ProofLocation | None
     asked: bool = True  # whether its writer came to ask for the commit
-    reach: Reach = NOWHERE  # of one that is prepared
+    participants: Participants = NO_PARTICIPANTS  # of one that is prepared
 
     def fields(self) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.marked is None else self.marked.fields()
-        return {"x": None if self.txn is None else list(self.txn), "a": self.asked, **found, **self.reach.fields()}
+        found: dict[str, Any] = {} if self.proof is None else self.proof.fields()
+        return {
+            "x": None if self.txn is None else list(self.txn),
+            "a": self.asked,
+            **found,
+            **self.participants.fields(),
+        }
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> How:
+    def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
         """Raises `InvalidToken`."""
         try:
             if fields["x"] is None:
@@ -75,7 +80,7 @@ class How:
             most, least = fields["x"]
             if not isinstance(most, int) or not isinstance(least, int):
                 raise TypeError("not numbers")
-            return cls(TxnId(most, least), Marked.read(fields), fields["a"] is True, Reach.read(fields))
+            return cls(TxnId(most, least), ProofLocation.read(fields), fields["a"] is True, Participants.read(fields))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidToken("this token is damaged: it does not name a transaction and its marker topic") from error
 
@@ -83,7 +88,7 @@ class How:
 # --- ending ---------------------------------------------------------------------------------------------------------
 
 
-def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> Ended:
+def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
     """Ask a coordinator to end a transaction, until it answers. The decision is never changed on the way.
 
     `topics` are those that the transaction has named, as far as they are known: one of them may keep the coordinator
@@ -95,13 +100,13 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadl
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
     patient = Deadline(patience)
-    under_way: Ended | None = None  # the end that the coordinator says it is carrying out
+    under_way: EndResult | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
             cluster.client.transactions.end(txn, commit, min(deadline.left() * _MOST_OF_IT, patience))
-            return Ended.COMMITTED if commit else Ended.ABORTED
+            return EndResult.COMMITTED if commit else EndResult.ABORTED
         except wire.TransactionNotFound:
-            return under_way or (Ended.UNCLEAR if asked else Ended.BEFORE)
+            return under_way or (EndResult.UNCLEAR if asked else EndResult.BEFORE)
         except wire.InvalidTransactionStatus as error:
             under_way = _being(error) or under_way
             last: wire.PulsarError = error
@@ -111,16 +116,16 @@ def end(cluster: Cluster, txn: TxnId, commit: bool, topics: Sequence[str], deadl
                 raise _not_answered(txn, commit, in_doubt, error) from error
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
             last = error
-        if patient.expired or isinstance(last, wire.TimedOut):
+        if patient.expired or isinstance(last, wire.RequestTimedOut):
             if _stuck(cluster, txn, topics, deadline):
-                return Ended.ABORTED
+                return EndResult.ABORTED
             patient = Deadline(patience)
         if deadline.left() <= _PAUSE:
             raise _not_answered(txn, commit, asked or under_way is not None, last) from last
         time.sleep(_PAUSE)
 
 
-def _stuck(cluster: Cluster, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
+def _stuck(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
     """Return whether a transaction is as good as aborted, although its coordinator never gets to the end of it because
     one of its topics was terminated.
 
@@ -146,15 +151,15 @@ def _stuck(cluster: Cluster, txn: TxnId, topics: Sequence[str], deadline: Deadli
     return state in _ABORTING
 
 
-def _being(error: wire.InvalidTransactionStatus) -> Ended | None:
+def _being(error: wire.InvalidTransactionStatus) -> EndResult | None:
     if error.state in _COMMITTING:
-        return Ended.COMMITTED
-    return Ended.ABORTED if error.state in _ABORTING else None
+        return EndResult.COMMITTED
+    return EndResult.ABORTED if error.state in _ABORTING else None
 
 
 def _may_pass(error: wire.PulsarError) -> bool:
     """Whether the same request may be answered later: trouble of the coordinator's store is, too."""
-    return error.retriable or isinstance(error, wire.ConnectionLost)
+    return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
 
 def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError) -> TxnBridgeError:
@@ -166,65 +171,67 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def end_prepared(cluster: Cluster, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
+def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
     """End a prepared transaction, and say what is true, whoever was first. Safe to repeat."""
-    how = How.read(token.how)
-    if how.txn is None or how.marked is None:
+    evidence = TokenEvidence.read(token.how)
+    if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
     with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
-        topics = tuple(dict.fromkeys((how.marked.topic, *how.reach.topics)))
-        ended = end(cluster, how.txn, commit, topics, deadline)
+        topics = tuple(dict.fromkeys((evidence.proof.topic, *evidence.participants.topics)))
+        ended = end(cluster, evidence.txn, commit, topics, deadline)
         told["ended"] = ended.name
-    if ended is Ended.COMMITTED:
+    if ended is EndResult.COMMITTED:
         outcome = Outcome.COMMITTED
-    elif ended is Ended.ABORTED:
+    elif ended is EndResult.ABORTED:
         return Outcome.ABORTED
     else:
-        outcome = outcome_by_marker(cluster, how.txn, how.marked, deadline)
+        outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
         # The marker topic also where the token had no room for the others: the next transaction of its slot ends on it.
-        tell_all(cluster, how.txn, True, Reach(topics, how.reach.subscriptions), deadline)
+        deliver_everywhere(
+            cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
+        )
     return outcome
 
 
-def outcome_by_marker(cluster: Cluster, txn: TxnId, marked: Marked, deadline: Deadline) -> Outcome:
+def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> Outcome:
     """How a transaction ended of which its coordinator says that it has.
 
     Raises `OutcomeUnknown` while something hides the answer, `EvidenceLost` if it is gone.
     """
-    found = _by_marker(cluster, marked, txn, deadline)
+    found = _by_proof(cluster, proof, txn, deadline)
     if found is None:
-        raise OutcomeUnknown(f"how {txn} ended cannot be read yet: an open transaction hides it on {marked.topic}")
+        raise OutcomeUnknown(f"how {txn} ended cannot be read yet: an open transaction hides it on {proof.topic}")
     return Outcome.COMMITTED if found else Outcome.ABORTED
 
 
-def confirm_by_marker(cluster: Cluster, ended: Announced, deadline: Deadline) -> bool:
+def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
     """Have the end of a transaction that may have been committed reach all topics and subscriptions that it touched,
     before anything else ends there: where the commit has not arrived, another end would take it back.
 
     False while nobody can tell whether the transaction was committed: then nothing may end there.
     """
     try:
-        committed = _by_marker(cluster, ended.marked, ended.txn, deadline)
+        committed = _by_proof(cluster, ended.proof, ended.txn, deadline)
     except EvidenceLost as lost:
         _log.debug("how %s ended: %s", ended.txn, lost)
         committed = None
     if committed is None and cluster.rest is not None:
         committed = had_committed(cluster, cluster.rest, ended.txn, ended.topics, deadline)
     if committed:
-        tell_all(cluster, ended.txn, True, Reach(ended.topics, ended.subscriptions), deadline)
+        deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
     return committed is not None
 
 
-def status_of(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
     """What became of a token's transaction, prepared or not. Changes nothing of it."""
-    how = How.read(token.how)
-    if how.txn is None or how.marked is None:
-        state = TokenState.COMMITTED if how.asked else TokenState.ABORTED
+    evidence = TokenEvidence.read(token.how)
+    if evidence.txn is None or evidence.proof is None:
+        state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
         return Status(state, reason="it was empty, and nothing was asked of the broker")
-    if not (how.asked or token.prepared):
+    if not (evidence.asked or token.prepared):
         return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit, and nobody else does")
-    state_now = _wait_for_end(cluster, how.txn, how.marked, deadline)
+    state_now = _wait_for_end(cluster, evidence.txn, evidence.proof, deadline)
     if state_now == "OPEN":
         if token.prepared:
             return Status(TokenState.PREPARED, expires_at=token.expires_at)
@@ -234,7 +241,7 @@ def status_of(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline
     if state_now:
         return Status(TokenState.UNKNOWN, reason=f"its coordinator says that it is {state_now}")
     try:
-        found = _by_marker(cluster, how.marked, how.txn, deadline)
+        found = _by_proof(cluster, evidence.proof, evidence.txn, deadline)
     except EvidenceLost as lost:
         return Status(TokenState.UNKNOWN, reason=str(lost), permanent=True)
     if found is None:
@@ -242,45 +249,45 @@ def status_of(cluster: Cluster, token: Token, ledger: Ledger, deadline: Deadline
     return Status(TokenState.COMMITTED if found else TokenState.ABORTED)
 
 
-def _by_marker(cluster: Cluster, marked: Marked, txn: TxnId, deadline: Deadline) -> bool | None:
+def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
     """As `was_committed`, for a short time only; but until the deadline while no broker serves the marker topic."""
     while True:
         try:
-            return was_committed(cluster, marked, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
+            return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
         except BrokerUnavailable:
             if deadline.left() <= _PAUSE:
                 raise
         time.sleep(_PAUSE)
 
 
-def _wait_for_end(cluster: Cluster, txn: TxnId, marked: Marked, deadline: Deadline) -> str:
+def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
     """A coordinator's word for a transaction, empty once it has ended; waits a moment for one that is being ended."""
     until = Deadline(min(_MOMENT, deadline.left()))
-    while (state := coordinator_state(cluster, txn, marked, deadline)) not in ("", "OPEN") and not until.expired:
+    while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_PAUSE)
     return state
 
 
-def coordinator_state(cluster: Cluster, txn: TxnId, marked: Marked, deadline: Deadline) -> str:
+def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
     """ "OPEN", or the coordinator's word for what it does with it; empty for one that has ended.
 
     There is no such question; but naming a topic that was named before changes nothing, and is refused to what is not
     open.
     """
-    return _named(cluster, txn, deadline, topics=[marked.topic])
+    return _named(cluster, txn, deadline, topics=[proof.topic])
 
 
-def note_prepared(cluster: Cluster, txn: TxnId, marked: Marked, deadline: Deadline) -> str:
+def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
     """Have the coordinator keep of a transaction, as long as it is open, that all of it is stored; its state as above.
 
     There is no field for it; but the subscription of the marker topic, which nothing is acknowledged on in a
     transaction, is listed with it from then on.
     """
-    return _named(cluster, txn, deadline, subscriptions=[(marked.topic, SUBSCRIPTION)])
+    return _named(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 
 
 def _named(
-    cluster: Cluster,
+    cluster: ClusterAccess,
     txn: TxnId,
     deadline: Deadline,
     topics: Sequence[str] = (),

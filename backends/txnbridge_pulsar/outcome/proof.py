@@ -18,14 +18,14 @@ from typing import Any
 from txnbridge.errors import DeadlineExceeded, EvidenceLost, NotFound
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.read.last_entry import before, newest_entry
+from txnbridge_pulsar.read.last_entry import last_entry, start_before
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
-from txnbridge_pulsar.write.fence_records import Marked
+from txnbridge_pulsar.write.fence_records import ProofLocation
 
 VERSION = 1
-HERE, MARK, PROBE = "here", "mark", "probe"
+PRESENCE, PROOF, PROBE = "here", "mark", "probe"
 # A plain record serves the transactions that begin within so many seconds: it says until when any of them can be open,
 # and what is older than that for long is dropped. Writing one takes ten milliseconds.
 PRESENCE_SECONDS = 300.0
@@ -35,18 +35,18 @@ _A_TURN = 1000
 _A_LOOK = 0.05
 
 
-def marker_prefix(cluster: Cluster) -> str:
+def proof_prefix(cluster: ClusterAccess) -> str:
     """How the names of all marker topics begin; the writer's name follows, encoded."""
     return f"{cluster.settings.prefix}marker-"
 
 
-def marker_topic(cluster: Cluster, writer: str, deadline: Deadline) -> str:
+def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
     """The full name of a writer's marker topic, which is there now and stays."""
-    return cluster.topics.internal(f"{marker_prefix(cluster)}{encoded(writer)}", deadline)
+    return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
 
 
 @dataclass(frozen=True)
-class Record:
+class ProofRecord:
     """One record on a marker topic: `HERE` before a writer's first transaction, `MARK` inside each, `PROBE` by a
     process that asks how one ended. Before a transaction that is to be prepared, `HERE` is for it alone and names it.
     """
@@ -69,14 +69,14 @@ class Record:
         return json.dumps({name: value for name, value in fields.items() if value}, separators=(",", ":")).encode()
 
     @classmethod
-    def unpack(cls, data: bytes | None) -> Record | None:
+    def unpack(cls, data: bytes | None) -> ProofRecord | None:
         """None for what is none of ours."""
         try:
             fields: Any = json.loads(data or b"")
             if fields["v"] != VERSION:
                 return None
             kind, nonce, transaction = str(fields["k"]), str(fields.get("n", "")), str(fields.get("t", ""))
-            if kind != HERE:
+            if kind != PRESENCE:
                 return cls(kind, nonce, transaction)
             return cls(kind, nonce, transaction, int(fields["e"]), bool(fields.get("o")))
         except (KeyError, TypeError, ValueError):
@@ -87,56 +87,60 @@ def new_nonce() -> str:
     return secrets.token_hex(8)
 
 
-def newest_presence(cluster: Cluster, topic: str, deadline: Deadline) -> tuple[Marked, Record] | None:
+def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
     """The last readable record of a marker topic, if it is a writer's first: that of an open transaction to be prepared
     is, and tells which one it is.
     """
-    entry = newest_entry(cluster, topic, deadline)
+    entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)
-    if entry is None or record is None or record.kind != HERE:
+    if entry is None or record is None or record.kind != PRESENCE:
         return None
-    return Marked(topic, (entry.id.ledger, entry.id.entry), record.nonce), record
+    return ProofLocation(topic, (entry.id.ledger, entry.id.entry), record.nonce), record
 
 
-def was_committed(cluster: Cluster, marked: Marked, txn: wire.TxnId, deadline: Deadline) -> bool | None:
+def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
     """Whether a transaction that has ended was committed; None if that cannot be seen yet.
 
     Right only after its coordinator has said that it has ended. Raises `EvidenceLost` if the topic is not what it was.
     """
     try:
         with (
-            translated(f"asking {marked.topic} how transaction {txn} ended"),
-            _reading(cluster, marked.topic, marked.since, deadline) as entries,
+            translated(f"asking {proof.topic} how transaction {txn} ended"),
+            _reading(cluster, proof.topic, proof.since, deadline) as entries,
         ):
-            return _told(cluster, entries, marked, txn, deadline)
+            return _told(cluster, entries, proof, txn, deadline)
     except NotFound as error:
-        gone = f"the marker topic {marked.topic} is gone, and with it what told how transactions ended"
+        gone = f"the marker topic {proof.topic} is gone, and with it what told how transactions ended"
         raise EvidenceLost(gone) from error
 
 
 def _told(
-    cluster: Cluster, entries: Iterator[wire.Entry | None], marked: Marked, txn: wire.TxnId, deadline: Deadline
+    cluster: ClusterAccess,
+    entries: Iterator[wire.ReceivedEntry | None],
+    proof: ProofLocation,
+    txn: wire.TxnId,
+    deadline: Deadline,
 ) -> bool | None:
     try:
-        _check_first(marked, _first(entries))
+        _check_first(proof, _first(entries))
         probe: str | None = None
         while True:
             entry = next(entries, None)
             if entry is None:
                 if probe is None:  # all is read that was there: something plain has to come behind it
                     probe = new_nonce()
-                    write_plain(cluster, marked.topic, Record(PROBE, probe), deadline)
+                    write_plain(cluster, proof.topic, ProofRecord(PROBE, probe), deadline)
                 continue
-            found = _verdict(entry, txn, marked.at, probe)
+            found = _verdict(entry, txn, proof.at, probe)
             if found is not None:
                 return found
     except DeadlineExceeded:
         return None
 
 
-def _verdict(entry: wire.Entry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
+def _verdict(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
     record = record_of(entry)
-    if record is not None and record.kind == MARK and entry.txn == txn:
+    if record is not None and record.kind == PROOF and entry.txn == txn:
         return True
     if at is not None and (entry.id.ledger, entry.id.entry) > at:
         return False  # what stands behind the mark can be read
@@ -144,14 +148,14 @@ def _verdict(entry: wire.Entry, txn: wire.TxnId, at: tuple[int, int] | None, pro
     return False if record is not None and record.kind == PROBE and record.nonce == probe else None
 
 
-def _check_first(marked: Marked, entry: wire.Entry) -> None:
+def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
     record = record_of(entry)
-    there = (entry.id.ledger, entry.id.entry) == marked.since
-    if not there or record is None or (record.kind, record.nonce) != (HERE, marked.nonce):
-        raise EvidenceLost(f"the marker topic {marked.topic} has lost records: nobody can tell how transactions ended")
+    there = (entry.id.ledger, entry.id.entry) == proof.since
+    if not there or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
+        raise EvidenceLost(f"the marker topic {proof.topic} has lost records: nobody can tell how transactions ended")
 
 
-def write_plain(cluster: Cluster, topic: str, record: Record, deadline: Deadline) -> tuple[int, int]:
+def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
     """Store a record outside of any transaction; where it is."""
     with translated(f"writing to {topic}"):
         producer = cluster.client.create_producer(topic, timeout=deadline.left())
@@ -163,7 +167,9 @@ def write_plain(cluster: Cluster, topic: str, record: Record, deadline: Deadline
     return id.ledger, id.entry
 
 
-def mark_presence(cluster: Cluster, topic: str, transaction: str, owned: bool, deadline: Deadline) -> Marked:
+def write_presence(
+    cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
+) -> ProofLocation:
     """Write the plain record that the evidence of a writer's transactions begins with: before the first one there, and
     again before one that begins after `PRESENCE_SECONDS`.
 
@@ -171,11 +177,11 @@ def mark_presence(cluster: Cluster, topic: str, transaction: str, owned: bool, d
     """
     nonce = new_nonce()
     until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
-    since = write_plain(cluster, topic, Record(HERE, nonce, transaction, until, owned), deadline)
-    return Marked(topic, since, nonce)
+    since = write_plain(cluster, topic, ProofRecord(PRESENCE, nonce, transaction, until, owned), deadline)
+    return ProofLocation(topic, since, nonce)
 
 
-def remove(cluster: Cluster, topic: str, deadline: Deadline) -> None:
+def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
     """Delete a marker topic that no process will ask any more. Without REST its subscription is deleted: then the
     broker deletes the topic by itself, because it is not used.
     """
@@ -188,10 +194,10 @@ def remove(cluster: Cluster, topic: str, deadline: Deadline) -> None:
 
 @contextmanager
 def _reading(
-    cluster: Cluster, topic: str, since: tuple[int, int], deadline: Deadline
-) -> Iterator[Iterator[wire.Entry | None]]:
+    cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
+) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
     """The entries from a position on; None whenever nothing more has come, until `DeadlineExceeded`."""
-    start = before(wire.MessageId(*since))
+    start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
         yield _entries(reader, topic, deadline)
@@ -199,7 +205,7 @@ def _reading(
         reader.close(deadline.left())
 
 
-def _entries(reader: wire.Consumer, topic: str, deadline: Deadline) -> Iterator[wire.Entry | None]:
+def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:
     while True:
         found = reader.receive(min(deadline.left(), _A_LOOK), most=_A_TURN)
         yield from found
@@ -208,10 +214,10 @@ def _entries(reader: wire.Consumer, topic: str, deadline: Deadline) -> Iterator[
             yield None
 
 
-def _first(entries: Iterator[wire.Entry | None]) -> wire.Entry:
+def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
     return next(entry for entry in entries if entry is not None)
 
 
-def record_of(entry: wire.Entry) -> Record | None:
+def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
     """The record in an entry on a marker topic; None if it is none of ours."""
-    return Record.unpack(entry.messages()[0].value)
+    return ProofRecord.unpack(entry.messages()[0].value)

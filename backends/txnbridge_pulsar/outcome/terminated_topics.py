@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 
 _ASKED_AT_ONCE = 8
 
 
-def terminated(cluster: Cluster, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
+def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
     """Return those of these concrete topics that are known to be terminated."""
     if not topics:
         return ()
@@ -25,7 +25,7 @@ def terminated(cluster: Cluster, topics: Sequence[str], deadline: Deadline) -> t
         return tuple(topic for topic, is_terminated in zip(topics, answers, strict=True) if is_terminated)
 
 
-def _is_terminated(cluster: Cluster, topic: str, deadline: Deadline) -> bool:
+def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:
     client = cluster.client
     try:
         # A producer would make a topic anew that was deleted; a reader that must not create it finds it missing.

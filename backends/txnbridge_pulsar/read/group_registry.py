@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, Fenced, PositionLost
 from txnbridge.spi import Context, Deadline, Ledger
-from txnbridge_pulsar.client.rest import Refused, Rest, path_of
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
 
 _log = logging.getLogger("txnbridge")
 
@@ -26,7 +26,7 @@ _ASK_SECONDS = 3.0
 _SILENT_SECONDS = 30.0
 
 
-class Begun:
+class GroupRegistry:
     """What is known of one group. Any thread may call."""
 
     def __init__(self, rest: Rest | None, group: str | None, context: Context) -> None:
@@ -75,7 +75,7 @@ class Begun:
         path = f"/admin/v3/transactions/pendingAckStats/{path_of(concrete)}/{quote(self._group, safe='')}"
         try:
             return bool(self._told(self._rest, path, deadline)["ongoingTxnSize"])
-        except (Refused, AccessDenied, BrokerUnavailable) as error:
+        except (RestRefused, AccessDenied, BrokerUnavailable) as error:
             _log.debug("what open transactions hold of %r on %s: %s", self._group, concrete, error)
             return False
 
@@ -84,7 +84,7 @@ class Begun:
         path = f"/admin/v2/persistent/{path_of(concrete)}/subscription/{quote(self._group, safe='')}/properties"
         try:
             self._told(self._rest, path, deadline)
-        except Refused as refused:
+        except RestRefused as refused:
             # The same number says that the topic is not loaded yet.
             return not (refused.status == 404 and refused.text.startswith("Subscription"))
         except AccessDenied as error:

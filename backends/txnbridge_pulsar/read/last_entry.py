@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
 
 
-def newest_entry(cluster: Cluster, topic: str, deadline: Deadline) -> wire.Entry | None:
+def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
     """The last readable entry of a concrete topic, by its full name; None if there is none."""
     with translated(f"reading {topic}"):
         reader = cluster.client.read(topic, timeout=deadline.left())
@@ -18,7 +18,7 @@ def newest_entry(cluster: Cluster, topic: str, deadline: Deadline) -> wire.Entry
             reader.close(deadline.left())
         if last.entry < 0:
             return None
-        reader = cluster.client.read(topic, timeout=deadline.left(), start=before(last))
+        reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(last))
         try:
             while not (found := reader.receive(deadline.left(), most=1)):
                 deadline.check(f"reading {topic}")
@@ -27,6 +27,6 @@ def newest_entry(cluster: Cluster, topic: str, deadline: Deadline) -> wire.Entry
             reader.close(deadline.left())
 
 
-def before(id: wire.MessageId) -> wire.MessageId:
+def start_before(id: wire.MessageId) -> wire.MessageId:
     """Where a reader begins whose first message is to be this one."""
     return wire.MessageId(id.ledger, id.entry - 1)

@@ -16,8 +16,8 @@ from txnbridge_pulsar.write.message_format import to_headers
 BEGIN: Position = (0, 0, 0)
 _COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
 
-_Place = tuple[int, int]  # ledger and entry
-_Bits = dict[_Place, int]  # places in batches, as bits
+_EntryPlace = tuple[int, int]  # ledger and entry
+_Bits = dict[_EntryPlace, int]  # places in batches, as bits
 
 
 def position_of(id: wire.MessageId) -> Position:
@@ -31,7 +31,7 @@ def behind(id: wire.MessageId) -> Position:
 
 
 @dataclass(eq=False)
-class Acked:
+class AckedMessages:
     """Messages that were acknowledged in a transaction while copies of them may have been under way.
 
     What comes behind the broker's answer is no such copy: the transaction was aborted. `until` is how many entries had
@@ -42,41 +42,41 @@ class Acked:
     until: int | None = None
 
 
-class Cursor:
+class PulsarPartition:
     """One partition with a reader: what has come and waits, where it goes on, and what was handed out.
 
     In a group `hand` knows what was handed out and neither acknowledged nor given back. By it copies are told: brokers
     deliver everything anew that is not acknowledged whenever some transaction aborts.
     """
 
-    def __init__(self, partition: Partition, topic: str, consumer: wire.Consumer, grouped: bool) -> None:
-        self.partition = partition
+    def __init__(self, key: Partition, topic: str, consumer: wire.PulsarConsumer, grouped: bool) -> None:
+        self.key = key
         self.topic = topic  # the concrete one
         self.consumer = consumer
         self.source: object = None
         self.paused = False
         self.next: Position = BEGIN
         self.is_here = False  # with this reader, as its listener knows
-        self.stay: object = object()  # each time it comes another one
+        self.assignment: object = object()  # each time it comes another one
         self.generation = consumer.generation  # of the consumer, and its activations, that this stay belongs to
         self.activations = consumer.activations
         # Until when it waits for open transactions that hold messages in front; None if it does not.
         self.waits_until: float | None = None
-        self.received: _Place = (-1, -1)  # the last entry that came
+        self.received: _EntryPlace = (-1, -1)  # the last entry that came
         self.refused: list[wire.MessageId] = []  # the broker took no acknowledgement, so only we can have them again
         self.fault: TxnBridgeError | None = None  # what comes next cannot be read
         # A point in time and an end: up to the end nothing is handed out until something was stamped since then.
         self.since: tuple[int, Position] | None = None
         self._grouped = grouped
-        self._waiting: deque[wire.Entry] = deque()
+        self._waiting: deque[wire.ReceivedEntry] = deque()
         self._rest: deque[Message] = deque()  # of an entry, what did not fit in the last poll
-        self._rest_of: wire.Entry | None = None
+        self._rest_of: wire.ReceivedEntry | None = None
         self._hand: _Bits = {}
-        self._acked: list[Acked] = []
-        self._sizes: dict[_Place, int] = {}  # of the batches in hand
-        self._parts: dict[_Place, tuple[wire.MessageId, ...]] = {}  # of the messages in hand that came in chunks
+        self._acked: list[AckedMessages] = []
+        self._sizes: dict[_EntryPlace, int] = {}  # of the batches in hand
+        self._parts: dict[_EntryPlace, tuple[wire.MessageId, ...]] = {}  # of the messages in hand that came in chunks
         self._skipped: list[tuple[Position, Position]] = []  # what a seek has gone over
-        self._handed: _Place = (-1, -1)
+        self._handed: _EntryPlace = (-1, -1)
         self._times: dict[Position, int] = {}
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Cursor:
     def arrive(self, source: object, first: Position) -> None:
         """A stay begins."""
         self.source, self.next = source, first
-        self.stay = object()
+        self.assignment = object()
         self.is_here = True
 
     def leave(self) -> None:
@@ -113,7 +113,7 @@ class Cursor:
         self._rest_of = None
         self.fault = None
 
-    def put(self, entry: wire.Entry) -> None:
+    def put(self, entry: wire.ReceivedEntry) -> None:
         """An entry has come."""
         self._waiting.append(entry)
         self.received = max(self.received, (entry.id.ledger, entry.id.entry))
@@ -143,7 +143,7 @@ class Cursor:
             except wire.PulsarError as error:
                 # It stays where it is: to go on behind it takes a seek.
                 self._waiting.appendleft(entry)
-                topic, number = self.partition
+                topic, number = self.key
                 self.fault = translate(error, f"reading {topic}[{number}] at {position_of(entry.id)}")
                 self.fault.__cause__ = error
                 return [], 0
@@ -159,7 +159,7 @@ class Cursor:
         size = max(self._rest_of.size, self._rest_of.metadata.get("uncompressed_size", 0))
         return found, size * len(found) // self._rest_of.count
 
-    def _read(self, entry: wire.Entry) -> list[Message]:
+    def _read(self, entry: wire.ReceivedEntry) -> list[Message]:
         messages = self._convert(entry)
         if self._grouped:
             messages = self._without_copies(entry, messages)
@@ -169,14 +169,14 @@ class Cursor:
             messages = self._reach(self.since, messages)
         return messages
 
-    def _is_passed_over(self, entry: wire.Entry) -> bool:
+    def _is_passed_over(self, entry: wire.ReceivedEntry) -> bool:
         first, end = (entry.id.ledger, entry.id.entry, 0), behind(entry.id)
         if not self._grouped:
             return end <= self.next
         return any(since <= first and end <= until for since, until in self._skipped)
 
-    def _convert(self, entry: wire.Entry) -> list[Message]:
-        topic, number = self.partition
+    def _convert(self, entry: wire.ReceivedEntry) -> list[Message]:
+        topic, number = self.key
         ledger, at = entry.id.ledger, entry.id.entry
         source, published, none, new = self.source, entry.publish_time, NO_HEADERS, tuple.__new__
         count = self._deliveries(entry)
@@ -190,7 +190,7 @@ class Cursor:
                     topic,
                     number,
                     (ledger, at, index if index > 0 else 0),
-                    (raw := wire.Message(entry, index, payload, described)).key,
+                    (raw := wire.ReceivedMessage(entry, index, payload, described)).key,
                     raw.value,
                     Headers(to_headers(found)) if (found := raw.properties) else none,
                     raw.event_time or published,
@@ -201,7 +201,7 @@ class Cursor:
             for index, payload, described in entry.records()
         ]
 
-    def _deliveries(self, entry: wire.Entry) -> int:
+    def _deliveries(self, entry: wire.ReceivedEntry) -> int:
         place = (entry.id.ledger, entry.id.entry)
         if place > self._handed:
             return 1 + entry.redeliveries
@@ -212,7 +212,7 @@ class Cursor:
                 del self._times[old]
         return max(count, 1 + entry.redeliveries)
 
-    def _without_copies(self, entry: wire.Entry, messages: list[Message]) -> list[Message]:
+    def _without_copies(self, entry: wire.ReceivedEntry, messages: list[Message]) -> list[Message]:
         place = (entry.id.ledger, entry.id.entry)
         held = self._hand.get(place, 0)
         for acked in self._acked[:]:
@@ -234,7 +234,7 @@ class Cursor:
                 return messages[at:]
         return []
 
-    def _hand_out(self, entry: wire.Entry, messages: list[Message]) -> None:
+    def _hand_out(self, entry: wire.ReceivedEntry, messages: list[Message]) -> None:
         place = (entry.id.ledger, entry.id.entry)
         self._handed = max(self._handed, place)
         last = messages[-1].position
@@ -266,7 +266,7 @@ class Cursor:
         """Raises `Conflict` for a position that was not handed out in this stay, or has been given back since."""
         for ledger, entry, index in positions:
             if not self._hand.get((ledger, entry), 0) >> index & 1:
-                topic, number = self.partition
+                topic, number = self.key
                 raise Conflict(
                     f"the message at {topic}[{number}] {(ledger, entry, index)} is not with this reader any more; it"
                     " comes again"
@@ -278,7 +278,7 @@ class Cursor:
         self.let_go(held)
         return held
 
-    def give_up(self, places: Iterable[_Place], delivered_again: bool) -> list[wire.MessageId]:
+    def give_up(self, places: Iterable[_EntryPlace], delivered_again: bool) -> list[wire.MessageId]:
         """Forget all messages of these entries, handed out or waiting. Return the ids of the entries that had any.
 
         `delivered_again`: the broker is about to deliver the entries once more, so older deliveries that are still on
@@ -295,38 +295,38 @@ class Cursor:
             if had:
                 given_up += parts or (wire.MessageId(*place),)
             if had and delivered_again:
-                self._acked.append(Acked({place: (1 << size) - 1}, self.consumer.arrived))
+                self._acked.append(AckedMessages({place: (1 << size) - 1}, self.consumer.arrived))
         return given_up
 
     def let_go(self, positions: Sequence[Position]) -> list[wire.MessageId]:
         """Forget that positions, each there once, are in hand; what the broker calls them."""
         return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
 
-    def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], Acked]:
+    def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
         """Let go of positions to acknowledge them; also returns what to tell of how that went."""
         places = {(ledger, entry) for ledger, entry, _ in positions}
         before = {place: self._hand[place] for place in places}
         ids = self.let_go(positions)
-        acked = Acked({place: bits & ~self._hand.get(place, 0) for place, bits in before.items()})
+        acked = AckedMessages({place: bits & ~self._hand.get(place, 0) for place, bits in before.items()})
         self._acked.append(acked)
         return ids, acked
 
-    def acknowledged(self, acked: Acked) -> None:
+    def acknowledged(self, acked: AckedMessages) -> None:
         """The broker holds them for their transaction."""
         acked.until = self.consumer.arrived
         if not self._waiting and self.consumer.all_taken:
             self._forget(acked)
 
-    def not_acknowledged(self, acked: Acked, ids: Sequence[wire.MessageId]) -> None:
+    def not_acknowledged(self, acked: AckedMessages, ids: Sequence[wire.MessageId]) -> None:
         """It does not, or nobody knows."""
         self.refused += ids
         self._forget(acked)
 
-    def _forget(self, acked: Acked) -> None:
+    def _forget(self, acked: AckedMessages) -> None:
         if acked in self._acked:
             self._acked.remove(acked)
 
-    def _by_entry(self, positions: Sequence[Position]) -> Iterator[tuple[_Place, Sequence[int]]]:
+    def _by_entry(self, positions: Sequence[Position]) -> Iterator[tuple[_EntryPlace, Sequence[int]]]:
         ordered = sorted(positions)
         at = 0
         while at < len(ordered):
@@ -340,7 +340,7 @@ class Cursor:
                 yield (ledger, entry), (index,)
                 at += 1
 
-    def _release(self, place: _Place, indexes: Sequence[int]) -> Sequence[wire.MessageId]:
+    def _release(self, place: _EntryPlace, indexes: Sequence[int]) -> Sequence[wire.MessageId]:
         size = self._sizes.get(place, 0)
         left = self._hand[place] & ~sum(1 << index for index in indexes) if len(indexes) < max(size, 1) else 0
         if left:

@@ -24,12 +24,12 @@ from txnbridge.spi import (
     Subscription,
 )
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translated
-from txnbridge_pulsar.read.group_registry import Begun
-from txnbridge_pulsar.read.partition import Cursor
-from txnbridge_pulsar.read.subscriptions import way_of
-from txnbridge_pulsar.write.acks import AckContext
+from txnbridge_pulsar.read.group_registry import GroupRegistry
+from txnbridge_pulsar.read.partition import PulsarPartition
+from txnbridge_pulsar.read.subscriptions import mode_of
+from txnbridge_pulsar.write.acks import PulsarAckContext
 
 _log = logging.getLogger("txnbridge.pulsar.client")
 
@@ -61,11 +61,11 @@ _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class _Found:
+class _BackgroundResult:
     """The results of the work behind a reader: partitions that begin, and those that were added."""
 
-    begun: Mapping[Cursor, Position] = field(default_factory=dict)
-    added: Sequence[Cursor] = ()
+    starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
+    added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
@@ -75,7 +75,7 @@ class PulsarReader(Reader):
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ClusterAccess,
         subscription: Subscription,
         listener: ReaderListener,
         context: Context,
@@ -85,17 +85,17 @@ class PulsarReader(Reader):
         self._subscription = subscription
         self._listener = listener
         self._timeout = context.timeout
-        self._lane = f"reader {next(_numbers)}"
+        self._connection_key = f"reader {next(_numbers)}"
         self._inbox = wire.Inbox(READ_BYTES)
-        self._begun = Begun(cluster.rest, subscription.group, context)
-        self._way = way_of(cluster.client, subscription, self._inbox, self._lane)
+        self._registry = GroupRegistry(cluster.rest, subscription.group, context)
+        self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # acknowledgements come from other threads
-        self._cursors: dict[Partition, Cursor] = {}
-        self._of: dict[wire.Consumer, Cursor] = {}
+        self._partitions: dict[Partition, PulsarPartition] = {}
+        self._of: dict[wire.PulsarConsumer, PulsarPartition] = {}
         shared = subscription.sharing != "partition"
-        self._early: list[wire.Entry] = []  # of partitions that are being opened
-        self._context = AckContext(subscription.group or "", shared, self._cursors, self._guard)
-        self._work: BackgroundTask[_Found] | None = None
+        self._early: list[wire.ReceivedEntry] = []  # of partitions that are being opened
+        self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
+        self._work: BackgroundTask[_BackgroundResult] | None = None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._together_until = 0.0
         self._turn = 0
@@ -105,31 +105,31 @@ class PulsarReader(Reader):
             with translated(f"reading {', '.join(subscription.topics)}"):
                 self._add(self._open(topics, True, deadline))
                 self._together_until = time.monotonic() + _TOGETHER_SECONDS
-                for cursor in () if self._way.grouped else list(self._cursors.values()):
-                    with self._moving(cursor):
-                        first = self._way.begin(cursor, deadline)
-                    self._arrive(cursor, first)
+                for partition in () if self._mode.grouped else list(self._partitions.values()):
+                    with self._moving(partition):
+                        first = self._mode.begin(partition, deadline)
+                    self._arrive(partition, first)
         except BaseException:
             self.close(deadline)
             raise
 
-    def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[Cursor]:
+    def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[PulsarPartition]:
         """Consumers of the partitions that there are none of yet."""
         missing = [
             ((topic, number), concrete)
             for topic, names in topics.items()
             for number, concrete in enumerate(names)
-            if (topic, number) not in self._cursors
+            if (topic, number) not in self._partitions
         ]
-        begun = {topic: self._begun.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
+        begun = {topic: self._registry.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
 
-        opened: list[Cursor] = []
+        opened: list[PulsarPartition] = []
 
-        def open_one(partition: Partition, concrete: str) -> None:
-            if partition[1] < begun[partition[0]]:
-                self._begun.check(concrete, deadline)
-            consumer = self._way.open(concrete, first, deadline)
-            opened.append(Cursor(partition, concrete, consumer, self._way.grouped))
+        def open_one(key: Partition, concrete: str) -> None:
+            if key[1] < begun[key[0]]:
+                self._registry.check(concrete, deadline)
+            consumer = self._mode.open(concrete, first, deadline)
+            opened.append(PulsarPartition(key, concrete, consumer, self._mode.grouped))
 
         try:
             if len(missing) < 2:
@@ -139,18 +139,18 @@ class PulsarReader(Reader):
                 with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(missing))) as pool:
                     list(pool.map(lambda each: open_one(*each), missing))
             for topic in begun:
-                self._begun.record(topic, len(topics[topic]), deadline)
+                self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException:
-            for cursor in opened:  # it is opened once more, and the broker could give the partition to this one
-                cursor.consumer.close(deadline.left())
+            for partition in opened:  # it is opened once more, and the broker could give the partition to this one
+                partition.consumer.close(deadline.left())
             raise
         return opened
 
-    def _add(self, cursors: Iterable[Cursor]) -> None:
+    def _add(self, partitions: Iterable[PulsarPartition]) -> None:
         with self._guard:
-            for cursor in cursors:
-                self._cursors[cursor.partition] = cursor
-                self._of[cursor.consumer] = cursor
+            for partition in partitions:
+                self._partitions[partition.key] = partition
+                self._of[partition.consumer] = partition
         early, self._early = self._early, []
         for entry in early:
             if entry.consumer in self._of:
@@ -168,54 +168,54 @@ class PulsarReader(Reader):
             self._raise_faults()
             if looked and deadline.expired:
                 return []
-            for cursor in self._cursors.values():
-                if cursor.is_here:  # what comes before could not be handed out, and more would be asked for
-                    self._way.let_in(cursor, max_messages)
+            for partition in self._partitions.values():
+                if partition.is_here:  # what comes before could not be handed out, and more would be asked for
+                    self._mode.grant_permits(partition, max_messages)
             self._receive(min(deadline.left(), _IDLE_SECONDS))
             looked = True
 
     def _receive(self, wait: float) -> None:
         for entry in self._inbox.take(wait, _MOST_ENTRIES):
-            cursor = self._of.get(entry.consumer) if entry.consumer is not None else None
-            if cursor is not None:
-                cursor.put(entry)
+            partition = self._of.get(entry.consumer) if entry.consumer is not None else None
+            if partition is not None:
+                partition.put(entry)
             else:
                 self._early.append(entry)
 
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
         room = _ENOUGH_BYTES
-        for cursor in self._in_turn():
-            while len(messages) < limit and room > 0 and cursor.ready:
+        for partition in self._in_turn():
+            while len(messages) < limit and room > 0 and partition.ready:
                 with self._guard:
-                    found, size = cursor.take(limit - len(messages))
+                    found, size = partition.take(limit - len(messages))
                 messages += found
                 room -= size
         return messages
 
-    def _in_turn(self) -> list[Cursor]:
+    def _in_turn(self) -> list[PulsarPartition]:
         """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
-        cursors = list(self._cursors.values())
-        if len(cursors) > 1:
-            self._turn = (self._turn + 1) % len(cursors)
-            cursors = cursors[self._turn :] + cursors[: self._turn]
-        return cursors
+        partitions = list(self._partitions.values())
+        if len(partitions) > 1:
+            self._turn = (self._turn + 1) % len(partitions)
+            partitions = partitions[self._turn :] + partitions[: self._turn]
+        return partitions
 
     def _raise_faults(self) -> None:
-        for cursor in self._cursors.values():
-            if cursor.fault is not None and not cursor.paused:
-                raise cursor.fault
+        for partition in self._partitions.values():
+            if partition.fault is not None and not partition.paused:
+                raise partition.fault
 
     # --- partitions come and go ---------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """Tell of partitions that come and go, and have done what that takes."""
-        for cursor in list(self._cursors.values()):
-            if cursor.is_here and (how := self._way.has_left(cursor)):
-                self._leave(cursor, how)
-            elif not cursor.is_here and not self._way.is_due(cursor):
-                cursor.drop()
-                cursor.waits_until = None
+        for partition in list(self._partitions.values()):
+            if partition.is_here and (how := self._mode.has_left(partition)):
+                self._leave(partition, how)
+            elif not partition.is_here and not self._mode.is_due(partition):
+                partition.drop()
+                partition.waits_until = None
         self._take_in_work()
         if self._work is None:
             self._begin_work()
@@ -228,22 +228,24 @@ class PulsarReader(Reader):
             except BrokerUnavailable as error:
                 _log.warning("tried again: %s", error)
 
-    def _leave(self, cursor: Cursor, how: str) -> None:
+    def _leave(self, partition: PulsarPartition, how: str) -> None:
         tell = self._listener.revoking if how == "revoking" else self._listener.lost
         try:
-            tell([cursor.partition])
+            tell([partition.key])
         finally:
             with self._guard:
-                cursor.leave()
-            if cursor.consumer.active:  # it has come back already, and some of what came with it was just dropped
-                with suppress(wire.ConnectionLost):
-                    cursor.consumer.redeliver()
+                partition.leave()
+            if partition.consumer.active:  # it has come back already, and some of what came with it was just dropped
+                with suppress(wire.BrokerConnectionLost):
+                    partition.consumer.redeliver()
 
     def _begin_work(self) -> None:
-        cursors = self._cursors.values()
-        lost = [cursor for cursor in cursors if cursor.consumer.lost is not None]
-        known = time.monotonic() >= self._together_until or not any(map(self._way.is_undecided, cursors))
-        due = [cursor for cursor in cursors if known and not cursor.is_here and self._way.is_due(cursor)]
+        partitions = self._partitions.values()
+        lost = [partition for partition in partitions if partition.consumer.lost is not None]
+        known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
+        due = [
+            partition for partition in partitions if known and not partition.is_here and self._mode.is_due(partition)
+        ]
         look = time.monotonic() >= self._look_at
         if lost or due or look:
             deadline = Deadline(self._timeout)
@@ -255,143 +257,147 @@ class PulsarReader(Reader):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller says where to go on
             self._take_in_work()
-        if self._way.grouped:
+        if self._mode.grouped:
             self._follow()
 
-    def _do(self, lost: Sequence[Cursor], due: Sequence[Cursor], look: bool, deadline: Deadline) -> _Found:
+    def _do(
+        self, lost: Sequence[PulsarPartition], due: Sequence[PulsarPartition], look: bool, deadline: Deadline
+    ) -> _BackgroundResult:
         try:
             with translated(f"reading {', '.join(self._subscription.topics)}"):
-                for cursor in lost:
-                    self._check_there(cursor, deadline)
-                    self._begun.check(cursor.topic, deadline)
-                    self._way.check_kept(cursor, deadline)
-                    cursor.consumer.reopen(deadline.left())
+                for partition in lost:
+                    self._check_there(partition, deadline)
+                    self._registry.check(partition.topic, deadline)
+                    self._mode.check_kept(partition, deadline)
+                    partition.consumer.reopen(deadline.left())
                     self._together_until = time.monotonic() + _TOGETHER_SECONDS
-                begun = {c: self._way.begin(c, deadline) for c in due if not self._waits(c, deadline)}
-                if due and not begun:
+                starting = {c: self._mode.begin(c, deadline) for c in due if not self._waits(c, deadline)}
+                if due and not starting:
                     time.sleep(_HELD_SECONDS)
                 topics = self._concrete(deadline) if look else {}
-                return _Found(begun, self._open(topics, False, deadline))
+                return _BackgroundResult(starting, self._open(topics, False, deadline))
         finally:
             if self._closed:
-                self._cluster.client.hang_up(self._lane)
+                self._cluster.client.hang_up(self._connection_key)
 
     def _concrete(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
         """A group may wait for a topic that nobody has written yet; a reader without a group makes none."""
         create, found = self._subscription.group is not None, self._cluster.topics
         return {topic: found.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
-    def _waits(self, cursor: Cursor, deadline: Deadline) -> bool:
+    def _waits(self, partition: PulsarPartition, deadline: Deadline) -> bool:
         """Whether a partition is to begin later: what others have acknowledged in open transactions comes again if they
         are aborted, and what is behind it must not come before. Those that are not prepared are over in time.
         """
-        if not self._way.in_order or not self._begun.is_held(cursor.topic, deadline):
+        if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
-        if cursor.waits_until is None:
-            cursor.waits_until = time.monotonic() + self._timeout + _LATE_SECONDS
-        return time.monotonic() < cursor.waits_until
+        if partition.waits_until is None:
+            partition.waits_until = time.monotonic() + self._timeout + _LATE_SECONDS
+        return time.monotonic() < partition.waits_until
 
-    def _check_there(self, cursor: Cursor, deadline: Deadline) -> None:
+    def _check_there(self, partition: PulsarPartition, deadline: Deadline) -> None:
         """Raises `NotFound` for a topic that was deleted, which subscribing again would make anew."""
         sure_at = time.monotonic() + _SURE_SECONDS
-        while cursor.topic not in self._cluster.topics.look(cursor.partition[0], deadline):
+        while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
             if time.monotonic() > sure_at:
-                topic, number = cursor.partition
+                topic, number = partition.key
                 raise NotFound(f"{topic}[{number}] is not there any more")
             time.sleep(_SURE_SECONDS / 10)
 
-    def _take_in(self, found: _Found) -> None:
+    def _take_in(self, found: _BackgroundResult) -> None:
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
         self._add(found.added)
-        if not self._way.grouped:
-            for cursor in found.added:
-                self._arrive(cursor, cursor.next)
-        for cursor, first in found.begun.items():
-            self._arrive(cursor, first)
+        if not self._mode.grouped:
+            for partition in found.added:
+                self._arrive(partition, partition.next)
+        for partition, first in found.starting.items():
+            self._arrive(partition, first)
 
-    def _arrive(self, cursor: Cursor, first: Position) -> None:
-        cursor.generation, cursor.activations = cursor.consumer.generation, cursor.consumer.activations
-        source = self._listener.assigned(cursor.partition)
+    def _arrive(self, partition: PulsarPartition, first: Position) -> None:
+        partition.generation, partition.activations = partition.consumer.generation, partition.consumer.activations
+        source = self._listener.assigned(partition.key)
         with self._guard:
-            cursor.arrive(source, first)
-        if cursor.waits_until is not None:  # the messages that have come meanwhile are those behind
-            cursor.waits_until = None
-            cursor.drop()
-            with suppress(wire.ConnectionLost):
-                cursor.consumer.redeliver()
+            partition.arrive(source, first)
+        if partition.waits_until is not None:  # the messages that have come meanwhile are those behind
+            partition.waits_until = None
+            partition.drop()
+            with suppress(wire.BrokerConnectionLost):
+                partition.consumer.redeliver()
 
     # --- where it stands --------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
-        return {partition: cursor.next for partition, cursor in self._cursors.items() if cursor.is_here}
+        return {key: partition.next for key, partition in self._partitions.items() if partition.is_here}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        wanted = {self._cursor(partition): _checked(position) for partition, position in positions.items()}
+        wanted = {self._partition(key): _checked(position) for key, position in positions.items()}
         deadline = Deadline(SHORT_CALL)
-        if not self._way.grouped:  # in a group, going back behind an abort must not fail because a broker is away
+        if not self._mode.grouped:  # in a group, going back behind an abort must not fail because a broker is away
             self._finish_work(deadline)
-        for cursor, position in wanted.items():
-            with translated(f"seeking in {cursor.partition[0]}"), self._moving(cursor):
-                self._way.seek(cursor, position, deadline)
+        for partition, position in wanted.items():
+            with translated(f"seeking in {partition.key[0]}"), self._moving(partition):
+                self._mode.seek(partition, position, deadline)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._finish_work(deadline)
-        for partition in self.positions():
-            cursor = self._cursor(partition)
-            with translated(f"seeking in {partition[0]}"), self._moving(cursor):
-                self._way.seek_to_time(cursor, timestamp, deadline)
+        for key in self.positions():
+            partition = self._partition(key)
+            with translated(f"seeking in {key[0]}"), self._moving(partition):
+                self._mode.seek_to_time(partition, timestamp, deadline)
 
     @contextmanager
-    def _moving(self, cursor: Cursor) -> Iterator[None]:
+    def _moving(self, partition: PulsarPartition) -> Iterator[None]:
         """Inside, the cursor's consumer may become another one."""
         with self._guard:
-            del self._of[cursor.consumer]
+            del self._of[partition.consumer]
             try:
                 yield
             finally:
-                self._of[cursor.consumer] = cursor
+                self._of[partition.consumer] = partition
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        for partition, given in positions.items():
-            cursor = self._cursors.get(partition)
-            if cursor is not None and cursor.is_here:  # else they come again where it is now
+        for key, given in positions.items():
+            partition = self._partitions.get(key)
+            if partition is not None and partition.is_here:  # else they come again where it is now
                 with self._guard:
-                    self._way.nack(cursor, given)
+                    self._mode.nack(partition, given)
 
     def pause(self, partitions: Sequence[Partition]) -> None:
-        for cursor in [self._cursor(partition) for partition in partitions]:
-            cursor.paused = True
-            self._way.hold(cursor, True)
+        for partition in [self._partition(key) for key in partitions]:
+            partition.paused = True
+            self._mode.hold(partition, True)
 
     def resume(self, partitions: Sequence[Partition]) -> None:
-        for cursor in [self._cursor(partition) for partition in partitions]:
-            cursor.paused = False
-            self._way.hold(cursor, False)
+        for partition in [self._partition(key) for key in partitions]:
+            partition.paused = False
+            self._mode.hold(partition, False)
 
-    def _cursor(self, partition: Partition) -> Cursor:
-        cursor = self._cursors.get(partition)
-        if cursor is None or not cursor.is_here:
-            topic, number = partition
+    def _partition(self, key: Partition) -> PulsarPartition:
+        partition = self._partitions.get(key)
+        if partition is None or not partition.is_here:
+            topic, number = key
             raise InvalidState(
                 f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
             )
-        return cursor
+        return partition
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         with translated("asking for the lag"):
-            return {p: self._behind(cursor, deadline) for p, cursor in self._cursors.items() if cursor.is_here}
+            return {
+                p: self._behind(partition, deadline) for p, partition in self._partitions.items() if partition.is_here
+            }
 
-    def _behind(self, cursor: Cursor, deadline: Deadline) -> int:
+    def _behind(self, partition: PulsarPartition, deadline: Deadline) -> int:
         """Messages where they are known, and entries where only the broker has them."""
-        last, acknowledged = cursor.consumer.progress(deadline.left())
+        last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
-        done = (-1, -1) if acknowledged is None or not self._way.grouped else (acknowledged.ledger, acknowledged.entry)
-        ours = cursor.waiting + cursor.in_hand
-        unacknowledged = self._way.grouped and _entries(done, end) > 0
-        return max(int(unacknowledged), ours + _entries(max(cursor.received, done), end))
+        done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
+        ours = partition.waiting + partition.in_hand
+        unacknowledged = self._mode.grouped and _entries(done, end) > 0
+        return max(int(unacknowledged), ours + _entries(max(partition.received, done), end))
 
-    def ack_context(self) -> AckContext:
+    def ack_context(self) -> PulsarAckContext:
         return self._context
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -406,7 +412,7 @@ class PulsarReader(Reader):
                     consumer.close(deadline.left())
         finally:
             # With it go whatever was not answered, and what is being opened at this moment.
-            self._cluster.client.hang_up(self._lane)
+            self._cluster.client.hang_up(self._connection_key)
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:

@@ -13,7 +13,7 @@ from txnbridge.errors import NotSupported, PositionLost
 from txnbridge.spi import Deadline, Position, Subscription
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import needing
-from txnbridge_pulsar.read.partition import BEGIN, Cursor, behind
+from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, behind
 
 # So many messages may wait for one partition: ten times what a poll takes by default.
 _PERMITS = 5000
@@ -21,107 +21,111 @@ _PERMITS = 5000
 _BUSY_SECONDS = 0.05
 
 
-class Way(ABC):
+class SubscriptionMode(ABC):
     """How partitions are read. Calls with a deadline may ask the broker."""
 
     grouped = True
     in_order = False  # whether a group's messages come in their order, whoever has the partition
 
-    def __init__(self, client: wire.Client, subscription: Subscription, inbox: wire.Inbox, lane: str) -> None:
+    def __init__(
+        self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+    ) -> None:
         self._client = client
         self._subscription = subscription
         self._inbox = inbox
-        self._lane = lane
+        self._connection_key = connection_key
 
     @abstractmethod
-    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.Consumer:
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
         """A consumer of a concrete topic: of the first ones, or of one that was added later."""
 
     @abstractmethod
-    def has_left(self, cursor: Cursor) -> str:
+    def has_left(self, partition: PulsarPartition) -> str:
         """Whether a partition that is here goes: "", "revoking" if it is still ours for a moment, or "lost"."""
 
     @abstractmethod
-    def is_due(self, cursor: Cursor) -> bool:
+    def is_due(self, partition: PulsarPartition) -> bool:
         """Whether a partition that is not here can come."""
 
-    def is_undecided(self, cursor: Cursor) -> bool:
+    def is_undecided(self, partition: PulsarPartition) -> bool:
         """Whether nobody has said yet whether a partition comes."""
         return False
 
     @abstractmethod
-    def begin(self, cursor: Cursor, deadline: Deadline) -> Position:
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         """Where a partition that comes goes on."""
 
-    def check_kept(self, cursor: Cursor, deadline: Deadline) -> None:
+    def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
         """Raise `PositionLost` if a partition that is to be subscribed again cannot go on where it was."""
 
     @abstractmethod
-    def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         """Go on from a position."""
 
     @abstractmethod
-    def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         """Have messages delivered again."""
 
-    def seek_to_time(self, cursor: Cursor, timestamp: int, deadline: Deadline) -> None:
+    def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
         """Go on from the first message stamped at or after a time, or else from what is now the end."""
-        last, _ = cursor.consumer.progress(deadline.left())
-        self.seek(cursor, BEGIN, deadline)
-        cursor.since = timestamp, behind(last)
+        last, _ = partition.consumer.progress(deadline.left())
+        self.seek(partition, BEGIN, deadline)
+        partition.since = timestamp, behind(last)
 
-    def let_in(self, cursor: Cursor, messages: int) -> None:
+    def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
         """Before it is waited for so many messages."""
 
-    def hold(self, cursor: Cursor, held: bool) -> None:
+    def hold(self, partition: PulsarPartition, held: bool) -> None:
         """Have the broker send nothing meanwhile."""
-        cursor.consumer.hold(held)
+        partition.consumer.hold(held)
 
 
-class Alone(Way):
+class UngroupedMode(SubscriptionMode):
     """Without a group, by readers that leave nothing behind: each partition from where it is told."""
 
     grouped = False
 
-    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.Consumer:
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
         return self._read(topic, BEGIN, deadline)
 
-    def _read(self, topic: str, position: Position, deadline: Deadline) -> wire.Consumer:
+    def _read(self, topic: str, position: Position, deadline: Deadline) -> wire.PulsarConsumer:
         ledger, entry, _ = position
         start = wire.EARLIEST if position == BEGIN else wire.MessageId(ledger, entry - 1)
         with needing("consume", topic):
-            return self._client.read(topic, timeout=deadline.left(), start=start, inbox=self._inbox, lane=self._lane)
+            return self._client.read(
+                topic, timeout=deadline.left(), start=start, inbox=self._inbox, connection_key=self._connection_key
+            )
 
-    def has_left(self, cursor: Cursor) -> str:
+    def has_left(self, partition: PulsarPartition) -> str:
         return ""
 
-    def is_due(self, cursor: Cursor) -> bool:
+    def is_due(self, partition: PulsarPartition) -> bool:
         return False
 
-    def begin(self, cursor: Cursor, deadline: Deadline) -> Position:
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         start = self._subscription.start
         if start == "latest":
             # Not the end that the broker means: before it may be what an open transaction has sent.
-            last, _ = cursor.consumer.progress(deadline.left())
+            last, _ = partition.consumer.progress(deadline.left())
             # A ledger without entries goes when the topic is loaded anew, and positions in it with it.
-            self.seek(cursor, behind(last) if last.entry >= 0 else BEGIN, deadline)
+            self.seek(partition, behind(last) if last.entry >= 0 else BEGIN, deadline)
         elif isinstance(start, int):
-            self.seek_to_time(cursor, start, deadline)
-        return cursor.next
+            self.seek_to_time(partition, start, deadline)
+        return partition.next
 
-    def check_kept(self, cursor: Cursor, deadline: Deadline) -> None:
-        self._check_kept(cursor, cursor.next, deadline)
+    def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        self._check_kept(partition, partition.next, deadline)
 
-    def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
-        self._check_kept(cursor, position, deadline)
-        cursor.consumer.close(deadline.left())
-        cursor.go_to(position)
-        cursor.consumer = self._read(cursor.topic, position, deadline)
-        cursor.received = (position[0], position[1] - 1)
-        cursor.generation = cursor.consumer.generation
-        cursor.consumer.hold(cursor.paused)
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        self._check_kept(partition, position, deadline)
+        partition.consumer.close(deadline.left())
+        partition.go_to(position)
+        partition.consumer = self._read(partition.topic, position, deadline)
+        partition.received = (position[0], position[1] - 1)
+        partition.generation = partition.consumer.generation
+        partition.consumer.hold(partition.paused)
 
-    def _check_kept(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
+    def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         """Raise `PositionLost` for a position in a ledger that the topic does not have any more.
 
         A broker does not say what it has trimmed, nor that a topic was deleted and made anew under its name. But it
@@ -131,39 +135,41 @@ class Alone(Way):
         """
         if position[0] == BEGIN[0]:
             return
-        look = self._client.read(cursor.topic, timeout=deadline.left(), lane=self._lane)
+        look = self._client.read(partition.topic, timeout=deadline.left(), connection_key=self._connection_key)
         try:
             _, before = look.progress(deadline.left())
         finally:
             look.close(deadline.left())
         if before is not None and before.ledger > position[0]:
-            topic, number = cursor.partition
+            topic, number = partition.key
             raise PositionLost(
                 f"the position {topic}[{number}] {position} is below what the broker keeps, which begins at"
                 f" {behind(before)}: retention has removed what was there, or the topic was deleted and made anew."
                 " Seek to where to go on"
             )
 
-    def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         raise NotSupported("what is read without a group cannot be given back: seek to it")
 
 
-class Ordered(Way):
+class FailoverMode(SubscriptionMode):
     """In a group, each partition by one member at a time and in order: a failover subscription."""
 
     in_order = True
 
-    def __init__(self, client: wire.Client, subscription: Subscription, inbox: wire.Inbox, lane: str) -> None:
-        super().__init__(client, subscription, inbox, lane)
+    def __init__(
+        self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+    ) -> None:
+        super().__init__(client, subscription, inbox, connection_key)
         # Brokers share partitions out by the order of these.
         self._name = uuid.uuid4().hex
 
-    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.Consumer:
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
         return self._join(topic, first, wire.SubscriptionType.FAILOVER, _PERMITS, deadline)
 
     def _join(
         self, topic: str, first: bool, type: wire.SubscriptionType, permits: int, deadline: Deadline
-    ) -> wire.Consumer:
+    ) -> wire.PulsarConsumer:
         start = self._subscription.start
         while True:
             if first and isinstance(start, int):
@@ -185,11 +191,13 @@ class Ordered(Way):
                     raise  # the group shares its messages otherwise
             time.sleep(_BUSY_SECONDS)
 
-    def _subscribe(self, topic: str, deadline: Deadline, **how: Any) -> wire.Consumer:
+    def _subscribe(self, topic: str, deadline: Deadline, **how: Any) -> wire.PulsarConsumer:
         assert self._subscription.group is not None
         group = self._subscription.group
         with needing("consume", topic):
-            return self._client.subscribe(topic, group, timeout=deadline.left(), lane=self._lane, **how)
+            return self._client.subscribe(
+                topic, group, timeout=deadline.left(), connection_key=self._connection_key, **how
+            )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
         """Have a group that has never acknowledged anything begin at a point in time, before it has any members.
@@ -214,39 +222,39 @@ class Ordered(Way):
         finally:
             alone.close(deadline.left())
 
-    def has_left(self, cursor: Cursor) -> str:
-        consumer = cursor.consumer
-        if consumer.lost is not None or consumer.generation != cursor.generation:
+    def has_left(self, partition: PulsarPartition) -> str:
+        consumer = partition.consumer
+        if consumer.lost is not None or consumer.generation != partition.generation:
             return "lost"
         # It may have left and come back in between; meanwhile another member was given the same messages.
-        return "" if consumer.active and consumer.activations == cursor.activations else "revoking"
+        return "" if consumer.active and consumer.activations == partition.activations else "revoking"
 
-    def is_due(self, cursor: Cursor) -> bool:
-        return cursor.consumer.lost is None and bool(cursor.consumer.active)
+    def is_due(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None and bool(partition.consumer.active)
 
-    def is_undecided(self, cursor: Cursor) -> bool:
-        return cursor.consumer.lost is None and cursor.consumer.active is None
+    def is_undecided(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None and partition.consumer.active is None
 
-    def begin(self, cursor: Cursor, deadline: Deadline) -> Position:
-        _, acknowledged = cursor.consumer.progress(deadline.left())
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
+        _, acknowledged = partition.consumer.progress(deadline.left())
         return BEGIN if acknowledged is None or acknowledged.entry < 0 else behind(acknowledged)
 
-    def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
-        cursor.go_to(position)
-        self._again(cursor)
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        partition.go_to(position)
+        self._again(partition)
 
-    def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
-        cursor.give_back(positions)
-        cursor.drop()
-        self._again(cursor)
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        partition.give_back(positions)
+        partition.drop()
+        self._again(partition)
 
-    def _again(self, cursor: Cursor) -> None:
+    def _again(self, partition: PulsarPartition) -> None:
         """Everything that is not acknowledged comes again, in order; of that, what is in hand is passed over."""
-        with suppress(wire.ConnectionLost):  # then it comes again anyway, to whoever has the partition next
-            cursor.consumer.redeliver()
+        with suppress(wire.BrokerConnectionLost):  # then it comes again anyway, to whoever has the partition next
+            partition.consumer.redeliver()
 
 
-class Shared(Ordered):
+class SharedMode(FailoverMode):
     """In a group, one partition by many members: by message or by key.
 
     Only so many messages are asked for as a poll wants: what waits here nobody else gets.
@@ -254,46 +262,46 @@ class Shared(Ordered):
 
     in_order = False
 
-    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.Consumer:
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
         by_key = self._subscription.sharing == "key"
         type = wire.SubscriptionType.KEY_SHARED if by_key else wire.SubscriptionType.SHARED
         return self._join(topic, first, type, 0, deadline)
 
-    def has_left(self, cursor: Cursor) -> str:
-        consumer = cursor.consumer
-        return "lost" if consumer.lost is not None or consumer.generation != cursor.generation else ""
+    def has_left(self, partition: PulsarPartition) -> str:
+        consumer = partition.consumer
+        return "lost" if consumer.lost is not None or consumer.generation != partition.generation else ""
 
-    def is_due(self, cursor: Cursor) -> bool:
-        return cursor.consumer.lost is None
+    def is_due(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None
 
-    def is_undecided(self, cursor: Cursor) -> bool:
+    def is_undecided(self, partition: PulsarPartition) -> bool:
         return False
 
-    def seek(self, cursor: Cursor, position: Position, deadline: Deadline) -> None:
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         raise NotSupported(
             "members that share message by message have no position of their own to seek: nack gives messages back,"
             ' and another group, or one with sharing="partition", reads from where it wants'
         )
 
-    def nack(self, cursor: Cursor, positions: Sequence[Position]) -> None:
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         # Entries come again whole, perhaps to another member, so the rest of them is given up, too.
-        given_up = cursor.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
+        given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
         # The broker delivers again by itself what an aborted transaction had acknowledged, unless it had refused that.
-        wanted = [*given_up, *cursor.refused]
-        cursor.refused.clear()
-        with suppress(wire.ConnectionLost):
-            cursor.consumer.redeliver(wanted)
+        wanted = [*given_up, *partition.refused]
+        partition.refused.clear()
+        with suppress(wire.BrokerConnectionLost):
+            partition.consumer.redeliver(wanted)
 
-    def let_in(self, cursor: Cursor, messages: int) -> None:
-        if not cursor.paused:
-            cursor.consumer.allow(messages)
+    def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
+        if not partition.paused:
+            partition.consumer.allow(messages)
 
-    def hold(self, cursor: Cursor, held: bool) -> None:
+    def hold(self, partition: PulsarPartition, held: bool) -> None:
         pass  # nothing is sent that is not asked for
 
 
 def _last_before(
-    consumer: wire.Consumer, timestamp: int, end: wire.MessageId, deadline: Deadline
+    consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
     """The last message before the first that is stamped at or after a time, up to an end; None if that is the first."""
     passed: wire.MessageId | None = None
@@ -314,9 +322,11 @@ def _next_to(id: wire.MessageId) -> wire.MessageId:
     return wire.MessageId(id.ledger, id.entry + 1)
 
 
-def way_of(client: wire.Client, subscription: Subscription, inbox: wire.Inbox, lane: str) -> Way:
+def mode_of(
+    client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+) -> SubscriptionMode:
     """The way that a subscription asks for."""
     if subscription.group is None:
-        return Alone(client, subscription, inbox, lane)
-    kind = Ordered if subscription.sharing == "partition" else Shared
-    return kind(client, subscription, inbox, lane)
+        return UngroupedMode(client, subscription, inbox, connection_key)
+    kind = FailoverMode if subscription.sharing == "partition" else SharedMode
+    return kind(client, subscription, inbox, connection_key)

@@ -20,7 +20,7 @@ _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}  # of a host without one, as every
 
 
 @dataclass(frozen=True)
-class Settings:
+class PulsarSettings:
     """Everything that the rest of the backend asks about how to reach and use a cluster."""
 
     service: str  # "pulsar://host:port,host:port"
@@ -103,7 +103,7 @@ class Settings:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = Settings("", Namespace("", ""), 0, None, "", 0)
+_DEFAULTS = PulsarSettings("", Namespace("", ""), 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
     "admin_url": Option(
@@ -154,13 +154,13 @@ _MOST_PREPARED_IDS = 1000  # each is a topic
 _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
-def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
+def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
     """The settings that a URL and our options make together. Raises `InvalidOption`."""
     for name in context.client_options:
         raise InvalidOption(
             f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"
         )
-    settings = Settings(
+    settings = PulsarSettings(
         service=_service(url),
         namespace=_namespace(url),
         timeout=context.timeout,
@@ -190,7 +190,7 @@ def _namespace(url: Url) -> Namespace:
     return Namespace(*parts)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: PulsarSettings) -> None:
     if not _PREFIX.fullmatch(settings.prefix):
         raise InvalidOption("option 'prefix' is 1 to 100 letters, digits, '_' and '-'")
     if not 1 <= settings.prepared_ids <= _MOST_PREPARED_IDS:
@@ -206,7 +206,7 @@ def _check(settings: Settings) -> None:
     _check_credentials(settings)
 
 
-def _check_times(settings: Settings) -> None:
+def _check_times(settings: PulsarSettings) -> None:
     longest = settings.longest_transaction
     if not longest > 0:
         raise InvalidOption("option 'longest_transaction' is a number of seconds above 0")
@@ -217,7 +217,7 @@ def _check_times(settings: Settings) -> None:
         )
 
 
-def _check_credentials(settings: Settings) -> None:
+def _check_credentials(settings: PulsarSettings) -> None:
     if bool(settings.user) != bool(settings.password):
         raise InvalidOption("options 'user' and 'password' belong together")
     ways = {"token": settings.token, "token_file": settings.token_file, "user": settings.user}

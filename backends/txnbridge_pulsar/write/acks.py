@@ -28,32 +28,32 @@ from txnbridge.errors import Conflict, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import Place, place
-from txnbridge_pulsar.read.partition import Acked, Cursor
+from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
+from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
 
 
 @dataclass(eq=False)
-class _Sent:
+class _PartitionAcks:
     """What was acknowledged of one partition."""
 
-    cursor: Cursor
-    stay: object
+    partition: PulsarPartition
+    assignment: object
     txn: wire.TxnId
     ids: Sequence[wire.MessageId]
-    acked: Acked
+    acked: AckedMessages
     answers: list[wire.Response] = field(default_factory=list)
     given_up: list[wire.MessageId] = field(default_factory=list)
 
 
-class AckContext:
+class PulsarAckContext:
     """Which deliveries of a reader can be acknowledged. Any thread may call, also while another one polls."""
 
     def __init__(
-        self, subscription: str, shared: bool, cursors: Mapping[Partition, Cursor], guard: threading.Lock
+        self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
     ) -> None:
         self._subscription = subscription
         self._shared = shared
-        self._cursors = cursors
+        self._partitions = partitions
         self._guard = guard
 
     def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ class AckContext:
         Raises `Conflict` for one that is not with the reader any more.
         """
         with self._guard:
-            return [(self._cursor(partition).topic, self._subscription) for partition in partitions]
+            return [(self._partition(key).topic, self._subscription) for key in partitions]
 
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
@@ -73,25 +73,28 @@ class AckContext:
         delivered under an assignment that has ended.
         """
         with self._guard:
-            cursors = {self._cursor(partition): given for partition, given in positions.items()}
-            for cursor, given in cursors.items():
-                cursor.check_in_hand(given)
-            taken = [_Sent(cursor, cursor.stay, txn, *cursor.acknowledge(given)) for cursor, given in cursors.items()]
+            partitions = {self._partition(key): given for key, given in positions.items()}
+            for partition, given in partitions.items():
+                partition.check_in_hand(given)
+            taken = [
+                _PartitionAcks(partition, partition.assignment, txn, *partition.acknowledge(given))
+                for partition, given in partitions.items()
+            ]
         return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
 
-    def _cursor(self, partition: Partition) -> Cursor:
-        cursor = self._cursors.get(partition)
-        if cursor is None or not cursor.is_here:
-            topic, number = partition
+    def _partition(self, key: Partition) -> PulsarPartition:
+        partition = self._partitions.get(key)
+        if partition is None or not partition.is_here:
+            topic, number = key
             raise Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
-        return cursor
+        return partition
 
 
 class SentAcks:
     """Acknowledgements on their way."""
 
     def __init__(
-        self, sent: Sequence[_Sent], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
+        self, sent: Sequence[_PartitionAcks], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
     ) -> None:
         self._sent = sent
         self._subscription = subscription
@@ -101,7 +104,7 @@ class SentAcks:
         self._error: wire.PulsarError | None = None
         for each in sent:
             try:
-                each.answers = each.cursor.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
+                each.answers = each.partition.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
             except wire.PulsarError as error:
                 self._error = self._error or error
 
@@ -111,14 +114,16 @@ class SentAcks:
         that the broker only says has ended.
         """
         return any(
-            each.cursor.stay is not each.stay or not each.cursor.is_here or each.cursor.is_leaving
+            each.partition.assignment is not each.assignment or not each.partition.is_here or each.partition.is_leaving
             for each in self._sent
         )
 
     @property
-    def places(self) -> list[Place]:
+    def participants(self) -> list[Participant]:
         """The subscriptions that they were sent to."""
-        return [place(each.cursor.topic, self._subscription, each.cursor.consumer) for each in self._sent]
+        return [
+            participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
+        ]
 
     def give_up_rest(self) -> None:
         """Give up what this reader has in hand of the same entries. Call it before the transaction is aborted.
@@ -130,22 +135,22 @@ class SentAcks:
             return
         with self._guard:
             for each in self._sent:
-                if each.cursor.stay is each.stay:
-                    each.given_up += each.cursor.give_up(each.acked.bits, delivered_again=True)
+                if each.partition.assignment is each.assignment:
+                    each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
     def have_rest_redelivered(self) -> None:
         """Ask for what was given up. Call it if the abort did not come about, or had come about before."""
         for each in self._sent:
             if each.given_up:
-                with suppress(wire.ConnectionLost):
-                    each.cursor.consumer.redeliver(each.given_up)
+                with suppress(wire.BrokerConnectionLost):
+                    each.partition.consumer.redeliver(each.given_up)
 
     def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
         """Return the concrete topic and the id of each message that was acknowledged apart from others of its entry,
         where such entries may be delivered to another member.
         """
         if self._shared:
-            yield from ((each.cursor.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
+            yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
         """Return when the broker holds all of them for the transaction. Repeating it says the same.
@@ -162,7 +167,7 @@ class SentAcks:
         if self._error is not None:
             raise _refusal(self._error) from self._error
 
-    def _settle(self, sent: _Sent, deadline: Deadline) -> Iterator[wire.PulsarError]:
+    def _settle(self, sent: _PartitionAcks, deadline: Deadline) -> Iterator[wire.PulsarError]:
         refused = False
         for answer in sent.answers:
             try:
@@ -173,7 +178,7 @@ class SentAcks:
         if refused and self._shared:
             self._hold_what_can_be_held(sent, deadline)
 
-    def _hold_what_can_be_held(self, sent: _Sent, deadline: Deadline) -> None:
+    def _hold_what_can_be_held(self, sent: _PartitionAcks, deadline: Deadline) -> None:
         """Acknowledge once more one by one, although the transaction is lost: its abort brings all these messages back,
         but for those that another transaction has.
 
@@ -183,7 +188,7 @@ class SentAcks:
         answers = []
         with suppress(wire.PulsarError):  # with the connection everything comes again
             for id in sent.ids:
-                answers += sent.cursor.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
+                answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
             for answer in answers:
                 with suppress(wire.TransactionConflict):
                     answer.result(deadline.left())
@@ -192,9 +197,9 @@ class SentAcks:
         with self._guard:
             for each in self._sent:
                 if self._error is None:
-                    each.cursor.acknowledged(each.acked)
+                    each.partition.acknowledged(each.acked)
                 else:
-                    each.cursor.not_acknowledged(each.acked, each.ids)
+                    each.partition.not_acknowledged(each.acked, each.ids)
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
@@ -219,6 +224,6 @@ def require_whole_entries(acks: Iterable[SentAcks]) -> None:
 def _refusal(error: wire.PulsarError) -> TxnBridgeError:
     if isinstance(error, wire.TransactionConflict):
         return Conflict(f"acknowledging: another transaction holds or has acknowledged the same messages: {error}")
-    if isinstance(error, wire.ConnectionLost) and not isinstance(error, wire.TimedOut):
+    if isinstance(error, wire.BrokerConnectionLost) and not isinstance(error, wire.RequestTimedOut):
         return Conflict(f"acknowledging: the connection on which they were delivered is gone: {error}")
     return translate(error, "acknowledging")

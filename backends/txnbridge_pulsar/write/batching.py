@@ -10,9 +10,9 @@ from txnbridge.errors import DeadlineExceeded, DeliveryFailed
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, translate
-from txnbridge_pulsar.outcome.end_delivery import Place, place
+from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
 
 # An entry is sent when it has about so many bytes, each message counted with what it costs besides: a thousand
 # messages of 100 bytes, 220 of a kibibyte. Larger entries gain nothing, and a broker's memory is theirs.
@@ -22,7 +22,7 @@ MESSAGE_BYTES = 160
 _MANY = 256
 
 
-class Dropped(wire.PulsarError):
+class DroppedAsDuplicate(wire.PulsarError):
     """The broker took a new entry for one that it has already, and did not store it."""
 
 
@@ -31,39 +31,39 @@ def not_stored(error: wire.PulsarError) -> DeliveryFailed:
     return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
 
 
-class Tally:
+class PendingReceipts:
     """Entries of one transaction that have no receipt yet, and the first thing that went wrong."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._out: Counter[Line] = Counter()
+        self._out: Counter[TransactionProducer] = Counter()
         self.failure: wire.PulsarError | None = None
-        self.lost: dict[Line, wire.PulsarError] = {}  # lines with entries that may be stored or not
+        self.lost: dict[TransactionProducer, wire.PulsarError] = {}  # lines with entries that may be stored or not
 
-    def sent(self, line: Line) -> None:
+    def sent(self, producer: TransactionProducer) -> None:
         with self._changed:
-            self._out[line] += 1
+            self._out[producer] += 1
 
-    def done(self, line: Line, failure: wire.PulsarError | None) -> None:
+    def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
         """Called by the thread that reads receipts."""
         with self._changed:
-            self._out[line] -= 1
-            if isinstance(failure, wire.ConnectionLost):
-                self.lost.setdefault(line, failure)
+            self._out[producer] -= 1
+            if isinstance(failure, wire.BrokerConnectionLost):
+                self.lost.setdefault(producer, failure)
             elif failure is not None:
                 self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def found(self, line: Line) -> None:
+    def found(self, producer: TransactionProducer) -> None:
         """The entries that were lost on this line are on their way again."""
         with self._changed:
-            self.lost.pop(line, None)
+            self.lost.pop(producer, None)
 
-    def wait(self, deadline: Deadline, line: Line | None = None) -> bool:
+    def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
         """Until nothing is on its way, or nothing on one line, or the deadline; whether nothing is."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: not (any(self._out.values()) if line is None else self._out[line]), deadline.left()
+                lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
             )
 
     @property
@@ -73,51 +73,53 @@ class Tally:
             return not any(self._out.values()) and not self.lost
 
 
-class Line:
+class TransactionProducer:
     """One producer of a writer, on one concrete topic; opened when it is first used.
 
     Entries whose connection was lost are sent again only where it is known that the broker drops what it has already:
     otherwise the first copy could be stored after the commit, which would take the whole transaction back.
     """
 
-    def __init__(self, cluster: Cluster, concrete: str, lane: str) -> None:
+    def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
         self.concrete = concrete
         self._cluster = cluster
-        self._lane = lane
-        self._producer: wire.Producer | None = None
+        self._connection_key = connection_key
+        self._producer: wire.PulsarProducer | None = None
         self._stored = -1  # the highest number with a receipt
         self.last: tuple[int, int] | None = None  # where the last entry stands, if that is known
 
-    def send(self, content: wire.Single | wire.Batch, txn: TxnId, tally: Tally, deadline: Deadline) -> None:
+    def send(
+        self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
+    ) -> None:
         """Put an entry on its way; the tally learns what became of it. Waits for room only."""
         while True:
             producer = self.open(deadline)
             try:
                 send = producer.send(content, txn, timeout=deadline.left())
-            except wire.ConnectionLost as error:
+            except wire.BrokerConnectionLost as error:
                 if error.may_have_had_effect:
-                    tally.sent(self)
-                    tally.done(self, error)
+                    receipts.sent(self)
+                    receipts.done(self, error)
                     return
-                if isinstance(error, wire.TimedOut):
+                if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self.concrete}: {error}") from error
-                self._go_on(error, tally, deadline)
+                self._go_on(error, receipts, deadline)
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self.concrete}") from error
             else:
-                self._watch(send, tally, again=False)
+                self._watch(send, receipts, again=False)
                 return
 
-    def _go_on(self, error: wire.ConnectionLost, tally: Tally, deadline: Deadline) -> None:
+    def _go_on(self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline) -> None:
         """Reopen the producer, and send entries without a receipt again before anything else is sent."""
         deadline.check(f"sending to {self.concrete}")
-        settled = tally.wait(deadline, self)  # the tally hears of each lost entry by itself
-        if settled and self not in tally.lost:
+        settled = receipts.wait(deadline, self)  # the tally hears of each lost entry by itself
+        if settled and self not in receipts.lost:
             self._reopen(deadline)
-        elif not settled or not self.recover(tally, deadline):
+        elif not settled or not self.recover(receipts, deadline):
             raise not_stored(error) from error
 
-    def open(self, deadline: Deadline) -> wire.Producer:
+    def open(self, deadline: Deadline) -> wire.PulsarProducer:
         """The producer. To be opened before the topic is named in a transaction: while a broker has not loaded a topic
         that one names, it may list no open transactions.
         """
@@ -129,7 +131,7 @@ class Line:
                         timeout=deadline.left(),
                         compression=self._cluster.settings.pack,
                         transactions=True,
-                        lane=self._lane,
+                        connection_key=self._connection_key,
                     )
             except wire.PulsarError as error:
                 raise translate(error, f"opening a producer on {self.concrete}") from error
@@ -149,13 +151,13 @@ class Line:
             self._reopen(deadline)
 
     @property
-    def place(self) -> Place | None:
-        """The place that a transaction wrote to by this line; None if it was never used."""
-        return None if self._producer is None else place(self.concrete, None, self._producer)
+    def participant(self) -> Participant | None:
+        """Return the topic as a participant of the transaction; None if this producer was never opened."""
+        return None if self._producer is None else participant_of(self.concrete, None, self._producer)
 
-    def _watch(self, send: wire.Send, tally: Tally, again: bool) -> None:
-        tally.sent(self)
-        send.when_done(lambda send: tally.done(self, self._became(send, again)))
+    def _watch(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
+        receipts.sent(self)
+        send.when_done(lambda send: receipts.done(self, self._became(send, again)))
 
     def _became(self, send: wire.Send, again: bool) -> wire.PulsarError | None:
         try:
@@ -163,12 +165,12 @@ class Line:
         except wire.PulsarError as error:
             return error
         if receipt.duplicate and not again:
-            return Dropped(f"the broker dropped a new entry on {self.concrete} as if it had it already")
+            return DroppedAsDuplicate(f"the broker dropped a new entry on {self.concrete} as if it had it already")
         self._stored = max(self._stored, send.highest_sequence_id)
         self.last = None if receipt.duplicate else (receipt.message_id.ledger, receipt.message_id.entry)
         return None
 
-    def recover(self, tally: Tally, deadline: Deadline) -> bool:
+    def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
         """After a connection was lost: reopen, and send again what has no receipt. False where that is not safe."""
         producer = self._producer
         if producer is None:
@@ -179,17 +181,17 @@ class Line:
                 return False
             try:
                 again = producer.resend(deadline.left())
-            except wire.TimedOut:
+            except wire.RequestTimedOut:
                 return False
-            except wire.ConnectionLost:
+            except wire.BrokerConnectionLost:
                 continue
-            tally.found(self)
+            receipts.found(self)
             for send in again:
-                self._watch(send, tally, again=True)
+                self._watch(send, receipts, again=True)
             return True
         return False
 
-    def _is_remembered(self, producer: wire.Producer, deadline: Deadline) -> bool:
+    def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
         """Whether the broker is known to drop repetitions: one that remembers what this name has sent does."""
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
@@ -213,7 +215,7 @@ class Line:
             self._producer = None
 
 
-class Buffer:
+class EntryBuffer:
     """Messages for one partition that wait to be sent together, in order.
 
     Those of different keys go into different entries, unless `mixed`: where a group shares by key, the broker gives an
@@ -228,7 +230,7 @@ class Buffer:
         self._start()
 
     def _start(self) -> None:
-        self._batch = wire.Batch()
+        self._batch = wire.MessageBatch()
         self._key: str | bytes | None = None  # of all in the batch
         self._plain: list[bytes] = []  # payloads that come after the batch: they are added many at a time
         self._left = ENTRY_BYTES
@@ -278,12 +280,12 @@ class Buffer:
             self._batch.extend(self._plain)
             self._plain = []
 
-    def take(self) -> list[wire.Batch]:
+    def take(self) -> list[wire.MessageBatch]:
         """Empty the buffer, and return its messages as entries."""
         found = []
         if self._is_split:
             found.append(self._batch)
-            self._batch = wire.Batch()
+            self._batch = wire.MessageBatch()
         self._empty_plain()
         if self._batch.count:
             found.append(self._batch)
@@ -291,11 +293,11 @@ class Buffer:
         return found
 
 
-class NotPlain(Exception):
+class NotBareValue(Exception):
     """A message that takes the long way; nothing of it was taken."""
 
 
-class Outlet:
+class TopicBatcher:
     """One topic of a writer: which partition a message goes to, and what waits for each.
 
     Messages without a key go to one partition until an entry is full, then to the next. `ship` is given what is to be
@@ -303,28 +305,28 @@ class Outlet:
     """
 
     def __init__(
-        self, concrete: tuple[str, ...], turn: int, mixed: bool, ship: Callable[[str, wire.Batch], None]
+        self, concrete: tuple[str, ...], turn: int, mixed: bool, ship: Callable[[str, wire.MessageBatch], None]
     ) -> None:
         self.concrete = concrete
         self._mixed = mixed
         self._ship = ship
-        self._buffers: dict[int, Buffer] = {}
+        self._buffers: dict[int, EntryBuffer] = {}
         self._current = self.buffer(turn % len(concrete))
 
-    def buffer(self, number: int | None) -> Buffer:
+    def buffer(self, number: int | None) -> EntryBuffer:
         """That of a partition; without one, of the partition whose turn it is."""
         if number is None:
             return self._current
         found = self._buffers.get(number)
         if found is None:
-            found = self._buffers[number] = Buffer(number, self._mixed)
+            found = self._buffers[number] = EntryBuffer(number, self._mixed)
         return found
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
         """The quick way for a value alone. Raises `NotPlain` and `TypeError` for others."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
-            raise NotPlain
+            raise NotBareValue
         if self._current.add_plain(value, size):
             self.send(self._current)
 
@@ -341,7 +343,7 @@ class Outlet:
             done += len(some)
         return done
 
-    def send(self, buffer: Buffer) -> None:
+    def send(self, buffer: EntryBuffer) -> None:
         if buffer.is_empty:
             return
         if buffer is self._current:

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
 from txnbridge.spi import Deadline
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate, translated
-from txnbridge_pulsar.read.last_entry import newest_entry
+from txnbridge_pulsar.read.last_entry import last_entry
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
-from txnbridge_pulsar.write.fence_records import Announced, Notice
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
 
 _log = logging.getLogger("txnbridge")
 
@@ -32,18 +32,20 @@ _BUSY_SECONDS = 0.05
 _SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
 
 
-def fence_prefix(cluster: Cluster) -> str:
+def fence_prefix(cluster: ClusterAccess) -> str:
     """How the names of all fence topics begin; the transactional id follows, encoded."""
     return f"{cluster.settings.prefix}fence-"
 
 
-def newest_notice(cluster: Cluster, topic: str, deadline: Deadline) -> tuple[wire.MessageId, Notice] | None:
+def last_fence_record(
+    cluster: ClusterAccess, topic: str, deadline: Deadline
+) -> tuple[wire.MessageId, FenceRecord] | None:
     """The last record of a fence topic, by its full name; None if there is none."""
-    found = newest_entry(cluster, topic, deadline)
-    return None if found is None else (found.id, Notice.unpack(found.messages()[0].value))
+    found = last_entry(cluster, topic, deadline)
+    return None if found is None else (found.id, FenceRecord.unpack(found.messages()[0].value))
 
 
-def at_risk(cluster: Cluster, deadline: Deadline) -> list[Announced]:
+def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
     """The transactions that the owners of all transactional ids of the namespace call at risk, as `Notice` has it."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
@@ -52,9 +54,9 @@ def at_risk(cluster: Cluster, deadline: Deadline) -> list[Announced]:
         return [each for said in found for each in said]
 
 
-def _at_risk(cluster: Cluster, topic: str, deadline: Deadline) -> Sequence[Announced]:
+def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence[AnnouncedTransaction]:
     try:
-        newest = newest_notice(cluster, topic, deadline)
+        newest = last_fence_record(cluster, topic, deadline)
     except EvidenceLost:
         return ()  # the process that opens that id is told
     return () if newest is None else newest[1].at_risk
@@ -63,13 +65,13 @@ def _at_risk(cluster: Cluster, topic: str, deadline: Deadline) -> Sequence[Annou
 class Fence:
     """The right to write on a fence topic. Any thread may call, once it is taken."""
 
-    def __init__(self, cluster: Cluster, name: str, opening: str) -> None:
+    def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        self._lane = f"fence {opening}"  # alone, because the broker cuts the connection of whoever is fenced
+        self._connection_key = f"fence {opening}"  # alone, because the broker cuts the connection of whoever is fenced
         self._lock = threading.Lock()
-        self._producer: wire.Producer | None = None
+        self._producer: wire.PulsarProducer | None = None
         self._generation = 0
         self._written = 0
         self._last: wire.MessageId | None = None
@@ -77,7 +79,7 @@ class Fence:
         self._fenced: Fenced | None = None
         self.topic = ""
 
-    def take(self, deadline: Deadline) -> Notice | None:
+    def take(self, deadline: Deadline) -> FenceRecord | None:
         """Shut out the older owner, and return its last notice; None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
@@ -91,7 +93,7 @@ class Fence:
             except wire.PulsarError as error:
                 raise translate(error, f"opening {self._name}") from error
             time.sleep(random.uniform(0, _BUSY_SECONDS))  # somebody else opens it at this moment; one is the last
-        found = newest_notice(self._cluster, self.topic, deadline)
+        found = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if found is None else found[0]
         return None if found is None else found[1]
 
@@ -105,10 +107,12 @@ class Fence:
             # By a fresh name: a broker that still has the older one answers "busy", and drops its repeated numbers.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
-    def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.Producer:
-        return self._cluster.client.create_producer(self.topic, timeout=deadline.left(), access=access, lane=self._lane)
+    def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
+        return self._cluster.client.create_producer(
+            self.topic, timeout=deadline.left(), access=access, connection_key=self._connection_key
+        )
 
-    def write(self, make: Callable[[], Notice], deadline: Deadline) -> None:
+    def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
         """Store what `make` says at the moment of sending; two that write at once store the later state last.
 
         Raises `Fenced` if there is a newer owner, and `DeliveryFailed`, with nothing stored, for what is too large for
@@ -120,14 +124,14 @@ class Fence:
                 if send is not None:
                     self._stored(send.result(deadline.left()))
                     return
-            except wire.TimedOut as error:
+            except wire.RequestTimedOut as error:
                 raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
             except wire.PulsarError as error:
-                if not isinstance(error, wire.ConnectionLost):
+                if not isinstance(error, wire.BrokerConnectionLost):
                     raise translate(error, f"writing to {self.topic}") from error
             self._reopen(generation, deadline)
 
-    def _send(self, make: Callable[[], Notice], deadline: Deadline) -> tuple[int, wire.Send | None]:
+    def _send(self, make: Callable[[], FenceRecord], deadline: Deadline) -> tuple[int, wire.Send | None]:
         self._acquire(deadline)
         try:
             if self._fenced is not None:
@@ -136,9 +140,9 @@ class Fence:
             try:
                 content = wire.Single(make().pack())
                 return self._generation, self._producer.send(content, timeout=deadline.left())
-            except wire.TimedOut as error:
+            except wire.RequestTimedOut as error:
                 raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
-            except wire.ConnectionLost:
+            except wire.BrokerConnectionLost:
                 return self._generation, None
             except wire.MessageTooLarge as error:
                 raise DeliveryFailed(f"writing to {self.topic}: {error} (maxMessageSize of the broker)") from error
@@ -187,7 +191,7 @@ class Fence:
                 self._producer.reopen(deadline.left())
                 break
             except wire.ProducerFenced as error:
-                raise self._shut_out(deadline) from error
+                raise self._fenced_by_newer(deadline) from error
             except wire.ProducerBusy as error:
                 if deadline.left() <= _BUSY_SECONDS:
                     raise translate(error, f"writing to {self.topic}") from error
@@ -196,27 +200,27 @@ class Fence:
                 raise translate(error, f"writing to {self.topic}") from error
         self._producer.forget()
         self._gap = (-1, 0)
-        found = newest_notice(self._cluster, self.topic, deadline)
+        found = last_fence_record(self._cluster, self.topic, deadline)
         if found is None or found[1].opening != self._opening:
             # The topic was deleted and made anew, and its epoch with it: the records tell who the owner is.
-            raise self._shut_out(deadline)
+            raise self._fenced_by_newer(deadline)
 
     def check(self, deadline: Deadline) -> None:
         """Raise `Fenced` if a newer owner has said that it is one."""
         if self._fenced is not None:
             raise self._again(self._fenced)
-        found = newest_notice(self._cluster, self.topic, deadline)
+        found = last_fence_record(self._cluster, self.topic, deadline)
         if found is None or found[1].opening != self._opening:
-            raise self._shut_out(deadline)
+            raise self._fenced_by_newer(deadline)
 
-    def _shut_out(self, deadline: Deadline) -> Fenced:
+    def _fenced_by_newer(self, deadline: Deadline) -> Fenced:
         """The error that names the newer owner, as far as its notice can be read.
 
         It is for good: no later opening by this process may take the id back.
         """
         host, is_gone = None, False
         try:
-            found = newest_notice(self._cluster, self.topic, deadline)
+            found = last_fence_record(self._cluster, self.topic, deadline)
             is_gone = found is None
             # Between taking the topic and saying so, the newer owner's name is not there yet.
             host = found[1].host if found is not None and found[1].opening != self._opening else None
@@ -251,4 +255,4 @@ class Fence:
         """Let go, so that the next owner need not take it from anybody."""
         if self._producer is not None:
             self._producer.close(deadline.left())
-            self._cluster.client.hang_up(self._lane)
+            self._cluster.client.hang_up(self._connection_key)

@@ -12,12 +12,12 @@ import secrets
 
 from txnbridge.errors import AccessDenied, EvidenceLost, Fenced
 from txnbridge.spi import Deadline, Ledger
-from txnbridge_pulsar.write.fence_records import Notice
+from txnbridge_pulsar.write.fence_records import FenceRecord
 
 _log = logging.getLogger("txnbridge")
 
 
-class Lineage:
+class FenceIdentity:
     """What the decision log knows of one transactional id's fence topic.
 
     The ledger is the fence topic's own: openings of the same id on other brokers stand in other ledgers.
@@ -28,32 +28,32 @@ class Lineage:
         self._ledger = ledger
         self._blind = False
 
-    def follow(self, before: Notice | None, deadline: Deadline) -> str:
+    def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
         """The lineage that the newest owner goes on with. To be asked once the fence topic is held: nobody else writes
         there from then on.
 
         Raises `EvidenceLost` if the decision log knows another one than stands on the fence topic.
         """
         known = self._known(deadline)
-        found = "" if before is None else before.lineage
+        found = "" if before is None else before.fence_id
         # A notice of an earlier version has none; but it stands there, with all that is unresolved.
         if known and found != known and (before is None or found):
             raise self._lost()
         return known or found or secrets.token_hex(8)
 
-    def record(self, lineage: str, deadline: Deadline) -> None:
+    def record(self, fence_id: str, deadline: Deadline) -> None:
         """Once it stands on the fence topic; a lineage in the log alone would make the next opening fail.
 
         Raises `EvidenceLost` if somebody else has recorded another one meanwhile.
         """
         while not (known := self._known(deadline)) and not self._blind:
             try:
-                self._ledger.opened({"lineage": lineage}, deadline)
+                self._ledger.opened({"lineage": fence_id}, deadline)
             except Fenced:
                 pass  # by an opener that recorded it at the same moment
             except AccessDenied as error:
                 self._go_on_without(error)
-        if known and known != lineage:
+        if known and known != fence_id:
             raise self._lost()
 
     def _known(self, deadline: Deadline) -> str:

@@ -18,7 +18,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Marked:
+class ProofLocation:
     """Where the record stands that a transaction puts inside itself: its evidence.
 
     `since` is the position of a plain record with a random `nonce`, which the writer has stored there before: a topic
@@ -36,7 +36,7 @@ class Marked:
         return found if self.at is None else {**found, "p": list(self.at)}
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Marked:
+    def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
         """Raises `KeyError`, `TypeError` or `ValueError` for other fields."""
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
@@ -45,14 +45,14 @@ class Marked:
 
 
 @dataclass(frozen=True)
-class Announced:
+class AnnouncedTransaction:
     """One transaction: all that a process needs to end it, and to have the brokers refuse its late messages."""
 
     transaction: str
     txn: TxnId
     topics: tuple[str, ...]  # concrete ones, the marker topic among them
     subscriptions: tuple[tuple[str, str], ...]
-    marked: Marked
+    proof: ProofLocation
     slot: int | None = None  # of one that is to be prepared
     expires_at: int | None = None  # milliseconds since 1970
     prepared: bool = False
@@ -60,7 +60,7 @@ class Announced:
 
     @property
     def users_topics(self) -> tuple[str, ...]:
-        return tuple(topic for topic in self.topics if topic != self.marked.topic)
+        return tuple(topic for topic in self.topics if topic != self.proof.topic)
 
     def fields(self) -> dict[str, Any]:
         places: dict[str, list[int]] = {}
@@ -72,7 +72,7 @@ class Announced:
             "x": list(self.txn),
             "p": places,
             "a": [list(pair) for pair in self.subscriptions],
-            "k": self.marked.fields(),
+            "k": self.proof.fields(),
             "i": self.slot,
             "e": self.expires_at,
             "d": self.prepared or None,
@@ -81,7 +81,7 @@ class Announced:
         return {name: value for name, value in found.items() if value not in (None, [])}
 
     @classmethod
-    def read(cls, fields: Mapping[str, Any]) -> Announced:
+    def read(cls, fields: Mapping[str, Any]) -> AnnouncedTransaction:
         most, least = fields["x"]
         return cls(
             transaction=str(fields["t"]),
@@ -92,7 +92,7 @@ class Announced:
                 for number in numbers
             ),
             subscriptions=tuple((str(topic), str(name)) for topic, name in fields.get("a", ())),
-            marked=Marked.read(fields["k"]),
+            proof=ProofLocation.read(fields["k"]),
             slot=fields.get("i"),
             expires_at=fields.get("e"),
             prepared=bool(fields.get("d")),
@@ -101,7 +101,7 @@ class Announced:
 
 
 @dataclass(frozen=True)
-class Notice:
+class FenceRecord:
     """One record: who the owner is and since when, and its transactions that have not ended as far as it knows.
 
     Those `at_risk` were ended by other processes than their writers, and brokers do not yet refuse everywhere what
@@ -112,9 +112,9 @@ class Notice:
     opening: str
     host: str
     at: int  # milliseconds since 1970
-    under_way: Sequence[Announced] = field(default=())
-    at_risk: Sequence[Announced] = field(default=())
-    lineage: str = ""  # of notices of earlier versions
+    under_way: Sequence[AnnouncedTransaction] = field(default=())
+    at_risk: Sequence[AnnouncedTransaction] = field(default=())
+    fence_id: str = ""  # of notices of earlier versions
 
     def pack(self) -> bytes:
         fields = {
@@ -124,12 +124,12 @@ class Notice:
             "w": self.at,
             "u": [each.fields() for each in self.under_way],
             "r": [each.fields() for each in self.at_risk],
-            "l": self.lineage,
+            "l": self.fence_id,
         }
         return json.dumps(fields, separators=(",", ":")).encode()
 
     @classmethod
-    def unpack(cls, data: bytes | None) -> Notice:
+    def unpack(cls, data: bytes | None) -> FenceRecord:
         """Raises `EvidenceLost` for a record that is not ours: nobody knows then which transactions are unresolved."""
         try:
             fields = json.loads(data or b"")
@@ -139,9 +139,9 @@ class Notice:
                 opening=str(fields["o"]),
                 host=str(fields["h"]),
                 at=_number(fields["w"]),
-                under_way=tuple(Announced.read(each) for each in fields["u"]),
-                at_risk=tuple(Announced.read(each) for each in fields["r"]),
-                lineage=str(fields.get("l", "")),
+                under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
+                at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
+                fence_id=str(fields.get("l", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error

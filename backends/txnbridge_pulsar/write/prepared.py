@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 from txnbridge.errors import DeadlineExceeded, InvalidState, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence
 from txnbridge_pulsar.client import TxnId
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.outcome.end_delivery import Reach
-from txnbridge_pulsar.outcome.in_doubt import Unclear
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.end_delivery import Participants
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.outcome import coordinator_state, note_prepared
 from txnbridge_pulsar.write.acks import require_whole_entries
-from txnbridge_pulsar.write.fence_records import Announced, Marked
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 from txnbridge_pulsar.write.writer import PulsarWriter
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.write.owner import Owner
+    from txnbridge_pulsar.write.owner import PulsarOwner
 
 _log = logging.getLogger("txnbridge")
 
@@ -33,7 +33,7 @@ _ASKED_FIRST = 4
 _CLEAR_SECONDS = 10.0
 
 
-class Slots:
+class PreparedSlots:
     """The marker topics of an owner's prepared transactions, by number. Any thread may call.
 
     One is used again when its marker topic tells how its last transaction ended. That the coordinator has forgotten
@@ -41,18 +41,20 @@ class Slots:
     been told of, and the token of a committed transaction would tell that it was aborted.
     """
 
-    def __init__(self, cluster: Cluster, count: int, unclear: Unclear, resolved: Callable[[TxnId], None]) -> None:
+    def __init__(
+        self, cluster: ClusterAccess, count: int, in_doubt: InDoubt, resolved: Callable[[TxnId], None]
+    ) -> None:
         self._cluster = cluster
         self._count = count
-        self._unclear = unclear
+        self._in_doubt = in_doubt
         self._told_resolved = resolved
         self._lock = threading.Lock()
         self._taken: set[int] = set()
-        self._unresolved: dict[int, Announced] = {}
+        self._unresolved: dict[int, AnnouncedTransaction] = {}
         self._hidden: set[TxnId] = set()  # of those: nobody has told how they ended
         self._used = 0  # all below have been used by this owner
 
-    def keep(self, found: Announced) -> None:
+    def keep(self, found: AnnouncedTransaction) -> None:
         """An unresolved transaction holds this slot until it is known how it ended."""
         if found.slot is not None:
             with self._lock:
@@ -103,12 +105,12 @@ class Slots:
                         del self._unresolved[found.slot]
                 self._told_resolved(found.txn)
 
-    def _is_resolved(self, found: Announced, deadline: Deadline) -> bool:
+    def _is_resolved(self, found: AnnouncedTransaction, deadline: Deadline) -> bool:
         deadline = Deadline(min(_CLEAR_SECONDS, deadline.left()))
         try:
-            if coordinator_state(self._cluster, found.txn, found.marked, deadline):
+            if coordinator_state(self._cluster, found.txn, found.proof, deadline):
                 return False
-            if self._unclear.is_clear(found, deadline):
+            if self._in_doubt.resolve(found, deadline):
                 return True
         except TxnBridgeError as error:  # a broker may be away, and other slots are free
             _log.debug("how transaction %s ended: %s", found.transaction, error)
@@ -126,19 +128,19 @@ class Slots:
         )
 
 
-class PreparedWriter(PulsarWriter):
+class PulsarPreparedWriter(PulsarWriter):
     """Carries one transaction, which is prepared or aborted, and is then let go of."""
 
-    def __init__(self, cluster: Cluster, owner: Owner, slots: Slots, slot: int) -> None:
+    def __init__(self, cluster: ClusterAccess, owner: PulsarOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
         self._slots = slots
         self._number = slot
         self._expires_at: int | None = None
         self._prepared = False
 
-    def _presence(self, deadline: Deadline) -> Marked:
+    def _presence(self, deadline: Deadline) -> ProofLocation:
         """A record for each transaction, because its topic was another's before; it names the transaction behind it."""
-        return self._mark_presence(self._begun.transaction, deadline)
+        return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:
         settings = self._cluster.settings
@@ -147,14 +149,14 @@ class PreparedWriter(PulsarWriter):
         self._expires_at = int((time.time() + found) * 1000)
         return found
 
-    def _announcement(self) -> Announced:
+    def _announcement(self) -> AnnouncedTransaction:
         found = super()._announcement()
         return replace(found, expires_at=self._expires_at, messages=self.messages if self._prepared else 0)
 
     def evidence(self) -> Evidence:
-        topics = () if self.marked is None else (self.marked.topic, *self._sent)
-        how = replace(self._how, reach=Reach(topics, tuple(self._subscriptions)))
-        return Evidence(how.fields(), self.messages, self._expires_at)
+        topics = () if self.proof is None else (self.proof.topic, *self._sent)
+        evidence = replace(self._evidence, participants=Participants(topics, tuple(self._subscriptions)))
+        return Evidence(evidence.fields(), self.messages, self._expires_at)
 
     def prepare(self, deadline: Deadline) -> None:
         require_whole_entries(self._acks)
@@ -162,18 +164,18 @@ class PreparedWriter(PulsarWriter):
         if self._txn is None:  # nothing was sent, and yet there has to be something that can be committed
             self._cover((), (), deadline)
             self._store(deadline)
-        self.marked = self._located()
-        assert self._txn is not None and self.marked is not None
-        self._how = replace(self._how, marked=self.marked)
+        self.proof = self._located()
+        assert self._txn is not None and self.proof is not None
+        self._evidence = replace(self._evidence, proof=self.proof)
         # The owner of an id announces below that it is prepared. Of a name that was made up only the coordinator can
         # tell; the broker's log of the note is never emptied, but goes with the name's marker topic.
         ask = coordinator_state if self._owner.owned else note_prepared
         # Its time may have been over before the last message came: the broker takes late messages without a word.
-        if ask(self._cluster, self._txn, self.marked, deadline) != "OPEN":
+        if ask(self._cluster, self._txn, self.proof, deadline) != "OPEN":
             raise self._ended_by_others(deadline)
         found = replace(self._announcement(), prepared=True, messages=self.messages)
         try:
-            with self._cluster.events.step("step:record", self._begun.transaction):
+            with self._cluster.events.step("step:record", self._begin.transaction):
                 self._owner.announce(found, deadline)
         except BaseException:
             # The record may be stored all the same, and would spare a transaction that nobody has a token of.

@@ -18,11 +18,11 @@ from txnbridge.errors import (
 )
 from txnbridge.spi import Deadline, Ledger, Publisher, RawHeaders
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import again, needing, translate
 from txnbridge_pulsar.topics import NEEDS_REST
 from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
-from txnbridge_pulsar.write.sequences import Noted
+from txnbridge_pulsar.write.sequences import SequenceRecord
 
 # So many messages without a key go to one partition in a row: with sequences, a change waits until all are stored.
 _A_TURN = 1000
@@ -36,13 +36,13 @@ class PulsarPublisher(Publisher):
     duplicates. Elsewhere the loss is a failure, because they may be stored.
     """
 
-    def __init__(self, cluster: Cluster, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
+    def __init__(self, cluster: ClusterAccess, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
         self._cluster = cluster
         self._name = name
         self._ledger_of = ledger_of  # the ledger of any id
         self._lock = threading.Lock()
-        self._plain: dict[str, _Line] = {}  # by concrete topic
-        self._numbered: dict[str, _Numbered] = {}  # by topic
+        self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
+        self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
         self._turn = secrets.randbelow(1000) * _A_TURN
         self._failed: TxnBridgeError | None = None
         self._closed = False
@@ -68,8 +68,8 @@ class PulsarPublisher(Publisher):
             if sequence is None:
                 self._watched(lambda: self._line(concrete[number], deadline).send(message, None, deadline))
             else:
-                numbered = self._numbers(topic, deadline)
-                self._watched(lambda: numbered.send(number, message, sequence, deadline))
+                sequenced = self._sequenced_topic(topic, deadline)
+                self._watched(lambda: sequenced.send(number, message, sequence, deadline))
 
     def _chosen(self, key: bytes | None, count: int) -> int:
         if key is not None:
@@ -77,20 +77,20 @@ class PulsarPublisher(Publisher):
         self._turn += 1
         return self._turn // _A_TURN % count
 
-    def _line(self, concrete: str, deadline: Deadline) -> _Line:
+    def _line(self, concrete: str, deadline: Deadline) -> _PartitionProducer:
         found = self._plain.get(concrete)
         if found is None:
-            found = self._plain[concrete] = _Line(self._cluster, concrete, None, deadline)
+            found = self._plain[concrete] = _PartitionProducer(self._cluster, concrete, None, deadline)
         return found
 
-    def _numbers(self, topic: str, deadline: Deadline) -> _Numbered:
+    def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
         if self._name is None:
             raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
-        found = self._numbered.get(topic)
+        found = self._sequenced.get(topic)
         if found is None:
             full = self._cluster.settings.namespace.full_name(topic)
             ledger = self._ledger_of(f"sequence/{self._cluster.id}/{full}/{self._name}")
-            found = self._numbered[topic] = _Numbered(self._cluster, topic, self._name, ledger)
+            found = self._sequenced[topic] = _SequencedTopic(self._cluster, topic, self._name, ledger)
         found.look(deadline)
         return found
 
@@ -104,21 +104,21 @@ class PulsarPublisher(Publisher):
     def _settle(self, deadline: Deadline) -> None:
         for line in self._lines():
             self._watched(lambda line=line: line.settle(deadline))  # type: ignore[misc]
-        for numbered in self._numbered.values():
-            numbered.note_first(deadline)
+        for sequenced in self._sequenced.values():
+            sequenced.note_first(deadline)
 
-    def _lines(self) -> list[_Line]:
-        return [*self._plain.values(), *(line for each in self._numbered.values() for line in each.lines)]
+    def _lines(self) -> list[_PartitionProducer]:
+        return [*self._plain.values(), *(line for each in self._sequenced.values() for line in each.lines)]
 
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
         with self._lock:
             self._check()
-            return self._numbers(topic, deadline).last_stored
+            return self._sequenced_topic(topic, deadline).last_stored
 
     def _watched(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except _Failure as failure:
+        except _SendFailed as failure:
             cause = failure.cause
             kind = AccessDenied if isinstance(cause, _DENIED) else DeliveryFailed
             self._failed = kind(f"a message could not be stored, and nothing after it in its partition is: {cause}")
@@ -138,15 +138,15 @@ class PulsarPublisher(Publisher):
             try:
                 self._check()
                 self._settle(deadline)
-                for numbered in self._numbered.values():
-                    numbered.note(deadline)
+                for sequenced in self._sequenced.values():
+                    sequenced.note(deadline)
             finally:
                 self._closed = True
                 for line in self._lines():
                     line.close(deadline)
 
 
-class _Failure(Exception):
+class _SendFailed(Exception):
     """The failure that ends a publisher; `cause` is the client's own error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
@@ -154,29 +154,29 @@ class _Failure(Exception):
         self.cause = cause
 
 
-class _Numbered:
+class _SequencedTopic:
     """One topic under a publisher's name, whose sequences are counted over all its partitions.
 
     Each partition counts for itself. So a message for another partition waits until all messages before it are stored:
     then every sequence below the highest one of any partition is stored somewhere.
     """
 
-    def __init__(self, cluster: Cluster, topic: str, name: str, ledger: Ledger) -> None:
+    def __init__(self, cluster: ClusterAccess, topic: str, name: str, ledger: Ledger) -> None:
         self._cluster = cluster
         self._topic = topic
         self._name = name
-        self._noted = Noted(name, topic, ledger)
+        self._record = SequenceRecord(name, topic, ledger)
         self._is_checked = False
-        self._current: _Line | None = None
+        self._current: _PartitionProducer | None = None
         self._last = -1  # stored or on its way
         self._settled = 0  # lines of which it is known that the broker removes duplicates there
-        self.lines: list[_Line] = []
+        self.lines: list[_PartitionProducer] = []
 
     def look(self, deadline: Deadline) -> None:
         """Open the partitions that are not open yet: some may have been added."""
         concrete = self._cluster.topics.concrete(self._topic, deadline)
         for name in concrete[len(self.lines) :]:
-            self.lines.append(_Line(self._cluster, name, self._name, deadline))
+            self.lines.append(_PartitionProducer(self._cluster, name, self._name, deadline))
         # Asked by each call until it is known that duplicates are removed: else the next call would send without.
         for name, line in list(zip(concrete, self.lines, strict=False))[self._settled :]:
             if not self._cluster.topics.deduplicates(name, deadline):
@@ -187,19 +187,19 @@ class _Numbered:
             self._last = max(self._last, line.last_stored)
             self._settled += 1
         if not self._is_checked:
-            self._noted.check(self._last, deadline)
+            self._record.check(self._last, deadline)
             self._is_checked = True
             self.note(deadline)
 
     def note(self, deadline: Deadline) -> None:
         """Have the decision log know what is stored."""
         if self._is_checked and self.last_stored is not None:
-            self._noted.note(self.last_stored, deadline)
+            self._record.note(self.last_stored, deadline)
 
     def note_first(self, deadline: Deadline) -> None:
         """The same, if it knows nothing yet."""
         if self._is_checked and self.last_stored is not None:
-            self._noted.note_first(self.last_stored, deadline)
+            self._record.note_first(self.last_stored, deadline)
 
     @property
     def last_stored(self) -> int | None:
@@ -217,10 +217,10 @@ class _Numbered:
         self._last = sequence
 
 
-class _Line:
+class _PartitionProducer:
     """One producer on one concrete topic."""
 
-    def __init__(self, cluster: Cluster, concrete: str, name: str | None, deadline: Deadline) -> None:
+    def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
         self._cluster = cluster
         self._concrete = concrete
         self._name = name
@@ -228,7 +228,7 @@ class _Line:
         self._stored = -1  # the highest number with a receipt
         self._producer = again(lambda: self._opened(deadline), self._in_our_words, deadline)
 
-    def _opened(self, deadline: Deadline) -> wire.Producer:
+    def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
         pack = self._cluster.settings.pack
         with needing("produce", self._concrete):
             return self._cluster.client.create_producer(
@@ -253,10 +253,10 @@ class _Line:
                     timeout=deadline.left(),
                     when_done=lambda send: self._became(send, again=sequence is not None),
                 )
-            except wire.ConnectionLost as error:
+            except wire.BrokerConnectionLost as error:
                 if error.may_have_had_effect:
                     return  # the rest of it goes out later, or it is among those that are sent again
-                if isinstance(error, wire.TimedOut):
+                if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self._concrete}") from error
@@ -267,7 +267,7 @@ class _Line:
         """Called by the thread that reads receipts. The next `send` or `settle` looks after a lost connection."""
         try:
             receipt = send.result(0)
-        except wire.ConnectionLost:
+        except wire.BrokerConnectionLost:
             return
         except wire.PulsarError as error:
             self._failure = self._failure or error
@@ -285,7 +285,7 @@ class _Line:
                 self._recover(deadline)
             try:
                 self._producer.flush(deadline.left())
-            except wire.TimedOut as error:
+            except wire.RequestTimedOut as error:
                 raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may yet be stored") from error
             self._check()
             if not self._is_interrupted:
@@ -305,7 +305,7 @@ class _Line:
         if not self._producer.unconfirmed:
             return
         if not self._is_remembered(deadline):
-            lost = wire.ConnectionLost(
+            lost = wire.BrokerConnectionLost(
                 f"the connection to {self._concrete} was lost with messages on their way, and it is not known that the"
                 " broker removes duplicates"
             )
@@ -313,9 +313,9 @@ class _Line:
             return
         try:
             self._producer.resend(deadline.left(), lambda send: self._became(send, again=True))
-        except wire.TimedOut as error:
+        except wire.RequestTimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
-        except wire.ConnectionLost:
+        except wire.BrokerConnectionLost:
             return  # the next call finds the connection lost, and sends the rest
 
     def _is_remembered(self, deadline: Deadline) -> bool:
@@ -328,7 +328,7 @@ class _Line:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise _Failure(self._failure)
+            raise _SendFailed(self._failure)
 
     def _in_our_words(self, error: wire.PulsarError) -> TxnBridgeError:
         what = f"opening a producer on {self._concrete}"

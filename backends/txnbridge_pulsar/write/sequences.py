@@ -18,7 +18,7 @@ _log = logging.getLogger("txnbridge")
 _NOTE_SECONDS = 3.0
 
 
-class Noted:
+class SequenceRecord:
     """The highest sequence that the log knows to be stored; there may be more, where a publisher has died."""
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:

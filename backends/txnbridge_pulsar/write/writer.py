@@ -35,18 +35,25 @@ from txnbridge.spi import (
 )
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
-from txnbridge_pulsar.cluster import Cluster
+from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import Place
-from txnbridge_pulsar.outcome.outcome import Ended, How, coordinator_state, end, outcome_by_marker
-from txnbridge_pulsar.outcome.proof import MARK, PRESENCE_SECONDS, Record, mark_presence, marker_topic
-from txnbridge_pulsar.write.acks import AckContext, SentAcks
-from txnbridge_pulsar.write.batching import ENTRY_BYTES, Line, NotPlain, Outlet, Tally, not_stored
-from txnbridge_pulsar.write.fence_records import Announced, Marked
+from txnbridge_pulsar.outcome.end_delivery import Participant
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
+from txnbridge_pulsar.outcome.proof import PRESENCE_SECONDS, PROOF, ProofRecord, proof_topic, write_presence
+from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks
+from txnbridge_pulsar.write.batching import (
+    ENTRY_BYTES,
+    NotBareValue,
+    PendingReceipts,
+    TopicBatcher,
+    TransactionProducer,
+    not_stored,
+)
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.write.owner import Owner
+    from txnbridge_pulsar.write.owner import PulsarOwner
 
 _log = logging.getLogger("txnbridge")
 
@@ -56,7 +63,7 @@ _ABORT_GRACE = 2.0
 # block its topic, and has to be shut out.
 _SETTLE_BEFORE_ABORT = 0.5
 # The outcome of a transaction is read from the writer's last plain record on; so one is written now and then.
-_MARKS_A_PRESENCE = 1000
+_TRANSACTIONS_A_PRESENCE = 1000
 # Partitions that the last transaction wrote to are named together with the first of the next, if they are so few.
 _MOST_GUESSED = 16
 _MOST_BYTES = LIMITS.message_bytes or 0
@@ -69,27 +76,27 @@ class PulsarWriter(Writer):
     The broker does not check that order, and takes back what was committed when a message comes late.
     """
 
-    not_taken = (NotPlain, KeyError, TypeError)
+    not_taken = (NotBareValue, KeyError, TypeError)
 
-    def __init__(self, cluster: Cluster, owner: Owner, name: str, slot: int | None = None) -> None:
+    def __init__(self, cluster: ClusterAccess, owner: PulsarOwner, name: str, slot: int | None = None) -> None:
         self.name = name
-        self.marked: Marked | None = None
+        self.proof: ProofLocation | None = None
         self.unknown = False  # whether there may be a token whose outcome only our marker topic tells
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
         self._slot = slot
-        self._lane = f"writer {owner.opening} {name}"
-        self._outlets: dict[str, Outlet] = {}
-        self._lines: dict[str, Line] = {}
+        self._connection_key = f"writer {owner.opening} {name}"
+        self._batchers: dict[str, TopicBatcher] = {}
+        self._producers: dict[str, TransactionProducer] = {}
         self._mixed = cluster.settings.mix_keys
-        self._marks = 0
-        self._marked_at = 0.0
+        self._since_presence = 0
+        self._presence_at = 0.0
         self._turn = 0
         self._last: tuple[str, ...] = ()  # the topics that the last transaction wrote to
-        self._begun = Begin("", Deadline(0), False, None)
+        self._begin = Begin("", Deadline(0), False, None)
         self._forget()
-        self._how = How(None, None, False)
+        self._evidence = TokenEvidence(None, None, False)
 
     def _forget(self) -> None:
         """As before the first entry of a transaction."""
@@ -99,18 +106,18 @@ class PulsarWriter(Writer):
         self._sent: dict[str, None] = {}  # and of those again
         self._subscriptions: dict[tuple[str, str], None] = {}  # announced
         self._acked_on: set[tuple[str, str]] = set()  # and registered
-        self._tally = Tally()
+        self._receipts = PendingReceipts()
         self._acks: list[SentAcks] = []
-        self._outlets.clear()
+        self._batchers.clear()
         self.quick.clear()
 
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
         """Nothing is asked of the broker before the first entry is full, or has to be sent."""
-        self._begun = begin
+        self._begin = begin
         self._forget()
-        self._how = How(None, None, False)
+        self._evidence = TokenEvidence(None, None, False)
         self.messages = 0
 
     def send(
@@ -122,19 +129,19 @@ class PulsarWriter(Writer):
         partition: int | None,
         timestamp: int | None,
     ) -> None:
-        outlet = self._outlet(topic, partition)
+        batcher = self._batcher(topic, partition)
         size = self._check(value, key, headers, timestamp)
         number = partition
         if number is None and key is not None:
-            number = key_hash(key) % len(outlet.concrete)
-        buffer = outlet.buffer(number)
+            number = key_hash(key) % len(batcher.concrete)
+        buffer = batcher.buffer(number)
         key_out = wire_key(key)
         if not buffer.fits(key_out, size):
-            outlet.send(buffer)
-            buffer = outlet.buffer(number)
+            batcher.send(buffer)
+            buffer = batcher.buffer(number)
         properties = to_properties(headers) if headers else []
         if buffer.add(value, key_out, properties, timestamp, size):
-            outlet.send(buffer)
+            batcher.send(buffer)
         self.messages += 1
 
     def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
@@ -152,14 +159,14 @@ class PulsarWriter(Writer):
         return size
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
-        outlet = self._outlet(topic, None)
+        batcher = self._batcher(topic, None)
         if isinstance(items, list | tuple) and set(map(type, items)) == {bytes}:
-            done = outlet.take_many(items)
+            done = batcher.take_many(items)
             self.messages += done
             items = items[done:]
         for item in items:
             if item.__class__ is bytes and len(item) <= ENTRY_BYTES:
-                outlet.take(topic, item, None)
+                batcher.take(topic, item, None)
                 self.messages += 1
             elif item.__class__ is bytes:
                 self.send(topic, item, None, None, None, None)
@@ -167,29 +174,29 @@ class PulsarWriter(Writer):
                 value, key, headers = encode_item(item)
                 self.send(topic, value, key, headers, None, None)
 
-    def _outlet(self, topic: str, partition: int | None) -> Outlet:
+    def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
         """Once a transaction for each topic the broker is asked how many partitions it has. Raises `NotFound`."""
-        found = self._outlets.get(topic)
+        found = self._batchers.get(topic)
         if found is None or (partition is not None and not 0 <= partition < len(found.concrete)):
-            concrete = self._cluster.topics.require(topic, partition, self._begun.deadline)
+            concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
             if found is None:
                 self._turn += 1
-                found = self._outlets[topic] = Outlet(concrete, self._turn, self._mixed, self._ship)
+                found = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._ship)
                 self.quick[topic] = found.take
             found.concrete = concrete
         return found
 
     # --- what goes out --------------------------------------------------------------------------------------------
 
-    def _ship(self, concrete: str, batch: wire.Batch) -> None:
-        deadline = self._begun.deadline
+    def _ship(self, concrete: str, batch: wire.MessageBatch) -> None:
+        deadline = self._begin.deadline
         deadline.check("the transaction")
         try:
             self._look_after_lost(deadline)
             self._cover((concrete,), (), deadline)
             assert self._txn is not None
             self._sent[concrete] = None
-            self._line(concrete).send(batch, self._txn, self._tally, deadline)
+            self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
         except UsageError as error:
             # Messages that were taken before are lost with it: the transaction is not as it was.
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
@@ -205,14 +212,14 @@ class PulsarWriter(Writer):
         first = not self._registered
         if not (wanted or pairs or first):
             return
-        assert self._txn is not None and self.marked is not None
-        self._owner.require_clear([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
+        assert self._txn is not None and self.proof is not None
+        self._owner.require_no_doubt([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
         for topic in wanted:
-            self._line(topic).ready(deadline)
+            self._producer(topic).ready(deadline)
         self._announce(wanted, pairs, deadline)
         named = list(self._announced) if first else wanted
         try:
-            with self._cluster.events.step("step:register", self._begun.transaction, topics=len(named)):
+            with self._cluster.events.step("step:register", self._begin.transaction, topics=len(named)):
                 self._cluster.client.transactions.register(self._txn, deadline.left(), named, pairs)
         except (wire.TransactionNotFound, wire.InvalidTransactionStatus) as error:
             raise self._ended_by_others(deadline) from error
@@ -221,8 +228,8 @@ class PulsarWriter(Writer):
         self._registered.update(named)
         self._acked_on.update(pairs)
         if first:
-            mark = wire.Single(Record(MARK, transaction=self._begun.transaction).pack())
-            self._line(self.marked.topic).send(mark, self._txn, self._tally, deadline)
+            mark = wire.Single(ProofRecord(PROOF, transaction=self._begin.transaction).pack())
+            self._producer(self.proof.topic).send(mark, self._txn, self._receipts, deadline)
 
     def _announce(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         before = self._announced, self._subscriptions
@@ -235,70 +242,70 @@ class PulsarWriter(Writer):
             raise
 
     def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
-        self.marked = self._presence(deadline)
-        with self._cluster.events.step("step:begin", self._begun.transaction):
-            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begun), deadline)
-        self._how = How(self._txn, self.marked, False)
+        self.proof = self._presence(deadline)
+        with self._cluster.events.step("step:begin", self._begin.transaction):
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
+        self._evidence = TokenEvidence(self._txn, self.proof, False)
         # Only what the broker still serves: a topic may have been terminated since.
-        last = tuple(topic for topic in self._last if topic in self._lines and self._lines[topic].is_open)
-        is_right = len(last) <= _MOST_GUESSED and not self._owner.unclear.touching(last)
+        last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
+        is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
-        self._announced.update(dict.fromkeys((self.marked.topic, *topics, *guessed)))
+        self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
         """Seconds until the broker aborts it by itself."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
-    def _presence(self, deadline: Deadline) -> Marked:
-        self._marks += 1
-        is_old = time.monotonic() - self._marked_at > PRESENCE_SECONDS
-        if self.marked is None or is_old or self._marks > _MARKS_A_PRESENCE:
-            self._marks, self._marked_at = 1, time.monotonic()
-            return self._mark_presence("", deadline)
-        return self.marked
+    def _presence(self, deadline: Deadline) -> ProofLocation:
+        self._since_presence += 1
+        is_old = time.monotonic() - self._presence_at > PRESENCE_SECONDS
+        if self.proof is None or is_old or self._since_presence > _TRANSACTIONS_A_PRESENCE:
+            self._since_presence, self._presence_at = 1, time.monotonic()
+            return self._write_presence("", deadline)
+        return self.proof
 
-    def _mark_presence(self, transaction: str, deadline: Deadline) -> Marked:
+    def _write_presence(self, transaction: str, deadline: Deadline) -> ProofLocation:
         name = self.name
-        while self._owner.unclear.touching([topic := marker_topic(self._cluster, name, deadline)]):
+        while self._owner.in_doubt.touching([topic := proof_topic(self._cluster, name, deadline)]):
             name += "+"
-        self._line(topic).open(deadline)  # a topic with a producer is not cleared up
+        self._producer(topic).open(deadline)  # a topic with a producer is not cleared up
         self._cluster.topics.keep(topic, deadline)  # it may have been cleared up before
-        return mark_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
+        return write_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
 
-    def _announcement(self) -> Announced:
-        assert self._txn is not None and self.marked is not None
-        return Announced(
-            transaction=self._begun.transaction,
+    def _announcement(self) -> AnnouncedTransaction:
+        assert self._txn is not None and self.proof is not None
+        return AnnouncedTransaction(
+            transaction=self._begin.transaction,
             txn=self._txn,
             topics=tuple(self._announced),
             subscriptions=tuple(self._subscriptions),
-            marked=self.marked,
+            proof=self.proof,
             slot=self._slot,
         )
 
-    def _line(self, concrete: str) -> Line:
-        found = self._lines.get(concrete)
+    def _producer(self, concrete: str) -> TransactionProducer:
+        found = self._producers.get(concrete)
         if found is None:
-            found = self._lines[concrete] = Line(self._cluster, concrete, self._lane)
+            found = self._producers[concrete] = TransactionProducer(self._cluster, concrete, self._connection_key)
         return found
 
     def _look_after_lost(self, deadline: Deadline) -> None:
         """Raise the error of an entry that failed, and send lost entries again where that makes no copies."""
-        if isinstance(self._tally.failure, wire.NotAllowed) and self._has_ended(deadline):
-            raise self._ended_by_others(deadline) from self._tally.failure
-        if self._tally.failure is not None:
-            raise not_stored(self._tally.failure) from self._tally.failure
-        for line, error in list(self._tally.lost.items()):
-            if not self._tally.wait(deadline, line) or not line.recover(self._tally, deadline):
+        if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
+            raise self._ended_by_others(deadline) from self._receipts.failure
+        if self._receipts.failure is not None:
+            raise not_stored(self._receipts.failure) from self._receipts.failure
+        for producer, error in list(self._receipts.lost.items()):
+            if not self._receipts.wait(deadline, producer) or not producer.recover(self._receipts, deadline):
                 raise not_stored(error) from error
 
     def _has_ended(self, deadline: Deadline) -> bool:
-        assert self._txn is not None and self.marked is not None
-        return not coordinator_state(self._cluster, self._txn, self.marked, deadline)
+        assert self._txn is not None and self.proof is not None
+        return not coordinator_state(self._cluster, self._txn, self.proof, deadline)
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        assert isinstance(context, AckContext)
-        deadline = self._begun.deadline
+        assert isinstance(context, PulsarAckContext)
+        deadline = self._begin.deadline
         deadline.check("the transaction")
         self._cover((), context.subscriptions(positions), deadline)
         assert self._txn is not None
@@ -306,22 +313,22 @@ class PulsarWriter(Writer):
 
     def flush(self, deadline: Deadline) -> None:
         """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
-        waiting = [concrete for outlet in self._outlets.values() for concrete in outlet.waiting()]
+        waiting = [concrete for batcher in self._batchers.values() for concrete in batcher.waiting()]
         if waiting:
             self._cover(waiting, (), deadline)
-        for outlet in self._outlets.values():
-            outlet.flush()
+        for batcher in self._batchers.values():
+            batcher.flush()
         while True:
-            if not self._tally.wait(deadline):
+            if not self._receipts.wait(deadline):
                 raise DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
-            if self._tally.settled and self._tally.failure is None:
+            if self._receipts.settled and self._receipts.failure is None:
                 break
             self._look_after_lost(deadline)
         for sent in self._acks:
             sent.settle(deadline)
 
     def evidence(self) -> Evidence:
-        return Evidence(self._how.fields(), self.messages)
+        return Evidence(self._evidence.fields(), self.messages)
 
     # --- ending ---------------------------------------------------------------------------------------------------
 
@@ -330,21 +337,21 @@ class PulsarWriter(Writer):
 
     def commit(self, deadline: Deadline) -> None:
         self._store(deadline)
-        places = self._places(deadline)
+        participants = self._participants(deadline)
         deadline.check("the transaction")
-        self._how = How(self._how.txn, self._located(), True)
+        self._evidence = TokenEvidence(self._evidence.txn, self._located(), True)
         if self._txn is None:
             return  # nothing was sent or acknowledged
         try:
-            with self._cluster.events.step("step:commit", self._begun.transaction) as told:
+            with self._cluster.events.step("step:commit", self._begin.transaction) as told:
                 ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
                 told["ended"] = ended.name
-            if ended is Ended.UNCLEAR:
-                self._ask_marker(deadline)
-            elif ended is not Ended.COMMITTED:
+            if ended is EndResult.UNCLEAR:
+                self._ask_proof(deadline)
+            elif ended is not EndResult.COMMITTED:
                 # Nobody else commits what was not prepared: it was aborted before our request came.
                 raise self._ended_by_others(deadline)
-            self._owner.confirmer.ended(self._txn, True, places, deadline)
+            self._owner.end_delivery.ended(self._txn, True, participants, deadline)
         except (TransactionAborted, Fenced):
             raise
         except BaseException:  # also of an interrupted call a token is given out
@@ -354,36 +361,38 @@ class PulsarWriter(Writer):
             raise
         self._done()
 
-    def _places(self, deadline: Deadline) -> list[Place]:
+    def _participants(self, deadline: Deadline) -> list[Participant]:
         """All that the end has to reach, once what ended before has reached it where something moved."""
         if self._txn is None:
             return []
-        marker = () if self.marked is None else (self.marked.topic,)
-        used = [line.place for topic in (*marker, *self._sent) if (line := self._lines.get(topic))]
-        places = [place for place in used if place] + [place for sent in self._acks for place in sent.places]
-        self._owner.confirmer.settle({place.topic for place in places}, deadline)
-        return places
+        marker = () if self.proof is None else (self.proof.topic,)
+        used = [producer.participant for topic in (*marker, *self._sent) if (producer := self._producers.get(topic))]
+        participants = [participant for participant in used if participant] + [
+            participant for sent in self._acks for participant in sent.participants
+        ]
+        self._owner.end_delivery.settle({participant.topic for participant in participants}, deadline)
+        return participants
 
-    def _located(self) -> Marked | None:
+    def _located(self) -> ProofLocation | None:
         """With the place of the transaction's mark, once all is stored."""
-        marked = self._how.marked
-        return None if marked is None else replace(marked, at=self._line(marked.topic).last)
+        proof = self._evidence.proof
+        return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
-    def _ask_marker(self, deadline: Deadline) -> None:
+    def _ask_proof(self, deadline: Deadline) -> None:
         """An answer was lost, and now the coordinator has forgotten the transaction."""
-        if self._by_marker(deadline) is Outcome.ABORTED:
+        if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._ended_by_others(deadline)
 
-    def _by_marker(self, deadline: Deadline) -> Outcome:
+    def _by_proof(self, deadline: Deadline) -> Outcome:
         """How a transaction ended whose commit was asked for.
 
         Raises `OutcomeUnknown` whatever keeps the marker from being read: any other error would say that nothing was
         decided.
         """
-        assert self._txn is not None and self._how.marked is not None
+        assert self._txn is not None and self._evidence.proof is not None
         self.unknown = True
         try:
-            return outcome_by_marker(self._cluster, self._txn, self._how.marked, deadline)
+            return outcome_by_proof(self._cluster, self._txn, self._evidence.proof, deadline)
         except OutcomeUnknown:
             raise
         except TxnBridgeError as error:
@@ -411,7 +420,7 @@ class PulsarWriter(Writer):
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
-            _log.debug("transaction %s stays open until its time is over: %s", self._begun.transaction, error)
+            _log.debug("transaction %s stays open until its time is over: %s", self._begin.transaction, error)
 
     def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
         """The error that says why a transaction has ended of which no commit was asked for, as far as can be told."""
@@ -423,7 +432,7 @@ class PulsarWriter(Writer):
         for sent in self._acks:
             sent.give_up_rest()
         self._have_rest_redelivered()
-        self._shut_out(deadline)  # some of it may have come after the end
+        self._refuse_late_writes(deadline)  # some of it may have come after the end
         self._done()
         try:
             self._owner.check(deadline)
@@ -433,18 +442,18 @@ class PulsarWriter(Writer):
             _log.debug("whether %s has a newer owner shows with its next transaction: %s", self.name, unheard)
         if left:
             return _partitions_left()
-        if self._begun.deadline.expired:
+        if self._begin.deadline.expired:
             return TransactionTimedOut("the transaction was aborted because its time was over; run it again")
         return TransactionAborted("the broker or an administrator ended the transaction; run it again")
 
-    def _shut_out(self, deadline: Deadline) -> None:
+    def _refuse_late_writes(self, deadline: Deadline) -> None:
         if self._txn is not None and self._registered:
-            self._owner.refuser.add(self._announcement(), deadline)
+            self._owner.late_write_guard.add(self._announcement(), deadline)
 
     def abort(self, deadline: Deadline) -> None:
         if deadline.left() < _ABORT_GRACE:
             deadline = Deadline(_ABORT_GRACE)
-        self._outlets.clear()
+        self._batchers.clear()
         self.quick.clear()
         if self._txn is None:
             return
@@ -453,20 +462,20 @@ class PulsarWriter(Writer):
             self._hang_up()
         for sent in self._acks:
             sent.give_up_rest()
-        places = self._places(deadline)
-        with self._cluster.events.step("step:end", self._begun.transaction, decision="abort"):
+        participants = self._participants(deadline)
+        with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
             try:
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except BrokerUnavailable as error:
                 raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
-        if ended is Ended.ABORTED:
-            self._owner.confirmer.ended(self._txn, False, places, deadline)
+        if ended is EndResult.ABORTED:
+            self._owner.end_delivery.ended(self._txn, False, participants, deadline)
         else:
             self._have_rest_redelivered()
-            if self._how.asked and self._by_marker(deadline) is Outcome.COMMITTED:
+            if self._evidence.asked and self._by_proof(deadline) is Outcome.COMMITTED:
                 raise OutcomeUnknown("its commit had been asked for before, and came first")
-        if not settled or ended is not Ended.ABORTED:
-            self._shut_out(deadline)
+        if not settled or ended is not EndResult.ABORTED:
+            self._refuse_late_writes(deadline)
         self._done()
 
     def _have_rest_redelivered(self) -> None:
@@ -475,14 +484,14 @@ class PulsarWriter(Writer):
 
     def _settle(self, deadline: Deadline) -> bool:
         """Whether nothing of the transaction can reach a broker any more."""
-        settled = self._tally.wait(deadline) and self._tally.settled
+        settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
                 sent.settle(deadline)
             except TxnBridgeError as error:
                 _log.debug("acknowledging in a transaction that is aborted: %s", error)
                 # Without an answer it may still arrive; a refused one has.
-                settled = settled and not isinstance(error.__cause__, wire.ConnectionLost)
+                settled = settled and not isinstance(error.__cause__, wire.BrokerConnectionLost)
         return settled
 
     def _done(self) -> None:
@@ -502,22 +511,22 @@ class PulsarWriter(Writer):
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
-            if ended is not Ended.ABORTED:
+            if ended is not EndResult.ABORTED:
                 self._have_rest_redelivered()
-            aborted = ended is Ended.ABORTED or not self._registered
-            if aborted or self._owner.unclear.is_clear(self._announcement(), deadline):
-                self._shut_out(deadline)
+            aborted = ended is EndResult.ABORTED or not self._registered
+            if aborted or self._owner.in_doubt.resolve(self._announcement(), deadline):
+                self._refuse_late_writes(deadline)
                 self._done()
             else:
                 self._forget()  # it stays announced
         self._owner.check(deadline)
-        self.marked = None  # the next plain record tells that all transactions before it have ended
+        self.proof = None  # the next plain record tells that all transactions before it have ended
 
     def _hang_up(self) -> None:
         """Send nothing more by this writer; messages that it has sent before may still arrive."""
-        self._owner.confirmer.linger()
-        self._cluster.client.hang_up(self._lane)
-        self._lines.clear()
+        self._owner.end_delivery.linger()
+        self._cluster.client.hang_up(self._connection_key)
+        self._producers.clear()
 
     def close(self) -> None:
         """Let go. An open transaction is aborted when its time is over, or when the id is opened again."""

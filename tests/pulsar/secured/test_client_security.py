@@ -10,11 +10,11 @@ from txnbridge_pulsar.client import (
     EARLIEST,
     Authentication,
     BasicAuthentication,
-    Client,
     ConnectFailed,
     NotAuthenticated,
     NotAuthorized,
     NotOwner,
+    PulsarClient,
     PulsarError,
     Single,
     SubscriptionType,
@@ -38,7 +38,7 @@ from tests.pulsar.client_kit import (
 from tests.pulsar.secured_kit import PASSWORD, token
 
 
-def transact(client: Client) -> None:
+def transact(client: PulsarClient) -> None:
     """A transaction that sends and acknowledges, seen by a reader."""
     topic = fresh_topic()
     producer = client.create_producer(topic, timeout=SOON, transactions=True)
@@ -64,7 +64,7 @@ WHO: dict[str, Callable[[], Authentication]] = {
 @pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
 def test_credentials_let_in(secured, who, tls):
     authentication = WHO[who]()
-    with secured.client(authentication) if tls else Client(secured.url, authentication=authentication) as client:
+    with secured.client(authentication) if tls else PulsarClient(secured.url, authentication=authentication) as client:
         transact(client)
 
 
@@ -120,7 +120,7 @@ def test_a_token_that_is_not_replaced_ends_the_connection(secured):
 
 def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, tmp_path):
     tls = tls_context(Authority(tmp_path, "somebody-else").certificate)
-    with Client(secured.url_tls, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+    with PulsarClient(secured.url_tls, authentication=TokenAuthentication(token("user")), tls=tls) as client:
         with pytest.raises(ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
             client.create_producer(fresh_topic(), timeout=1)
 
@@ -128,11 +128,11 @@ def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, 
 def test_a_broker_under_another_name_is_not_talked_to(secured):
     url = secured.url_tls.replace("127.0.0.1", "localhost")
     tls = tls_context(secured.authority.certificate)
-    with Client(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
         with pytest.raises(ConnectFailed, match=r"localhost:.*Hostname mismatch"):
             client.create_producer(fresh_topic(), timeout=1)
     tls = tls_context(secured.authority.certificate, verify_hostname=False)
-    with Client(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
         client.create_producer(fresh_topic(), timeout=SOON).close(SOON)
 
 
