@@ -107,7 +107,7 @@ def receive(consumer: PulsarConsumer, messages: int) -> list[ReceivedEntry]:
 
 
 def consumer_of(entry: ReceivedEntry) -> PulsarConsumer:
-    assert entry.consumer is not None
+    assert isinstance(entry.consumer, PulsarConsumer)
     return entry.consumer
 
 

@@ -11,6 +11,7 @@ from txnbridge_pulsar.admin import doctor, repair
 from txnbridge_pulsar.admin.admin import PulsarAdmin
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.client.rest import RestRefused
+from txnbridge_pulsar.outcome import broker_evidence
 from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
 from tests.pulsar.client_kit import admin as ask
@@ -536,7 +537,7 @@ def test_for_a_repair_the_messages_of_about_its_time_are_read(admin, client, nam
     client.transactions.end(txn, True, SOON)
     about = int((time.time() + hours * 3600) * 1000)
     cluster = admin._cluster
-    assert repair._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
+    assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
 
 
 def test_what_a_marker_topic_tells_to_be_committed_is_committed_by_a_repair(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .clock import ClientDeadline
 from .codec import Fields
 from .incoming import ReceivedEntry
 
-if TYPE_CHECKING:
-    from .consumer import PulsarConsumer
 
-_Waiting = tuple["PulsarConsumer", int, Fields, bytes]
+class EntryAcceptor(Protocol):
+    """A consumer, as its inbox uses it."""
+
+    def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None: ...
+
+
+_Waiting = tuple[EntryAcceptor, int, Fields, bytes]
 
 # What a program that reads some partitions can spare, and enough to keep a fast network busy.
 DEFAULT_BYTES = 64 * 1024 * 1024
@@ -59,22 +63,22 @@ class Inbox:
         """What each of its consumers may have on its way."""
         return self.max_bytes // max(1, len(self._consumers))
 
-    def join(self, consumer: PulsarConsumer) -> None:
+    def join(self, consumer: EntryAcceptor) -> None:
         with self._changed:
             self._consumers.add(id(consumer))
 
-    def leave(self, consumer: PulsarConsumer) -> None:
+    def leave(self, consumer: EntryAcceptor) -> None:
         """Also drops what waits of it."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)
 
-    def put(self, consumer: PulsarConsumer, generation: int, fields: Fields, tail: bytes) -> None:
+    def put(self, consumer: EntryAcceptor, generation: int, fields: Fields, tail: bytes) -> None:
         with self._changed:
             self._waiting.append((consumer, generation, fields, tail))
             self._changed.notify()
 
-    def drop(self, consumer: PulsarConsumer) -> list[tuple[int, Fields, bytes]]:
+    def drop(self, consumer: EntryAcceptor) -> list[tuple[int, Fields, bytes]]:
         """Take out what waits of one consumer."""
         with self._changed:
             dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from typing import TYPE_CHECKING
 
 from .codec import Fields, Malformed, decode, read_varint
 from .compression import decompress
 from .errors import CorruptEntry, PulsarError
 from .frames import split_entry
 from .ids import MessageId, TxnId, delivered_indexes, message_id
-
-if TYPE_CHECKING:
-    from .consumer import PulsarConsumer
 
 _SIZE = struct.Struct(">I")
 # Bytes of an entry that an entry's metadata cannot go beyond when unpacked; far above any broker's own limit.
@@ -109,7 +105,7 @@ class ReceivedEntry:
         "size",
     )
 
-    def __init__(self, consumer: PulsarConsumer | None, generation: int, fields: Fields, tail: bytes) -> None:
+    def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
         self.consumer = consumer
         self.generation = generation
         self.arrival = 0  # its number among those that came since its consumer was opened

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from txnbridge.errors import TxnBridgeError
 from txnbridge.spi import Deadline
@@ -21,11 +20,9 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate, translated
 from txnbridge_pulsar.outcome.end_delivery import EndDelivery
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.terminated_topics import terminated
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
-
-if TYPE_CHECKING:
-    from txnbridge_pulsar.outcome.in_doubt import InDoubt
 
 _log = logging.getLogger("txnbridge")
 
@@ -36,24 +33,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SECONDS_A_TURN = 10.0
 
 
-def late_write_canary(cluster: ClusterAccess) -> str:
-    """A topic that nobody reads. A late message that brokers refuse there they refuse on all topics of the same empty
-    transaction.
-    """
-    return f"{cluster.settings.prefix}lamp"
-
-
-def canary_topic(cluster: ClusterAccess, deadline: Deadline) -> str:
-    """Its full name; it is there now and stays."""
-    return cluster.topics.internal(late_write_canary(cluster), deadline)
-
-
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
     """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now.
 
     Terminated topics are left out: they take no late messages, and the empty transaction would never end.
     """
-    canary = canary_topic(cluster, deadline)
+    canary = cluster.topics.internal(cluster.settings.late_write_canary, deadline)
     transactions = cluster.client.transactions
     closed = terminated(cluster, ended.topics, deadline)
     topics = [topic for topic in ended.topics if topic not in closed]

@@ -17,10 +17,10 @@ from typing import Any
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidToken, OutcomeUnknown, TxnBridgeError
 from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
 from txnbridge_pulsar import client as wire
-from txnbridge_pulsar.admin.repair import had_committed
 from txnbridge_pulsar.client import TxnId
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.broker_evidence import had_committed
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
 from txnbridge_pulsar.outcome.terminated_topics import how_to_mend, terminated

@@ -91,7 +91,7 @@ class PulsarReader(Reader):
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # acknowledgements come from other threads
         self._partitions: dict[Partition, PulsarPartition] = {}
-        self._of: dict[wire.PulsarConsumer, PulsarPartition] = {}
+        self._of: dict[object, PulsarPartition] = {}  # by consumer
         shared = subscription.sharing != "partition"
         self._early: list[wire.ReceivedEntry] = []  # of partitions that are being opened
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
@@ -407,9 +407,9 @@ class PulsarReader(Reader):
             return
         self._closed = True
         try:
-            for consumer in list(self._of):
+            for partition in list(self._of.values()):
                 with suppress(wire.PulsarError):
-                    consumer.close(deadline.left())
+                    partition.consumer.close(deadline.left())
         finally:
             # With it go whatever was not answered, and what is being opened at this moment.
             self._cluster.client.hang_up(self._connection_key)

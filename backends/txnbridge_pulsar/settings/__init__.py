@@ -71,6 +71,13 @@ class PulsarSettings:
         """The topic whose first record names the cluster."""
         return f"{self.prefix}cluster"
 
+    @property
+    def late_write_canary(self) -> str:
+        """The topic that nobody reads: where brokers refuse a transaction's late message there, they refuse it on all
+        topics of the same empty transaction. `late_writes` says how.
+        """
+        return f"{self.prefix}lamp"
+
     def authentication(self) -> wire.Authentication | None:
         from txnbridge_pulsar import client as wire
 

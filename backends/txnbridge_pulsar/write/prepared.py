@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from txnbridge.errors import DeadlineExceeded, InvalidState, TxnBridgeError
 from txnbridge.spi import Begin, Deadline, Evidence
@@ -18,10 +17,7 @@ from txnbridge_pulsar.outcome.in_doubt import InDoubt
 from txnbridge_pulsar.outcome.outcome import coordinator_state, note_prepared
 from txnbridge_pulsar.write.acks import require_whole_entries
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
-from txnbridge_pulsar.write.writer import PulsarWriter
-
-if TYPE_CHECKING:
-    from txnbridge_pulsar.write.owner import PulsarOwner
+from txnbridge_pulsar.write.writer import PulsarWriter, TransactionOwner
 
 _log = logging.getLogger("txnbridge")
 
@@ -131,7 +127,7 @@ class PreparedSlots:
 class PulsarPreparedWriter(PulsarWriter):
     """Carries one transaction, which is prepared or aborted, and is then let go of."""
 
-    def __init__(self, cluster: ClusterAccess, owner: PulsarOwner, slots: PreparedSlots, slot: int) -> None:
+    def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
         self._slots = slots
         self._number = slot

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from txnbridge.errors import (
     BrokerUnavailable,
@@ -37,7 +37,9 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import translate
-from txnbridge_pulsar.outcome.end_delivery import Participant
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
+from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
 from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
 from txnbridge_pulsar.outcome.proof import PRESENCE_SECONDS, PROOF, ProofRecord, proof_topic, write_presence
 from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks
@@ -51,9 +53,6 @@ from txnbridge_pulsar.write.batching import (
 )
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
-
-if TYPE_CHECKING:
-    from txnbridge_pulsar.write.owner import PulsarOwner
 
 _log = logging.getLogger("txnbridge")
 
@@ -70,6 +69,24 @@ _MOST_BYTES = LIMITS.message_bytes or 0
 _MOST_TIMESTAMP = (1 << 63) - 1
 
 
+class TransactionOwner(Protocol):
+    """The owner of the transactional id, as its writers use it; see `PulsarOwner`."""
+
+    name: str
+    owned: bool
+    opening: str
+    end_delivery: EndDelivery
+    in_doubt: InDoubt
+    late_write_guard: LateWriteGuard
+
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> wire.TxnId: ...
+    def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None: ...
+    def announce(self, found: AnnouncedTransaction, deadline: Deadline) -> None: ...
+    def withdraw(self, found: AnnouncedTransaction) -> None: ...
+    def forget(self, txn: wire.TxnId) -> None: ...
+    def check(self, deadline: Deadline) -> None: ...
+
+
 class PulsarWriter(Writer):
     """Names the topics of a transaction, writes to them, and asks for the end when the broker has everything.
 
@@ -78,7 +95,7 @@ class PulsarWriter(Writer):
 
     not_taken = (NotBareValue, KeyError, TypeError)
 
-    def __init__(self, cluster: ClusterAccess, owner: PulsarOwner, name: str, slot: int | None = None) -> None:
+    def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
         self.name = name
         self.proof: ProofLocation | None = None
         self.unknown = False  # whether there may be a token whose outcome only our marker topic tells
