@@ -34,9 +34,10 @@ class Kept:
     def newest_opening(self, deadline: Deadline) -> Any:
         return self.newest
 
-    def opened(self, data: Any, deadline: Deadline) -> str:
+    def open_behind(self, before: str | None, data: Any, deadline: Deadline) -> bool:
+        assert before == (self.newest[0] if self.newest else None)
         self.newest = ("opening", data)
-        return "opening"
+        return True
 
 
 def settings_for(url: str, **given: Any) -> PulsarSettings:

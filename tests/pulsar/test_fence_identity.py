@@ -9,7 +9,7 @@ from txnbridge_pulsar.write.fence_identity import FenceIdentity
 from txnbridge_pulsar.write.fence_records import FenceRecord
 
 from tests.pulsar.kit import Kept
-from txnbridge import AccessDenied, EvidenceLost, Fenced
+from txnbridge import AccessDenied, EvidenceLost
 from txnbridge.spi import Deadline
 
 pytestmark = pytest.mark.offline
@@ -23,9 +23,9 @@ class Denied(Kept):
 
 
 class Overtaken(Kept):
-    def opened(self, data: Any, deadline: Deadline) -> str:
+    def open_behind(self, before: str | None, data: Any, deadline: Deadline) -> bool:
         self.newest = ("other", {"lineage": "of the other"})
-        raise Fenced("by the other")
+        return False
 
 
 def fence_id(ledger: Any) -> FenceIdentity:

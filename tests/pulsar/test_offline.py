@@ -378,11 +378,11 @@ def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
 def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
     tried: list[object] = []
 
-    def opened(data: object, deadline: Deadline) -> str:
+    def open_behind(before: str | None, data: object, deadline: Deadline) -> bool:
         tried.append(data)
         raise DeadlineExceeded("the log's broker is away")
 
-    ledger = SimpleNamespace(newest_opening=lambda _: None, opened=opened)
+    ledger = SimpleNamespace(newest_opening=lambda _: None, open_behind=open_behind)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
     for number in (5, 6):
         send_one(publisher, number)
@@ -393,7 +393,7 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
     def denied(*_: object) -> Any:
         raise AccessDenied("no right")
 
-    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
+    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
     send_one(publisher, 5)
     assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
 

@@ -14,8 +14,8 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, Fenced, PositionLost
-from txnbridge.spi import Context, Deadline, Ledger
+from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, PositionLost
+from txnbridge.spi import Context, Deadline, LedgerValue
 from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
 
 _log = logging.getLogger("txnbridge")
@@ -41,21 +41,22 @@ class GroupRegistry:
         if self._blind:
             return 0
         try:
-            opening = self._ledger(topic).newest_opening(deadline)
+            value = self._value(topic).read(deadline)
         except AccessDenied as error:
             self._go_on_without(error)
             return 0
-        return 0 if opening is None else int(opening[1]["partitions"])
+        return 0 if value is None else int(value["partitions"])
 
     def record(self, topic: str, count: int, deadline: Deadline) -> None:
         """From now on the group has subscriptions for so many partitions, or more."""
-        while not self._blind and self.partitions(topic, deadline) < count:
-            try:
-                self._ledger(topic).opened({"partitions": count}, deadline)
-            except Fenced:
-                pass  # by another member's record, which may say less
-            except AccessDenied as error:
-                self._go_on_without(error)
+        if self._blind:
+            return
+        try:
+            self._value(topic).update(
+                lambda value: None if value and int(value["partitions"]) >= count else {"partitions": count}, deadline
+            )
+        except AccessDenied as error:
+            self._go_on_without(error)
 
     def check(self, concrete: str, deadline: Deadline) -> None:
         """Raises `PositionLost` for a partition whose subscription was there, and is not any more."""
@@ -103,8 +104,8 @@ class GroupRegistry:
             self._silent_until = time.monotonic() + _SILENT_SECONDS
             raise
 
-    def _ledger(self, topic: str) -> Ledger:
-        return self._context.ledger(self._context.application, f"group/{self._group}/{topic}")
+    def _value(self, topic: str) -> LedgerValue:
+        return LedgerValue(self._context.ledger(self._context.application, f"group/{self._group}/{topic}"))
 
     def _go_on_without(self, error: AccessDenied) -> None:
         if not self._blind:

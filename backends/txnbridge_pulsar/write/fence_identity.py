@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import secrets
 
-from txnbridge.errors import AccessDenied, EvidenceLost, Fenced
-from txnbridge.spi import Deadline, Ledger
+from txnbridge.errors import AccessDenied, EvidenceLost
+from txnbridge.spi import Deadline, Ledger, LedgerValue
 from txnbridge_pulsar.write.fence_records import FenceRecord
 
 _log = logging.getLogger("txnbridge")
@@ -25,7 +25,7 @@ class FenceIdentity:
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self._name = name
-        self._ledger = ledger
+        self._value = LedgerValue(ledger)
         self._blind = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
@@ -46,25 +46,25 @@ class FenceIdentity:
 
         Raises `EvidenceLost` if somebody else has recorded another one meanwhile.
         """
-        while not (known := self._known(deadline)) and not self._blind:
-            try:
-                self._ledger.opened({"lineage": fence_id}, deadline)
-            except Fenced:
-                pass  # by an opener that recorded it at the same moment
-            except AccessDenied as error:
-                self._go_on_without(error)
-        if known and known != fence_id:
-            raise self._lost()
+        if self._blind:
+            return
+        try:
+            recorded = self._value.update(lambda value: None if value else {"lineage": fence_id}, deadline)
+        except AccessDenied as error:
+            self._go_on_without(error)
+        else:
+            if recorded is not None and str(recorded["lineage"]) != fence_id:
+                raise self._lost()
 
     def _known(self, deadline: Deadline) -> str:
         if self._blind:
             return ""
         try:
-            opening = self._ledger.newest_opening(deadline)
+            value = self._value.read(deadline)
         except AccessDenied as error:
             self._go_on_without(error)
             return ""
-        return "" if opening is None else str(opening[1]["lineage"])
+        return "" if value is None else str(value["lineage"])
 
     def _lost(self) -> EvidenceLost:
         return EvidenceLost(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from txnbridge.errors import AccessDenied, EvidenceLost, Fenced, TxnBridgeError
-from txnbridge.spi import Deadline, Ledger
+from txnbridge.errors import AccessDenied, EvidenceLost, TxnBridgeError
+from txnbridge.spi import Deadline, Ledger, LedgerValue
 
 _log = logging.getLogger("txnbridge")
 
@@ -24,14 +24,15 @@ class SequenceRecord:
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
         self._topic = topic
-        self._ledger = ledger
+        self._value = LedgerValue(ledger)
         self._last = -1  # noted by this process, or read from the log
         self._blind = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
         """Raises `EvidenceLost` if the broker knows of less than was stored. -1 stands for nothing."""
         try:
-            self._last = self._known(deadline)
+            value = self._value.read(deadline)
+            self._last = -1 if value is None else int(value["stored"])
         except AccessDenied as error:
             self._go_on_without(error)
         if stored < self._last:
@@ -49,8 +50,8 @@ class SequenceRecord:
         """
         deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
         try:
-            while not self._blind and self._last < stored:
-                self._append(stored, deadline)
+            if not self._blind and self._last < stored:
+                self._update(stored, deadline)
         except TxnBridgeError as error:
             self._blind = True
             _log.debug("what publisher %r has stored on %s is not noted: %s", self._name, self._topic, error)
@@ -60,18 +61,14 @@ class SequenceRecord:
         if self._last < 0:
             self.note(stored, deadline)
 
-    def _append(self, stored: int, deadline: Deadline) -> None:
+    def _update(self, stored: int, deadline: Deadline) -> None:
         try:
-            self._ledger.opened({"stored": stored}, deadline)
-            self._last = stored
-        except Fenced:
-            self._last = self._known(deadline)  # somebody has noted something at the same moment
+            value = self._value.update(
+                lambda value: None if value and int(value["stored"]) >= stored else {"stored": stored}, deadline
+            )
+            self._last = stored if value is None else int(value["stored"])
         except AccessDenied as error:
             self._go_on_without(error)
-
-    def _known(self, deadline: Deadline) -> int:
-        opening = self._ledger.newest_opening(deadline)
-        return -1 if opening is None else int(opening[1]["stored"])
 
     def _go_on_without(self, error: AccessDenied) -> None:
         self._blind = True
