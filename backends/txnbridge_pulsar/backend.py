@@ -1,4 +1,4 @@
-"""The adapter that the core finds by its URL schemes: options, limits, and how a URL becomes a connection."""
+"""The adapter that the core finds by its URL schemes: options, limits, and the way from a URL to a connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from txnbridge_pulsar.settings import OPTIONS, read
 
 
 class PulsarBackend(Backend):
-    """Apache Pulsar from 4.0 on, by a client of our own: the official one for Python has no transactions."""
+    """Apache Pulsar 4.0 and later, through our own client: the official one for Python has no transactions."""
 
     name = "pulsar"
     schemes = ("pulsar", "pulsar+ssl")

@@ -48,14 +48,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("txnbridge")
 
-# Connecting waits no longer for this, because each topic is asked again before a sequence is sent there.
+# Connecting waits at most this long for the answer: each topic is asked again before a sequence is sent there.
 _ASK_SECONDS = 1.0
-# Coordinators are looked up like the partitions of a topic there.
+# Clients look up the transaction coordinators under this name, as if each were a partition of a topic.
 COORDINATORS = "pulsar/system"
 
 
 class PulsarBroker(Broker):
-    """Opened by `PulsarBackend.open`."""
+    """An open connection of one bridge; made by `PulsarBackend.open`."""
 
     def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
@@ -86,8 +86,8 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to the coordinators: until a client has, the deadlines of all transactions stand still after each
-        restart of the brokers.
+        """Connect to the transaction coordinators. After a restart of the brokers no transaction times out until a
+        client has connected to its coordinator.
         """
         what = f"connecting to {self._settings.service}"
 
@@ -176,8 +176,8 @@ class PulsarBroker(Broker):
 
 
 def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
-    """Whether brokers remove no duplicates in the namespace, as a topic of our own there tells: to ask about a topic
-    needs no more rights than to use it.
+    """Return whether brokers do not remove duplicates in the namespace. The question is asked about an internal topic,
+    because it needs no more rights there than using the topic.
     """
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:
@@ -188,7 +188,7 @@ def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadli
 
 
 def open_client(settings: PulsarSettings) -> wire.PulsarClient:
-    """A client of the cluster; nothing is connected yet. Raises `InvalidOption`."""
+    """Return a client of the cluster that has not connected yet. Raise `InvalidOption` for a wrong address."""
     try:
         return wire.PulsarClient(
             settings.service,

@@ -1,4 +1,4 @@
-"""What Pulsar promises through this backend, and what some clusters take away."""
+"""What Pulsar promises through this backend, and the promises that a cluster's settings take away."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from txnbridge.spi import NATIVE, Capabilities, Capability, Level, Limits, Support, absent, emulated
 
-# The broker's own default is 5 MiB an entry, which also holds the messages' metadata.
+# The broker's default is 5 MiB for an entry, which also holds the messages' metadata.
 LIMITS = Limits(message_bytes=5_000_000)
 
 CAPABILITIES = Capabilities(

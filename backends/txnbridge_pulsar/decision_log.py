@@ -1,4 +1,4 @@
-"""Decision logs: topics without partitions whose records stay until they are dropped on purpose."""
+"""Decision logs: topics without partitions whose records stay until they are trimmed on purpose."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from txnbridge_pulsar.topics import PulsarTopics
 
 T = TypeVar("T")
 
-# Records have 900,000 bytes at most; a reader fetches a few of those ahead.
+# A reader prefetches a few records; each has 900,000 bytes at most.
 _AHEAD_BYTES = 4_000_000
-# Closing may take so long: a broker that is not told that we left finds it out by itself.
+# Closing waits at most this long: a broker that is not told of a closed client notices it by itself.
 _CLOSE_SECONDS = 1.0
-# With these answers a record is certainly not stored. Any other failure may follow one whose answer was lost.
+# After these answers a record is certainly not stored. Any other failure may follow a record whose answer was lost.
 _NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.TopicTerminated)
 
 
 class PulsarLog(DecisionLog):
-    """One log. A position is (ledger, entry).
+    """One decision log. A position is (ledger, entry).
 
-    Opening it creates its topic if that is missing. Raises `AccessDenied` saying what an administrator must do.
+    Opening it creates a missing topic. Raise `AccessDenied` with what an administrator has to do.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PulsarLog(DecisionLog):
         return None if last.entry < 0 else (last.ledger, last.entry)
 
     def _asking(self, deadline: Deadline) -> wire.PulsarConsumer:
-        """A consumer that is there only to be asked."""
+        """Return the consumer that only answers where the log ends."""
         with self._lock:
             if self._asker is None:
                 self._asker = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
@@ -86,7 +86,7 @@ class PulsarLog(DecisionLog):
         return receipt.message_id.ledger, receipt.message_id.entry
 
     def _sent(self, record: bytes, deadline: Deadline) -> wire.Send:
-        """A record on its way. Raises an error of the wire client if nothing was sent, `OutcomeUnknown` otherwise."""
+        """Start sending a record. Raise an error of the protocol client if nothing was sent, else `OutcomeUnknown`."""
         producer = self._producing(deadline)
         try:
             return producer.send(wire.Single(record), timeout=deadline.left())
@@ -100,7 +100,7 @@ class PulsarLog(DecisionLog):
             if self._producer is None:
                 self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
             elif self._producer.lost is not None:
-                self._producer.forget()  # the callers whose records these were have got `OutcomeUnknown`
+                self._producer.forget()  # the callers that sent these records got `OutcomeUnknown`
                 self._producer.reopen(deadline.left())
             return self._producer
 
@@ -112,7 +112,7 @@ class PulsarLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """As the contract says. Ends early where the log ends before `last`."""
+        """Read as the contract says; end early where the log ends before `last`."""
         end = self.end(deadline)
         at = first or self.begin(deadline)
         if end is None or at is None:
@@ -142,7 +142,9 @@ class PulsarLog(DecisionLog):
             expected = position[0], position[1] + 1
 
     def _check_gap(self, expected: Position, found: Position, deadline: Deadline) -> None:
-        """Records are numbered without gaps in a ledger, and dropped from the log's begin on, by whole ledgers."""
+        """Raise `PositionLost` if records are missing between two positions. Entries of a ledger have no gaps, and
+        brokers drop whole ledgers from the log's begin on.
+        """
         if expected[1] > 0 and found[0] > expected[0] and found[1] == 0:
             before = expected[0], expected[1] - 1
             begin = self.begin(deadline)
@@ -151,7 +153,7 @@ class PulsarLog(DecisionLog):
         raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
 
     def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
-        """The next entry, of which it is known that it is there."""
+        """Return the next entry, which is known to exist."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
             found = self._again(lambda: self._received(reader, deadline), "reading it", deadline)
@@ -180,24 +182,22 @@ class PulsarLog(DecisionLog):
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Let the broker drop what is before: it does so by whole ledgers, when it begins a new one.
+        """Allow the broker to drop the records before a position. It drops whole ledgers, when it begins a new one.
 
-        One that lets go of the topic, or dies, within milliseconds of its answer forgets it: then the next call says it
-        again.
-
-        The last record always stays, so that a log that was trimmed is told from a new one.
+        A broker that unloads the topic, or dies, within milliseconds of its answer forgets the position; the next call
+        repeats it. The last record always stays, so that a trimmed log differs from a new one.
         """
         end = self.end(deadline)
         if end is None:
             return
         ledger, entry = min(before, end)
         if entry == 0:
-            return  # the record before it is in another ledger; with the next record it will be
+            return  # the record before it is in another ledger; trimming succeeds after the next record
         with translated(f"the decision log {self._name}, dropping old records"):
             try:
                 mover = self._client.subscribe(self._topic, SUBSCRIPTION, timeout=deadline.left())
             except wire.ConsumerBusy:
-                return  # somebody else is at it
+                return  # another process is trimming
             try:
                 mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
             finally:
@@ -226,17 +226,17 @@ def _position(entry: wire.ReceivedEntry) -> Position:
 
 
 def _before(position: Position) -> wire.MessageId:
-    """Where to begin so that this record comes, first or behind the one before it."""
+    """Return where a reader starts that receives this record first, or right after the record before it."""
     ledger, entry = position
     return wire.MessageId(ledger, entry - 1)
 
 
 def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:
-    """A name that tells a cluster from all others: Pulsar's own names are the same everywhere.
+    """Return a name that is unique to the cluster: Pulsar's own cluster names are the same everywhere.
 
-    The first record of a topic of our own says it. A bridge that finds none writes one, unless there are other topics
-    of ours: then there was one, and `StorageFailed` is raised, because with a new name all tokens would be another
-    cluster's.
+    The name is the first record of an internal topic. A bridge that finds no record writes one, unless other internal
+    topics exist: then a record has been lost, and a new name would make every token one of another cluster. In that
+    case raise `StorageFailed`.
     """
     log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
     try:
@@ -259,7 +259,7 @@ def _named(log: PulsarLog, deadline: Deadline) -> str | None:
 def _name_it(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
     others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
     if others != [settings.cluster_topic] and (named := _named(log, deadline)):
-        return named  # by somebody who was quicker
+        return named  # another process was quicker
     if others != [settings.cluster_topic]:
         raise StorageFailed(
             f"the record that names this cluster is gone from {settings.cluster_topic}, and other topics with this"

@@ -1,4 +1,4 @@
-"""The wire client's errors in our words."""
+"""The protocol client's errors as errors of `txnbridge.errors`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 T = TypeVar("T")
 
-# A broker that has just started refuses for a moment.
+# A broker that has just started refuses requests for a moment.
 _PAUSE = 0.05
 _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
@@ -35,9 +35,10 @@ _QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
-    """An error of the wire client as ours; `what` says what was being done. To be raised `from` the client's own.
+    """Return a client error as one of ours; `what` says what was being done. Raise the result `from` the client's
+    error.
 
-    Right for calls that decide nothing about a transaction, and for reads.
+    Use it for reads, and for calls that decide nothing about a transaction.
     """
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
@@ -75,7 +76,7 @@ def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raises errors of the wire client from inside as ours."""
+    """Raise errors of the protocol client from inside the block as ours."""
     try:
         yield
     except wire.PulsarError as error:
@@ -84,9 +85,9 @@ def translated(what: str) -> Iterator[None]:
 
 @contextmanager
 def needing(actions: str, place: str) -> Iterator[None]:
-    """Raises `AccessDenied` with what an administrator grants, where a right is missing inside.
+    """Raise `AccessDenied` with the command that grants the right, where a right is missing inside the block.
 
-    `place` is a topic's full name, or a namespace; `actions` as Pulsar calls them.
+    `place` is a topic's full name or a namespace; `actions` are named as in Pulsar.
     """
     try:
         yield
@@ -100,9 +101,9 @@ def needing(actions: str, place: str) -> Iterator[None]:
 
 
 def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline) -> T:
-    """Do what may be done twice until it succeeds, fails for good, or the deadline comes.
+    """Repeat a call that may safely be made twice until it succeeds, fails for good, or the deadline passes.
 
-    Raises what `words` makes of the wire client's error, and `DeadlineExceeded`.
+    Raise what `words` makes of the client's error, or `DeadlineExceeded`.
     """
     answer: TxnBridgeError | None = None
     while True:

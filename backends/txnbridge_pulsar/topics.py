@@ -1,4 +1,4 @@
-"""Topics: looked at, created, changed; the binary protocol where it can, REST for the rest."""
+"""Topics are listed, created and changed here: through the binary protocol where possible, else by REST."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from txnbridge_pulsar.errors import again, needing, translate
 from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
-# Partitions may be added while we write and read; asking takes a millisecond.
+# Partitions may be added while we write and read; asking the broker takes a millisecond.
 _FRESH_SECONDS = 1.0
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
@@ -31,8 +31,7 @@ NEEDS_REST = "it needs the option admin_url, because the binary protocol has no 
 class PulsarTopics:
     """The topics of a cluster. Any thread may call.
 
-    A topic is, for the broker, as many topics as it has partitions, or one of its own name if it is not partitioned.
-    These are called concrete here.
+    For the broker each partition is a topic, and so is a topic without partitions. We call these concrete topics.
     """
 
     def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest | None) -> None:
@@ -45,9 +44,10 @@ class PulsarTopics:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
-        """The full names of a topic's partitions; a missing topic is created where that is allowed.
+        """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
 
-        Known for a moment, but asked anew if it has less than `at_least`. Raises `NotFound`, `InvalidOption`.
+        The answer is cached for a second, but not if it has fewer than `at_least` partitions. Raise `NotFound`,
+        `InvalidOption`.
         """
         at, found = self._known.get(topic, (0.0, ()))
         if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
@@ -57,7 +57,9 @@ class PulsarTopics:
         return found
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """As `concrete`, for a message to this partition, or to any. Raises `NotFound` also for a missing partition."""
+        """Return `concrete` for a message to this partition, or to any. Raise `NotFound` for a missing partition as
+        well.
+        """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         found = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -66,7 +68,9 @@ class PulsarTopics:
         return found
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """The same as the broker has it now, without creating anything; empty if it has no such topic."""
+        """Return the partitions' names as the broker has them now, without creating the topic; empty if it does not
+        exist.
+        """
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 
@@ -82,14 +86,14 @@ class PulsarTopics:
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """0 for a topic that has none, or is not there: brokers answer the one or the other."""
+        """Return 0 for a topic that has no partitions or does not exist: brokers answer in either way."""
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
             return 0
 
     def all_concrete(self, deadline: Deadline) -> list[str]:
-        """The full names of the namespace's persistent topics, each partition by itself."""
+        """Return the full names of all persistent topics of the namespace, each partition by itself."""
         namespace = str(self._settings.namespace)
         words = "listing topics"
         return again(
@@ -97,17 +101,17 @@ class PulsarTopics:
         )
 
     def all(self, deadline: Deadline) -> dict[str, int]:
-        """Every persistent topic of the namespace with the number of its partitions, by its short name."""
+        """Return every persistent topic of the namespace by its short name, with the number of its partitions."""
         found: dict[str, int] = {}
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
             name = self._settings.namespace.short_name(full)
-            if name not in found:  # of partitions that nobody uses a broker may have none in its list
+            if name not in found:  # a broker may not list partitions that nobody uses
                 found[name] = 1 if full == concrete else len(self.look(full, deadline))
         return found
 
     def partition_of(self, concrete: str) -> Partition:
-        """The topic and the number of a partition, as users name it."""
+        """Return a concrete topic as its topic's user name and its partition number."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
@@ -132,9 +136,9 @@ class PulsarTopics:
     # --- changing --------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic; False if it was there already, with however many partitions.
+        """Create a topic. Return False if it exists already, with any number of partitions.
 
-        Without `admin_url` it has one partition that can never become more. Raises `InvalidOption`, `NotSupported`.
+        Without an `admin_url` a topic has one partition for ever. Raise `InvalidOption`, `NotSupported`.
         """
         full = self._settings.namespace.full_name(topic)
         if partitions < 1:
@@ -149,7 +153,7 @@ class PulsarTopics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Raises `NotFound`, `InvalidOption` for fewer partitions than there are, and `NotSupported`."""
+        """Add partitions. Raise `NotFound`, `NotSupported`, and `InvalidOption` for fewer partitions than there are."""
         found = self.look(topic, deadline)
         if not found:
             raise NotFound(f"there is no topic {topic!r}")
@@ -176,7 +180,7 @@ class PulsarTopics:
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Raises `NotFound`, `NotSupported`; without `force` `InvalidState` while somebody reads or writes there."""
+        """Delete a topic. Raise `NotFound`, `NotSupported`, and without `force` `InvalidState` for a topic in use."""
         found = self.look(topic, deadline)
         if not found:
             raise NotFound(f"there is no topic {topic!r}")
@@ -195,10 +199,10 @@ class PulsarTopics:
     # --- our own ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """The full name of a topic of our own, which is there and loses nothing from now on.
+        """Return the full name of an internal topic, which exists from now on and loses no record.
 
-        It has a durable subscription before its first record: without one a broker as it comes drops records, and an
-        idle topic with all that is in it. Raises `AccessDenied` with what an administrator has to do.
+        A durable subscription is made before the first record. Without one a broker with default settings drops
+        records, and deletes an idle topic. Raise `AccessDenied` with what an administrator has to do.
         """
         full = f"persistent://{self._settings.namespace}/{name}"
         if full in self._internal:
@@ -211,19 +215,19 @@ class PulsarTopics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """The same for a topic that was there before, and may have been deleted and made anew since."""
+        """Make an internal topic and its subscription exist again: it may have been deleted since `internal`."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         again(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
     def _keep(self, full: str, deadline: Deadline) -> None:
         if self._partitions(full, deadline):
             raise InvalidOption(f"topic {full} has partitions and must have none: it is not ours")
-        with suppress(wire.ConsumerBusy):  # then another process has the subscription, so it is there
+        with suppress(wire.ConsumerBusy):  # another process holds the subscription, so it exists
             keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
             keeper.close(deadline.left())
 
     def _make_by_producing(self, full: str, deadline: Deadline) -> None:
-        """Have the broker make a topic for a producer, where its settings allow that."""
+        """Have the broker create a topic by opening a producer, where its settings allow that."""
         what = f"creating topic {full}"
         try:
             self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
@@ -243,11 +247,11 @@ class PulsarTopics:
         )
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
-        """Whether it is known that the broker drops what a producer sends it twice; only REST tells."""
+        """Return whether the broker is known to remove duplicates on a topic; only REST tells."""
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:
-        """The broker's word for it, among them "Enabled" and "Disabled"; empty where nobody tells."""
+        """Return the broker's deduplication status, such as "Enabled" or "Disabled"; empty where it is not known."""
         if self._rest is None:
             return ""
         try:

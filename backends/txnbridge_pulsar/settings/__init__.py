@@ -1,4 +1,4 @@
-"""The settings of a bridge to Pulsar, read once from its URL and options."""
+"""The settings of a bridge to Pulsar, read once from the URL and the options."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_pulsar.settings.topic_names import Namespace, encoded
 
-if TYPE_CHECKING:  # the declaration of the options is read by everybody, the client only used by those who connect
+if TYPE_CHECKING:  # everybody reads the declared options; only those who connect need the client
     import ssl
 
     from txnbridge_pulsar import client as wire
 
-_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}  # of a host without one, as everywhere with Pulsar
+_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}  # the ports of hosts without one, as in every client of Pulsar
 
 
 @dataclass(frozen=True)
 class PulsarSettings:
-    """Everything that the rest of the backend asks about how to reach and use a cluster."""
+    """How to reach and use a cluster: the settings of one bridge."""
 
     service: str  # "pulsar://host:port,host:port"
     namespace: Namespace
     timeout: float  # the bridge's default deadline in seconds
     hold: float | None
     application: str
-    create_topics: int  # partitions of a missing topic; 0: never create
+    create_topics: int  # partitions of a missing topic; 0: topics are never created
     admin_url: str = ""
-    prefix: str = "_txnbridge-"  # of every topic of our own
+    prefix: str = "_txnbridge-"  # the prefix of every internal topic
     longest_transaction: float = 900.0  # seconds
     prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
     compression: str = "none"
@@ -52,29 +52,29 @@ class PulsarSettings:
 
     @property
     def pack(self) -> wire.Compression:
-        """How the payloads that we send are packed."""
+        """Return the compression of the payloads that we send."""
         from txnbridge_pulsar import client as wire
 
         return wire.Compression[self.compression.upper()]
 
     @property
     def longest_prepared(self) -> float:
-        """Seconds that a transaction that is to be prepared lives, from its begin."""
+        """Return how many seconds a transaction that will be prepared may live after its begin."""
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:
-        """The topic of a decision log."""
+        """Return the name of the topic that holds an application's decision log."""
         return f"{self.prefix}log-{encoded(application)}"
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record names the cluster."""
+        """Return the name of the topic whose first record names the cluster."""
         return f"{self.prefix}cluster"
 
     @property
     def late_write_canary(self) -> str:
-        """The topic that nobody reads: where brokers refuse a transaction's late message there, they refuse it on all
-        topics of the same empty transaction. `late_writes` says how.
+        """Return the name of a topic that nobody reads. A late message is sent there to learn whether brokers refuse
+        the late messages of its transaction: see `outcome/late_writes`.
         """
         return f"{self.prefix}lamp"
 
@@ -90,7 +90,7 @@ class PulsarSettings:
         return wire.TlsAuthentication() if self.tls_certificate else None
 
     def tls_context(self) -> ssl.SSLContext:
-        """For connections to brokers and to their REST interface. Raises `InvalidOption`."""
+        """Return the TLS context for brokers and for their REST interface. Raise `InvalidOption`."""
         from txnbridge_pulsar import client as wire
 
         try:
@@ -156,13 +156,13 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_MOST_PREPARED_IDS = 1000  # each is a topic
-# What TLS says of the connection means nothing without TLS.
+_MOST_PREPARED_IDS = 1000  # each takes a topic
+# Options that have no effect on a connection without TLS.
 _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
 def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
-    """The settings that a URL and our options make together. Raises `InvalidOption`."""
+    """Read the settings from a URL and the backend's options. Raise `InvalidOption`."""
     for name in context.client_options:
         raise InvalidOption(
             f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"
@@ -191,7 +191,7 @@ def _service(url: Url) -> str:
 def _namespace(url: Url) -> Namespace:
     parts = [part for part in url.path.split("/") if part]
     if not parts:
-        return Namespace("public", "default")  # as every client of Pulsar takes it
+        return Namespace("public", "default")  # the default of every client of Pulsar
     if len(parts) != 2:
         raise InvalidOption(f"{url}: behind the hosts comes /tenant/namespace; a topic's name goes into send()")
     return Namespace(*parts)

@@ -1,4 +1,4 @@
-"""Names: topics of the user's and of our own, as Pulsar calls them."""
+"""Topic names as Pulsar writes them, for users' topics and for internal ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
 
-# The durable subscription of every topic of our own: without one, brokers drop records and, idle, the topic itself.
+# The durable subscription of every internal topic. Without a subscription brokers drop records, and delete an idle
+# topic.
 SUBSCRIPTION = "txnbridge"
 
 _PARTITION = re.compile(r"-partition-\d+$")
@@ -16,7 +17,7 @@ _PERSISTENT = "persistent://"
 
 
 class Namespace(NamedTuple):
-    """Where topics without a longer name are."""
+    """The tenant and namespace of topics that are given by a short name."""
 
     tenant: str
     name: str
@@ -25,7 +26,9 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """`orders` as `persistent://tenant/namespace/orders`; a full name as it is. Raises `InvalidOption`."""
+        """Return `persistent://tenant/namespace/orders` for `orders`, and a full name unchanged. Raise
+        `InvalidOption`.
+        """
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
         if len(parts) != 3 or not all(parts) or not full.isprintable():
@@ -38,17 +41,17 @@ class Namespace(NamedTuple):
         return full
 
     def short_name(self, full: str) -> str:
-        """The other way round: the name that users have for a topic."""
+        """Return the name by which users know a topic: short in this namespace, else full."""
         return full.removeprefix(f"{_PERSISTENT}{self}/")
 
 
 def partitions_of(full: str, count: int) -> tuple[str, ...]:
-    """The full names of a topic's partitions, in their order."""
+    """Return the full names of a topic's partitions, in order."""
     return tuple(f"{full}-partition-{number}" for number in range(count))
 
 
 def whole_topic(concrete: str) -> tuple[str, int]:
-    """The topic and the number of what may be a partition; 0 for a topic that has none."""
+    """Return the topic and the partition number of a concrete topic; 0 for a topic without partitions."""
     found = _PARTITION.search(concrete)
     if found is None:
         return concrete, 0
@@ -56,19 +59,20 @@ def whole_topic(concrete: str) -> tuple[str, int]:
 
 
 def namespace_of(full: str) -> str:
-    """`tenant/namespace` of a full name."""
+    """Return `tenant/namespace` of a full name."""
     return "/".join(full.removeprefix(_PERSISTENT).split("/")[:2])
 
 
 def encoded(text: str) -> str:
-    """Any text as part of a topic's name, one to one: letters, digits, '.', '_', '-', and '=' with two digits.
+    """Encode any text as part of a topic's name, reversibly: letters, digits, '.', '_', '-', and '=' with two hex
+    digits.
 
-    A `-partition-` in it would make Pulsar take the topic for a partition of another.
+    A literal `-partition-` would make Pulsar take the topic for a partition of another topic.
     """
     safe = quote(text, safe="", errors="surrogatepass").replace("~", "%7E").replace("%", "=")
     return safe.replace("-partition-", "=2Dpartition-")
 
 
 def decoded(text: str) -> str:
-    """The text that was encoded so."""
+    """Decode what `encoded` made."""
     return unquote(text.replace("=", "%"), errors="surrogatepass")
