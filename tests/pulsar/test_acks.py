@@ -299,7 +299,7 @@ def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, to
     assert values(again) == [b"%d" % number for number in range(6)]
     txn = reader.begin((topic, 0))
     sent = reader.ack(txn, again[2:4])
-    sent.give_up_rest()
+    sent.give_up_entry_rest()
     reader.end(txn, commit=False)
     reader.nack(by_partition(again[2:4]))
     last = reader.take(6)

@@ -218,7 +218,7 @@ def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended
 
 def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[PulsarOwner, list[FenceRecord]]:
     """An owner whose records have room for a few topics, and what it writes."""
-    monkeypatch.setattr(owner_module, "_MOST_NOTICE_BYTES", 1000)
+    monkeypatch.setattr(owner_module, "_MOST_RECORD_BYTES", 1000)
     written: list[FenceRecord] = []
     ledger: Any = None
     owner = PulsarOwner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
@@ -252,7 +252,7 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
     found._txn, found.proof = TXN, MARKED
     found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
     with pytest.raises(DeliveryFailed):
-        found._cover([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
+        found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
     assert list(found._announced) == [MARKED.topic] and not written
 
 

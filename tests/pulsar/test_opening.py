@@ -99,7 +99,7 @@ def test_what_the_older_owner_sends_after_the_takeover_is_refused(
     older = open_bridge(transactional_id=id)
     topic, named = new_topic(older), new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     with pytest.raises(Exception, match="has been ended"):
         send_late(txn, topic if where == "in its transaction" else named, number)
@@ -115,7 +115,7 @@ def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
     older = open_bridge(transactional_id=id)
     topic, named = new_topic(older), new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     send_late(txn, named, number)
     assert read_all(client, concrete(named), patience=1) is None

@@ -238,7 +238,7 @@ def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, 
         with bridge.transaction() as txn:
             txn.send(topic, b"in time")
             flush(txn)
-            writer_of(txn)._cover([concrete(late)], [], Deadline(SOON))
+            writer_of(txn)._register([concrete(late)], [], Deadline(SOON))
             client.transactions.end(writer_of(txn)._txn or TxnId(0, 0), False, SOON)
             txn.send(late, b"too late")
     assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
@@ -268,7 +268,7 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         number = flush(txn)
-        writer_of(txn)._cover([name], [], Deadline(SOON))
+        writer_of(txn)._register([name], [], Deadline(SOON))
         ended = announced(bridge)
         txn.abort()
     assert refuse_late_writes(cluster_of(bridge), ended, Deadline(SOON))

@@ -1,19 +1,19 @@
-"""Acknowledging what a reader delivered, inside a writer's transaction.
+"""Acknowledging a reader's deliveries inside a writer's transaction.
 
-All that a writer needs of a reader:
+A writer uses a reader only so:
 
-    named = context.subscriptions(partitions)            # (concrete topic, subscription) of each
-    ...                                                  # announced, and added to the transaction: the broker checks
-                                                         # nothing, and what is not added stays pending for ever
-    sent = context.acknowledge(txn, positions, deadline) # sends, and waits for nobody
+    pairs = context.subscriptions(partitions)            # (concrete topic, subscription) of each partition
+    ...                                                  # registered with the transaction first: the broker checks
+                                                         # nothing, and an unregistered one stays pending for ever
+    sent = context.acknowledge(txn, positions, deadline) # sends without waiting
     ...
     sent.settle(deadline)                                # before COMMIT; and before ABORT, whatever it raises
 
-Acknowledgements are always individual, batches by index: a cumulative one in a transaction makes the broker skip
-individual ones on the same subscription, and on shared subscriptions it does nothing. An answer that is lost cannot be
-asked for again inside its transaction, where a repetition conflicts with itself: the transaction can only abort. What
-an aborted transaction acknowledged is delivered again by the broker. One that reaches the broker behind the end of its
-transaction stays pending for ever, which is why answers are waited for.
+Acknowledgements are individual, and by batch index inside entries. A cumulative one in a transaction makes the broker
+skip individual ones on the same subscription, and does nothing on shared subscriptions. A lost answer cannot be asked
+for again: the repetition conflicts with the first request, so the transaction can only abort. The broker redelivers
+what an aborted transaction acknowledged. An acknowledgement that arrives after the end of its transaction stays pending
+for ever, so answers are waited for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
 
 @dataclass(eq=False)
 class _PartitionAcks:
-    """What was acknowledged of one partition."""
+    """The acknowledgements of one partition in one transaction."""
 
     partition: PulsarPartition
     assignment: object
@@ -46,7 +46,7 @@ class _PartitionAcks:
 
 
 class PulsarAckContext:
-    """Which deliveries of a reader can be acknowledged. Any thread may call, also while another one polls."""
+    """The deliveries of a reader that can be acknowledged. Any thread may call, also while another thread polls."""
 
     def __init__(
         self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
@@ -57,9 +57,10 @@ class PulsarAckContext:
         self._guard = guard
 
     def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
-        """What has to be added to a transaction before these partitions are acknowledged in it.
+        """Return the topics and subscriptions to register with a transaction before it acknowledges on these
+        partitions.
 
-        Raises `Conflict` for one that is not with the reader any more.
+        Raise `Conflict` for a partition that has left the reader.
         """
         with self._guard:
             return [(self._partition(key).topic, self._subscription) for key in partitions]
@@ -67,9 +68,9 @@ class PulsarAckContext:
     def acknowledge(
         self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
     ) -> SentAcks:
-        """Send acknowledgements. Errors after the first byte has left are raised by `SentAcks.settle`.
+        """Send acknowledgements. Errors after the first byte is sent are raised by `SentAcks.settle`.
 
-        Raises `Conflict`, with nothing sent, for a position that is not in this reader's hands: given back, or
+        Raise `Conflict`, with nothing sent, for a position that this reader does not hold: it was given back, or
         delivered under an assignment that has ended.
         """
         with self._guard:
@@ -91,7 +92,7 @@ class PulsarAckContext:
 
 
 class SentAcks:
-    """Acknowledgements on their way."""
+    """Acknowledgements that were sent, with their answers."""
 
     def __init__(
         self, sent: Sequence[_PartitionAcks], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
@@ -110,8 +111,8 @@ class SentAcks:
 
     @property
     def partitions_left(self) -> bool:
-        """Whether an assignment under which these were delivered has ended since: why a transaction may have failed
-        that the broker only says has ended.
+        """Return whether an assignment of these deliveries has ended. It tells why a transaction may have failed of
+        which the broker only says that it has ended.
         """
         return any(
             each.partition.assignment is not each.assignment or not each.partition.is_here or each.partition.is_leaving
@@ -120,16 +121,16 @@ class SentAcks:
 
     @property
     def participants(self) -> list[Participant]:
-        """The subscriptions that they were sent to."""
+        """Return the subscriptions to which these acknowledgements were sent."""
         return [
             participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
         ]
 
-    def give_up_rest(self) -> None:
-        """Give up what this reader has in hand of the same entries. Call it before the transaction is aborted.
+    def give_up_entry_rest(self) -> None:
+        """Give up what this reader holds of the same entries. Call this before the transaction is aborted.
 
-        The abort makes a shared subscription deliver these entries whole once more, perhaps to another member. Where
-        two members acknowledge one entry in parts, brokers do not notice all conflicts.
+        After the abort a shared subscription delivers these entries whole once more, perhaps to another member. Brokers
+        do not detect all conflicts between two members that acknowledge parts of one entry.
         """
         if not self._shared:
             return
@@ -138,36 +139,36 @@ class SentAcks:
                 if each.partition.assignment is each.assignment:
                     each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
 
-    def have_rest_redelivered(self) -> None:
-        """Ask for what was given up. Call it if the abort did not come about, or had come about before."""
+    def redeliver_rest(self) -> None:
+        """Have the broker redeliver what was given up. Call this if the abort failed, or had happened before."""
         for each in self._sent:
             if each.given_up:
                 with suppress(wire.BrokerConnectionLost):
                     each.partition.consumer.redeliver(each.given_up)
 
     def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
-        """Return the concrete topic and the id of each message that was acknowledged apart from others of its entry,
-        where such entries may be delivered to another member.
+        """Yield the concrete topic and the id of each message that was acknowledged apart from the rest of its entry,
+        on subscriptions that may deliver the entry to another member.
         """
         if self._shared:
             yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when the broker holds all of them for the transaction. Repeating it says the same.
+        """Return when the broker holds all acknowledgements for the transaction. A repeated call gives the same result.
 
-        Waits for every answer that can still come, also when one of them was a "no". Raises `Conflict` if somebody
-        else has acknowledged one, or the connection is gone on which they were delivered, and whatever else the broker
-        says: the transaction can only abort.
+        Wait for every answer that can still come, also after a refusal. Raise `Conflict` if another member has
+        acknowledged a message, or the connection of the delivery is lost; raise other errors as the broker gives them.
+        After an error the transaction can only abort.
         """
         if not self._settled:
             self._settled = True
-            errors = [error for each in self._sent for error in self._settle(each, deadline)]
+            errors = [error for each in self._sent for error in self._wait_for_answers(each, deadline)]
             self._error = self._error or (errors[0] if errors else None)
-            self._tell()
+            self._note_result()
         if self._error is not None:
             raise _refusal(self._error) from self._error
 
-    def _settle(self, sent: _PartitionAcks, deadline: Deadline) -> Iterator[wire.PulsarError]:
+    def _wait_for_answers(self, sent: _PartitionAcks, deadline: Deadline) -> Iterator[wire.PulsarError]:
         refused = False
         for answer in sent.answers:
             try:
@@ -176,24 +177,24 @@ class SentAcks:
                 refused = refused or isinstance(error, wire.TransactionConflict)
                 yield error
         if refused and self._shared:
-            self._hold_what_can_be_held(sent, deadline)
+            self._acknowledge_one_by_one(sent, deadline)
 
-    def _hold_what_can_be_held(self, sent: _PartitionAcks, deadline: Deadline) -> None:
-        """Acknowledge once more one by one, although the transaction is lost: its abort brings all these messages back,
-        but for those that another transaction has.
+    def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
+        """Acknowledge the messages again one by one, although the transaction is lost. The abort brings back all of
+        them but those that another transaction holds.
 
-        A shared subscription forgets that it has delivered the messages of an acknowledgement that it refused, and
-        would never deliver them again.
+        A shared subscription forgets that it has delivered the messages of a refused acknowledgement, and would never
+        deliver them again.
         """
         answers = []
-        with suppress(wire.PulsarError):  # with the connection everything comes again
+        with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
             for id in sent.ids:
                 answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
             for answer in answers:
                 with suppress(wire.TransactionConflict):
                     answer.result(deadline.left())
 
-    def _tell(self) -> None:
+    def _note_result(self) -> None:
         with self._guard:
             for each in self._sent:
                 if self._error is None:
@@ -203,14 +204,16 @@ class SentAcks:
 
 
 def require_whole_entries(acks: Iterable[SentAcks]) -> None:
-    """Raise `NotSupported` if a transaction that is to be prepared acknowledges a part of an entry in a shared group.
+    """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
 
-    Any process may abort a prepared transaction, and the members of the group do not hear of it. The broker then
-    delivers the entry whole to another member, while the first one may still acknowledge the rest of it: brokers do
-    not notice all conflicts between the two.
+    Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
+    entry whole to another member, while the first may still acknowledge the rest of it: brokers do not detect all
+    conflicts between the two.
     """
-    found = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
-    for (topic, ledger, entry, size), acknowledged in found.items():
+    acknowledged_of = Counter(
+        (topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts()
+    )
+    for (topic, ledger, entry, size), acknowledged in acknowledged_of.items():
         if acknowledged < size:
             raise NotSupported(
                 f"with sharing by message or key a prepared transaction acknowledges entries of the broker whole, and"

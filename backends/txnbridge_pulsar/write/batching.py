@@ -1,4 +1,4 @@
-"""The way out of a writer: messages are gathered into entries, and entries are counted until they have receipts."""
+"""Messages are gathered into entries; entries are sent, and counted until their receipts arrive."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import needing, translate
 from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
 
-# An entry is sent when it has about so many bytes, each message counted with what it costs besides: a thousand
-# messages of 100 bytes, 220 of a kibibyte. Larger entries gain nothing, and a broker's memory is theirs.
+# An entry is sent at about this size, counting each message's overhead: a thousand messages of 100 bytes, or 220 of a
+# kibibyte. Larger entries gain nothing and use the broker's memory.
 ENTRY_BYTES = 256 * 1024
 MESSAGE_BYTES = 160
-# So many values are looked at together; more would make entries of small ones too large.
-_MANY = 256
+# Values are measured this many at a time; a larger number would make entries of small values too large.
+_CHUNK = 256
 
 
 class DroppedAsDuplicate(wire.PulsarError):
-    """The broker took a new entry for one that it has already, and did not store it."""
+    """The broker took a new entry for a duplicate and did not store it."""
 
 
 def not_stored(error: wire.PulsarError) -> DeliveryFailed:
-    """The error of a writer whose entry has no receipt and gets none; to be raised `from` the client's own error."""
+    """Return the error of an entry that has no receipt and gets none; raise it `from` the client's own error."""
     return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
 
 
 class PendingReceipts:
-    """Entries of one transaction that have no receipt yet, and the first thing that went wrong."""
+    """The entries of one transaction that have no receipt yet, and the first failure."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._out: Counter[TransactionProducer] = Counter()
         self.failure: wire.PulsarError | None = None
-        self.lost: dict[TransactionProducer, wire.PulsarError] = {}  # lines with entries that may be stored or not
+        # producers with entries that may or may not be stored
+        self.lost: dict[TransactionProducer, wire.PulsarError] = {}
 
     def sent(self, producer: TransactionProducer) -> None:
         with self._changed:
             self._out[producer] += 1
 
     def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
-        """Called by the thread that reads receipts."""
+        """Count an entry's receipt or failure. The thread that reads receipts calls it."""
         with self._changed:
             self._out[producer] -= 1
             if isinstance(failure, wire.BrokerConnectionLost):
@@ -54,13 +55,13 @@ class PendingReceipts:
                 self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def found(self, producer: TransactionProducer) -> None:
-        """The entries that were lost on this line are on their way again."""
+    def resent(self, producer: TransactionProducer) -> None:
+        """Note that a producer's lost entries are on their way again."""
         with self._changed:
             self.lost.pop(producer, None)
 
     def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
-        """Until nothing is on its way, or nothing on one line, or the deadline; whether nothing is."""
+        """Wait until no entry is on its way, or none of one producer. Return False at the deadline."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
@@ -68,16 +69,16 @@ class PendingReceipts:
 
     @property
     def settled(self) -> bool:
-        """Whether no entry can reach the broker any more."""
+        """Return whether no entry can reach the broker any more."""
         with self._changed:
             return not any(self._out.values()) and not self.lost
 
 
 class TransactionProducer:
-    """One producer of a writer, on one concrete topic; opened when it is first used.
+    """A writer's producer on one concrete topic, opened at its first use.
 
-    Entries whose connection was lost are sent again only where it is known that the broker drops what it has already:
-    otherwise the first copy could be stored after the commit, which would take the whole transaction back.
+    Entries of a lost connection are sent again only where the broker is known to drop duplicates. Elsewhere the first
+    copy could be stored after the commit, and would take the whole transaction back.
     """
 
     def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
@@ -85,13 +86,13 @@ class TransactionProducer:
         self._cluster = cluster
         self._connection_key = connection_key
         self._producer: wire.PulsarProducer | None = None
-        self._stored = -1  # the highest number with a receipt
-        self.last: tuple[int, int] | None = None  # where the last entry stands, if that is known
+        self._stored = -1  # the highest sequence id with a receipt
+        self.last: tuple[int, int] | None = None  # position of the last entry, if it is known
 
     def send(
         self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
     ) -> None:
-        """Put an entry on its way; the tally learns what became of it. Waits for room only."""
+        """Send an entry; its result goes to `receipts`. Wait only for room."""
         while True:
             producer = self.open(deadline)
             try:
@@ -103,25 +104,27 @@ class TransactionProducer:
                     return
                 if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self.concrete}: {error}") from error
-                self._go_on(error, receipts, deadline)
+                self._reopen_and_resend(error, receipts, deadline)
             except wire.PulsarError as error:
                 raise translate(error, f"sending to {self.concrete}") from error
             else:
-                self._watch(send, receipts, again=False)
+                self._track(send, receipts, again=False)
                 return
 
-    def _go_on(self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline) -> None:
-        """Reopen the producer, and send entries without a receipt again before anything else is sent."""
+    def _reopen_and_resend(
+        self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
+    ) -> None:
+        """Reopen the producer, and send entries without a receipt again before anything else."""
         deadline.check(f"sending to {self.concrete}")
-        settled = receipts.wait(deadline, self)  # the tally hears of each lost entry by itself
+        settled = receipts.wait(deadline, self)  # the receipts hear of each lost entry by themselves
         if settled and self not in receipts.lost:
             self._reopen(deadline)
         elif not settled or not self.recover(receipts, deadline):
             raise not_stored(error) from error
 
     def open(self, deadline: Deadline) -> wire.PulsarProducer:
-        """The producer. To be opened before the topic is named in a transaction: while a broker has not loaded a topic
-        that one names, it may list no open transactions.
+        """Return the open producer. Call this before the topic is registered with a transaction: while a registered
+        topic is not loaded, brokers may list no open transactions.
         """
         if self._producer is None:
             try:
@@ -140,12 +143,12 @@ class TransactionProducer:
 
     @property
     def is_open(self) -> bool:
-        """Whether the broker serves the producer, as far as it has said."""
+        """Return whether the broker serves the producer, as far as it has said."""
         return self._producer is not None and self._producer.lost is None
 
     def ready(self, deadline: Deadline) -> None:
-        """Have the broker serve the producer, before a transaction names the topic: a topic that was terminated
-        refuses that, and would keep a transaction that has named it from ever ending.
+        """Have the broker serve the producer before the topic is registered with a transaction. A terminated topic
+        refuses, and would keep a transaction from ever ending that it is registered with.
         """
         if self.open(deadline).lost is not None:
             self._reopen(deadline)
@@ -155,11 +158,11 @@ class TransactionProducer:
         """Return the topic as a participant of the transaction; None if this producer was never opened."""
         return None if self._producer is None else participant_of(self.concrete, None, self._producer)
 
-    def _watch(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
+    def _track(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
         receipts.sent(self)
-        send.when_done(lambda send: receipts.done(self, self._became(send, again)))
+        send.when_done(lambda send: receipts.done(self, self._result_of(send, again)))
 
-    def _became(self, send: wire.Send, again: bool) -> wire.PulsarError | None:
+    def _result_of(self, send: wire.Send, again: bool) -> wire.PulsarError | None:
         try:
             receipt = send.result(0)
         except wire.PulsarError as error:
@@ -171,7 +174,7 @@ class TransactionProducer:
         return None
 
     def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
-        """After a connection was lost: reopen, and send again what has no receipt. False where that is not safe."""
+        """Reopen a lost connection, and send entries without a receipt again. Return False where that is not safe."""
         producer = self._producer
         if producer is None:
             return False
@@ -185,14 +188,16 @@ class TransactionProducer:
                 return False
             except wire.BrokerConnectionLost:
                 continue
-            receipts.found(self)
+            receipts.resent(self)
             for send in again:
-                self._watch(send, receipts, again=True)
+                self._track(send, receipts, again=True)
             return True
         return False
 
     def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
-        """Whether the broker is known to drop repetitions: one that remembers what this name has sent does."""
+        """Return whether the broker is known to drop duplicates. A broker that remembers the producer's last sequence
+        id does.
+        """
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self.concrete, deadline)
@@ -206,7 +211,7 @@ class TransactionProducer:
             raise translate(error, f"reopening a producer on {self.concrete}") from error
 
     def drop(self) -> None:
-        """Forget the producer: the next use opens another, under a name that no broker has seen."""
+        """Forget the producer. The next use opens another one, under a name that is new to the broker."""
         self._producer = None
 
     def close(self, deadline: Deadline) -> None:
@@ -218,21 +223,21 @@ class TransactionProducer:
 class EntryBuffer:
     """Messages for one partition that wait to be sent together, in order.
 
-    Those of different keys go into different entries, unless `mixed`: where a group shares by key, the broker gives an
-    entry to one member by the key of its first message.
+    Messages of different keys go into different entries, unless `mixed`: on a key-shared subscription the broker
+    assigns a whole entry by the key of its first message.
     """
 
     __slots__ = ("_batch", "_key", "_left", "_mixed", "_plain", "number")
 
     def __init__(self, number: int, mixed: bool) -> None:
-        self.number = number  # of the partition
+        self.number = number  # partition number
         self._mixed = mixed
         self._start()
 
     def _start(self) -> None:
         self._batch = wire.MessageBatch()
-        self._key: str | bytes | None = None  # of all in the batch
-        self._plain: list[bytes] = []  # payloads that come after the batch: they are added many at a time
+        self._key: str | bytes | None = None  # the key of all messages in the batch
+        self._plain: list[bytes] = []  # bare values that follow the batch; adding many at once is faster
         self._left = ENTRY_BYTES
 
     @property
@@ -240,7 +245,7 @@ class EntryBuffer:
         return not self._plain and not self._batch.count
 
     def add_plain(self, value: bytes, size: int) -> bool:
-        """Whether it is full now."""
+        """Add a value without key and headers. Return whether the buffer is full."""
         self._plain.append(value)
         self._left -= size + MESSAGE_BYTES
         return self._left < 0
@@ -251,7 +256,7 @@ class EntryBuffer:
         return self._left < 0
 
     def fits(self, key: str | bytes | None, size: int) -> bool:
-        """Whether a message may go into the same entry; one that is large goes alone."""
+        """Return whether a message may join the entry; a large message gets an entry of its own."""
         if self.is_empty:
             return True
         last = self._key if not self._plain else None
@@ -281,27 +286,27 @@ class EntryBuffer:
             self._plain = []
 
     def take(self) -> list[wire.MessageBatch]:
-        """Empty the buffer, and return its messages as entries."""
-        found = []
+        """Empty the buffer and return its messages as entries."""
+        batches = []
         if self._is_split:
-            found.append(self._batch)
+            batches.append(self._batch)
             self._batch = wire.MessageBatch()
         self._empty_plain()
         if self._batch.count:
-            found.append(self._batch)
+            batches.append(self._batch)
         self._start()
-        return found
+        return batches
 
 
 class NotBareValue(Exception):
-    """A message that takes the long way; nothing of it was taken."""
+    """The message is not a bare value, and was not taken: `PulsarWriter.send` takes it."""
 
 
 class TopicBatcher:
-    """One topic of a writer: which partition a message goes to, and what waits for each.
+    """One topic of a writer: chooses partitions, and keeps the messages that wait for each.
 
-    Messages without a key go to one partition until an entry is full, then to the next. `ship` is given what is to be
-    sent to a concrete topic.
+    Messages without a key go to one partition until its entry is full, then to the next. `ship` sends a batch to a
+    concrete topic.
     """
 
     def __init__(
@@ -314,16 +319,16 @@ class TopicBatcher:
         self._current = self.buffer(turn % len(concrete))
 
     def buffer(self, number: int | None) -> EntryBuffer:
-        """That of a partition; without one, of the partition whose turn it is."""
+        """Return the buffer of a partition; without a number, of the partition whose turn it is."""
         if number is None:
             return self._current
-        found = self._buffers.get(number)
-        if found is None:
-            found = self._buffers[number] = EntryBuffer(number, self._mixed)
-        return found
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = EntryBuffer(number, self._mixed)
+        return buffer
 
     def take(self, topic: object, value: bytes, key: bytes | None) -> None:
-        """The quick way for a value alone. Raises `NotPlain` and `TypeError` for others."""
+        """Take a bare value, the fast path. Raise `NotBareValue` or `TypeError` for anything else."""
         size = len(value)
         if key is not None or size > ENTRY_BYTES:
             raise NotBareValue
@@ -331,10 +336,10 @@ class TopicBatcher:
             self.send(self._current)
 
     def take_many(self, values: Sequence[bytes]) -> int:
-        """Values alone, all bytes; how many of them were taken, which are the first."""
+        """Take bare values. Return how many were taken, from the first on."""
         done = 0
         while done < len(values):
-            some = values[done : done + _MANY]
+            some = values[done : done + _CHUNK]
             sizes = list(map(len, some))
             if sum(sizes) > ENTRY_BYTES:
                 break
@@ -352,7 +357,7 @@ class TopicBatcher:
             self._ship(self.concrete[buffer.number], batch)
 
     def waiting(self) -> list[str]:
-        """The concrete topics that something waits for."""
+        """Return the concrete topics for which messages wait."""
         return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
 
     def flush(self) -> None:

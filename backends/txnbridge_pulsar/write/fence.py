@@ -1,8 +1,8 @@
-"""The fence topic of a transactional id, held by its newest owner alone.
+"""The fence topic of a transactional id, held by the id's newest owner alone.
 
-Opening takes it from whoever had it, at once: from then on nothing of the older owner is stored there, and since each
-transaction is named there before it writes, the newer owner finds all that it has to end. The broker fences on this
-topic only; what the older owner still sends elsewhere belongs to transactions that the newer one ends.
+Opening the id takes the topic from the older owner at once, so the older owner can store nothing there any more. Each
+transaction is named there before it writes, so the newer owner finds all transactions that it has to end. The broker
+fences on this topic only. What the older owner still sends elsewhere belongs to transactions that the newer owner ends.
 """
 
 from __future__ import annotations
@@ -25,62 +25,63 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceReco
 
 _log = logging.getLogger("txnbridge")
 
-# Only the last record counts, so the others may go; to say so takes ten milliseconds.
+# Only the last record counts, so earlier ones may go; a trim takes ten milliseconds.
 _TRIM_EVERY = 1000
-# A takeover by name, or a connection that the broker has not yet seen end, keeps a topic busy for milliseconds.
+# A takeover by name, or a connection whose end the broker has not seen, keeps a topic busy for milliseconds.
 _BUSY_SECONDS = 0.05
 _SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
 
 
 def fence_prefix(cluster: ClusterAccess) -> str:
-    """How the names of all fence topics begin; the transactional id follows, encoded."""
+    """Return the prefix of all fence topics' names; the encoded transactional id follows it."""
     return f"{cluster.settings.prefix}fence-"
 
 
 def last_fence_record(
     cluster: ClusterAccess, topic: str, deadline: Deadline
 ) -> tuple[wire.MessageId, FenceRecord] | None:
-    """The last record of a fence topic, by its full name; None if there is none."""
-    found = last_entry(cluster, topic, deadline)
-    return None if found is None else (found.id, FenceRecord.unpack(found.messages()[0].value))
+    """Return the last record of a fence topic with its position; None if there is none. `topic` is the full name."""
+    last = last_entry(cluster, topic, deadline)
+    return None if last is None else (last.id, FenceRecord.unpack(last.messages()[0].value))
 
 
 def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
-    """The transactions that the owners of all transactional ids of the namespace call at risk, as `Notice` has it."""
+    """Return the transactions at risk (see `FenceRecord`) of all transactional ids in the namespace."""
     begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
     topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as reading:
-        found = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
-        return [each for said in found for each in said]
+        per_topic = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
+        return [each for transactions in per_topic for each in transactions]
 
 
 def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence[AnnouncedTransaction]:
     try:
         newest = last_fence_record(cluster, topic, deadline)
     except EvidenceLost:
-        return ()  # the process that opens that id is told
+        return ()  # the process that opens the id gets the error
     return () if newest is None else newest[1].at_risk
 
 
 class Fence:
-    """The right to write on a fence topic. Any thread may call, once it is taken."""
+    """The exclusive right to write on a fence topic. Any thread may call once the topic is taken."""
 
     def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        self._connection_key = f"fence {opening}"  # alone, because the broker cuts the connection of whoever is fenced
+        # of its own, because the broker closes the whole connection of a fenced producer
+        self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
         self._generation = 0
         self._written = 0
         self._last: wire.MessageId | None = None
-        self._gap = (-1, 0)  # ledger, and how much higher places are there than numbers
+        self._gap = (-1, 0)  # ledger, and entry number minus sequence id in it
         self._fenced: Fenced | None = None
         self.topic = ""
 
     def take(self, deadline: Deadline) -> FenceRecord | None:
-        """Shut out the older owner, and return its last notice; None if there is none."""
+        """Fence the older owner, and return its last record; None if there is none."""
         self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
         while True:
             self._seize(deadline)
@@ -92,19 +93,21 @@ class Fence:
                     raise translate(error, f"opening {self._name}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"opening {self._name}") from error
-            time.sleep(random.uniform(0, _BUSY_SECONDS))  # somebody else opens it at this moment; one is the last
-        found = last_fence_record(self._cluster, self.topic, deadline)
-        self._last = None if found is None else found[0]
-        return None if found is None else found[1]
+            # another process opens the id at this moment; one of them will be last
+            time.sleep(random.uniform(0, _BUSY_SECONDS))
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        self._last = None if last is None else last[0]
+        return None if last is None else last[1]
 
     def _seize(self, deadline: Deadline) -> None:
-        """Shut out whoever has the topic, and let go of it again.
+        """Take the topic by force, which fences its producer, and release it again.
 
-        Two that do this at the same moment both succeed: the broker gives both the same epoch, and takes what either
-        sends. Of two that then ask for the topic while nobody has it, it refuses one.
+        If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If two
+        then ask for the free topic, the broker refuses one.
         """
         with translated(f"opening {self._name}"):
-            # By a fresh name: a broker that still has the older one answers "busy", and drops its repeated numbers.
+            # By a new producer name: a broker that still has the old one answers "busy", and drops repeated sequence
+            # ids.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
@@ -113,10 +116,11 @@ class Fence:
         )
 
     def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
-        """Store what `make` says at the moment of sending; two that write at once store the later state last.
+        """Store the record that `make` returns at the moment of sending. Of two concurrent writes the later state is
+        stored last.
 
-        Raises `Fenced` if there is a newer owner, and `DeliveryFailed`, with nothing stored, for what is too large for
-        the broker. After any other error it may be stored or not.
+        Raise `Fenced` if a newer owner exists, and `DeliveryFailed`, with nothing stored, for a record too large for
+        the broker. After any other error the record may or may not be stored.
         """
         while True:
             generation, send = self._send(make, deadline)
@@ -152,7 +156,9 @@ class Fence:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """Called by any thread, perhaps not in order: a record is trimmed only when a later one is certainly stored."""
+        """Trim records before this receipt's. Threads may call out of order, so a record goes only when a later one is
+        stored.
+        """
         before, id = self._last, receipt.message_id
         self._check_alone(receipt)
         self._written += 1
@@ -162,17 +168,19 @@ class Fence:
                 self._trim(before)
 
     def _check_alone(self, receipt: wire.Receipt) -> None:
-        """Places grow as the numbers of records do, and faster only if somebody else writes there, too."""
+        """Raise `Fenced` if entry numbers grow faster than our sequence ids: then another producer
+        writes there, too.
+        """
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
-        if receipt.message_id.ledger != ledger or gap < known:  # less for each that was not stored
+        if receipt.message_id.ledger != ledger or gap < known:  # smaller after each record that was not stored
             self._gap = receipt.message_id.ledger, gap
         elif gap > known:
             self._fenced = Fenced(f"{self._name} has another owner, which writes beside this one: this one must stop")
             raise self._again(self._fenced)
 
     def _reopen(self, generation: int, deadline: Deadline) -> None:
-        """After a connection was lost, perhaps because somebody else took the topic: once for all who wait."""
+        """Reopen a lost connection, once for all waiting threads. Another owner may have taken the topic."""
         self._acquire(deadline)
         try:
             if self._fenced is not None:
@@ -187,7 +195,7 @@ class Fence:
         assert self._producer is not None
         while True:
             try:
-                # With the epoch that it had: the broker refuses that of an older owner.
+                # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner.
                 self._producer.reopen(deadline.left())
                 break
             except wire.ProducerFenced as error:
@@ -200,30 +208,30 @@ class Fence:
                 raise translate(error, f"writing to {self.topic}") from error
         self._producer.forget()
         self._gap = (-1, 0)
-        found = last_fence_record(self._cluster, self.topic, deadline)
-        if found is None or found[1].opening != self._opening:
-            # The topic was deleted and made anew, and its epoch with it: the records tell who the owner is.
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        if last is None or last[1].opening != self._opening:
+            # The topic was deleted and created anew, with its epoch: its records tell who the owner is.
             raise self._fenced_by_newer(deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if a newer owner has said that it is one."""
+        """Raise `Fenced` if a newer owner has written a record."""
         if self._fenced is not None:
             raise self._again(self._fenced)
-        found = last_fence_record(self._cluster, self.topic, deadline)
-        if found is None or found[1].opening != self._opening:
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        if last is None or last[1].opening != self._opening:
             raise self._fenced_by_newer(deadline)
 
     def _fenced_by_newer(self, deadline: Deadline) -> Fenced:
-        """The error that names the newer owner, as far as its notice can be read.
+        """Return the error that names the newer owner, as far as its record can be read.
 
-        It is for good: no later opening by this process may take the id back.
+        The error is final: no later opening by this process may take the id back.
         """
         host, is_gone = None, False
         try:
-            found = last_fence_record(self._cluster, self.topic, deadline)
-            is_gone = found is None
-            # Between taking the topic and saying so, the newer owner's name is not there yet.
-            host = found[1].host if found is not None and found[1].opening != self._opening else None
+            last = last_fence_record(self._cluster, self.topic, deadline)
+            is_gone = last is None
+            # Until the newer owner has written its record, its name is not known.
+            host = last[1].host if last is not None and last[1].opening != self._opening else None
         except Exception as error:
             _log.debug("who has opened %s cannot be read: %s", self._name, error)
         text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
@@ -236,7 +244,7 @@ class Fence:
         return Fenced(str(fenced), newer=fenced.newer)
 
     def _trim(self, up_to: wire.MessageId) -> None:
-        """Let the broker drop what is of no more use. It is tried again later, so failures do no harm."""
+        """Let the broker drop earlier records. A failure does no harm: a later trim repeats it."""
         deadline = Deadline(1.0)
         try:
             consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())
@@ -252,7 +260,7 @@ class Fence:
             raise DeadlineExceeded(f"others wrote to {self.topic} for {deadline.seconds:g} s")
 
     def close(self, deadline: Deadline) -> None:
-        """Let go, so that the next owner need not take it from anybody."""
+        """Release the topic, so that the next owner need not fence anybody."""
         if self._producer is not None:
             self._producer.close(deadline.left())
             self._cluster.client.hang_up(self._connection_key)

@@ -1,8 +1,9 @@
-"""Whether a fence topic is still the one that older owners have written to.
+"""Notices that a fence topic was deleted and created anew.
 
-With a deleted fence topic goes what older owners have left unresolved, and the broker counts the epochs of the next
-topic of that name from the start. So the first notice of a transactional id is given a random lineage, which all later
-notices repeat and which the decision log knows, too: a topic that was made anew has none, or another.
+A deleted fence topic takes along which transactions older owners have left unresolved, and the broker counts the epochs
+of the next topic of that name from the start. So the first fence record of a transactional id gets a random fence id.
+All later records repeat it, and the decision log keeps it, too. A topic that was created anew has no fence id, or
+another one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ _log = logging.getLogger("txnbridge")
 
 
 class FenceIdentity:
-    """What the decision log knows of one transactional id's fence topic.
+    """The fence id of one transactional id, as the decision log knows it.
 
-    The ledger is the fence topic's own: openings of the same id on other brokers stand in other ledgers.
+    The ledger belongs to the fence topic: openings of the same id on other brokers have other ledgers.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -29,22 +30,23 @@ class FenceIdentity:
         self._blind = False
 
     def follow(self, before: FenceRecord | None, deadline: Deadline) -> str:
-        """The lineage that the newest owner goes on with. To be asked once the fence topic is held: nobody else writes
-        there from then on.
+        """Return the fence id that the newest owner continues. Call this once the fence topic is held: then nobody else
+        writes there.
 
-        Raises `EvidenceLost` if the decision log knows another one than stands on the fence topic.
+        Raise `EvidenceLost` if the decision log has another fence id than the fence topic.
         """
         known = self._known(deadline)
-        found = "" if before is None else before.fence_id
-        # A notice of an earlier version has none; but it stands there, with all that is unresolved.
-        if known and found != known and (before is None or found):
+        recorded_id = "" if before is None else before.fence_id
+        # A record of an earlier version has no fence id, but names all unresolved transactions.
+        if known and recorded_id != known and (before is None or recorded_id):
             raise self._lost()
-        return known or found or secrets.token_hex(8)
+        return known or recorded_id or secrets.token_hex(8)
 
     def record(self, fence_id: str, deadline: Deadline) -> None:
-        """Once it stands on the fence topic; a lineage in the log alone would make the next opening fail.
+        """Record the fence id, once the fence topic has it: an id in the decision log alone would make the next opening
+        fail.
 
-        Raises `EvidenceLost` if somebody else has recorded another one meanwhile.
+        Raise `EvidenceLost` if another process has recorded another one meanwhile.
         """
         if self._blind:
             return

@@ -1,6 +1,6 @@
 """The records on a fence topic: who owns a transactional id, and which of its transactions have not ended.
 
-Each record says all of it, so that the last one suffices and all before it can go.
+Each record states everything, so the last one suffices and earlier ones can be trimmed.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """Where the record stands that a transaction puts inside itself: its evidence.
+    """Where to find a transaction's proof message, which the transaction stores inside itself.
 
-    `since` is the position of a plain record with a random `nonce`, which the writer has stored there before: a topic
-    that does not begin with that record has lost some, or was made anew. `at` is where the transaction's own record
-    stands, once its receipt has told.
+    `since` is the position of a presence record with a random `nonce`, which the writer stored there outside any
+    transaction: a topic that does not begin with that record has lost records, or was created anew. `at` is the
+    position of the proof message, once its receipt has come.
     """
 
-    topic: str  # its full name
+    topic: str  # full name
     since: tuple[int, int]
     nonce: str
     at: tuple[int, int] | None = None
 
     def fields(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"m": self.topic, "s": list(self.since), "n": self.nonce}
-        return found if self.at is None else {**found, "p": list(self.at)}
+        fields: dict[str, Any] = {"m": self.topic, "s": list(self.since), "n": self.nonce}
+        return fields if self.at is None else {**fields, "p": list(self.at)}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
-        """Raises `KeyError`, `TypeError` or `ValueError` for other fields."""
+        """Read the location. Raise `KeyError`, `TypeError` or `ValueError` for other fields."""
         if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
             raise TypeError("names are text")
-        at = _place(fields["p"]) if "p" in fields else None  # none in those of earlier versions
-        return cls(fields["m"], _place(fields["s"]), fields["n"], at)
+        at = _entry_position(fields["p"]) if "p" in fields else None  # earlier versions wrote none
+        return cls(fields["m"], _entry_position(fields["s"]), fields["n"], at)
 
 
 @dataclass(frozen=True)
 class AnnouncedTransaction:
-    """One transaction: all that a process needs to end it, and to have the brokers refuse its late messages."""
+    """A transaction with everything that a process needs to end it, and to have brokers refuse its late messages."""
 
     transaction: str
     txn: TxnId
-    topics: tuple[str, ...]  # concrete ones, the marker topic among them
+    topics: tuple[str, ...]  # concrete topics, the proof topic among them
     subscriptions: tuple[tuple[str, str], ...]
     proof: ProofLocation
-    slot: int | None = None  # of one that is to be prepared
+    slot: int | None = None  # the slot of one that will be prepared
     expires_at: int | None = None  # milliseconds since 1970
     prepared: bool = False
     messages: int = 0
@@ -67,7 +67,7 @@ class AnnouncedTransaction:
         for concrete in self.topics:
             name, number = whole_topic(concrete)
             places.setdefault(name, []).append(-1 if name == concrete else number)
-        found = {
+        fields = {
             "t": self.transaction,
             "x": list(self.txn),
             "p": places,
@@ -78,7 +78,7 @@ class AnnouncedTransaction:
             "d": self.prepared or None,
             "c": self.messages or None,
         }
-        return {name: value for name, value in found.items() if value not in (None, [])}
+        return {name: value for name, value in fields.items() if value not in (None, [])}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> AnnouncedTransaction:
@@ -102,11 +102,11 @@ class AnnouncedTransaction:
 
 @dataclass(frozen=True)
 class FenceRecord:
-    """One record: who the owner is and since when, and its transactions that have not ended as far as it knows.
+    """One record: the owner, when it wrote, and its transactions that have not ended as far as it knows.
 
-    Those `at_risk` were ended by other processes than their writers, and brokers do not yet refuse everywhere what
-    these writers may still send: a message that comes late blocks its topic for all readers. `lineage` is the same in
-    all notices of an id; see `Lineage`.
+    Transactions `at_risk` were ended by processes other than their writers, and brokers do not yet refuse their
+    writers' late messages everywhere: a late message would block its topic for all readers. `fence_id` is the same in
+    all records of an id; see `FenceIdentity`.
     """
 
     opening: str
@@ -114,7 +114,7 @@ class FenceRecord:
     at: int  # milliseconds since 1970
     under_way: Sequence[AnnouncedTransaction] = field(default=())
     at_risk: Sequence[AnnouncedTransaction] = field(default=())
-    fence_id: str = ""  # of notices of earlier versions
+    fence_id: str = ""  # empty in records of earlier versions
 
     def pack(self) -> bytes:
         fields = {
@@ -130,7 +130,9 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Raises `EvidenceLost` for a record that is not ours: nobody knows then which transactions are unresolved."""
+        """Read a record. Raise `EvidenceLost` for an unknown one: then it is not known which transactions are
+        unresolved.
+        """
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -147,7 +149,7 @@ class FenceRecord:
             raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error
 
 
-def _place(value: Any) -> tuple[int, int]:
+def _entry_position(value: Any) -> tuple[int, int]:
     ledger, entry = value
     return _number(ledger), _number(entry)
 

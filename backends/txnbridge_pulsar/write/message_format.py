@@ -1,4 +1,4 @@
-"""Messages as Pulsar has them: keys and headers as text, and which partition a key goes to."""
+"""Keys and headers as Pulsar stores them, and the partition of a key."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from functools import lru_cache
 from txnbridge.errors import NotSupported
 from txnbridge.spi import RawHeaders
 
-# A header whose value is not text is kept in base64 under this and its name.
+# A header whose value is not text is stored in base64, under its name with this prefix.
 _BASE64 = "txnbridge-b64."
 _KEYS_REMEMBERED = 10_000
 
 
-def wire_key(key: bytes | None) -> str | bytes | None:
-    """A key as it goes out: as text if it is text, as other clients write it, else as bytes."""
+def key_on_wire(key: bytes | None) -> str | bytes | None:
+    """Return a key as it is sent: text if it is UTF-8, as other clients write it, else bytes."""
     if key is None:
         return None
     try:
@@ -27,9 +27,9 @@ def wire_key(key: bytes | None) -> str | bytes | None:
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """What Pulsar's Java client takes modulo the number of partitions: the hash that Java has for text."""
-    found = wire_key(key)
-    text = found if isinstance(found, str) else base64.b64encode(key).decode()
+    """Return the hash that Pulsar's Java client takes modulo the number of partitions: Java's hash of text."""
+    on_wire = key_on_wire(key)
+    text = on_wire if isinstance(on_wire, str) else base64.b64encode(key).decode()
     code = 0
     units = text.encode("utf-16-be")
     for at in range(0, len(units), 2):
@@ -38,7 +38,7 @@ def key_hash(key: bytes) -> int:
 
 
 def to_properties(headers: RawHeaders) -> list[tuple[str, str]]:
-    """Headers as properties, one to one and in order."""
+    """Return headers as properties, reversibly and in order."""
     return [_property(name, value) for name, value in headers]
 
 
@@ -57,7 +57,7 @@ def _property(name: str, value: bytes | None) -> tuple[str, str]:
 
 
 def to_headers(properties: Iterable[tuple[str, str]]) -> list[tuple[str, bytes | None]]:
-    """The other way round."""
+    """Return properties as headers."""
     return [_header(name, text) for name, text in properties]
 
 

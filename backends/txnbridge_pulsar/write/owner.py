@@ -1,4 +1,4 @@
-"""This process as the owner of a transactional id, or of a name that it made up for itself."""
+"""The owner of a transactional id, or of a name that the bridge made up for itself."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from txnbridge_pulsar.write.writer import PulsarWriter
 
 _log = logging.getLogger("txnbridge")
 
-# An owner that goes spends so long on what only helps the next one, which can do without.
+# Closing spends at most this long on what only helps the next owner, who can do without.
 _COURTESY_SECONDS = 3.0
-# A coordinator that has as many transactions as it may never answers a request for another, nor when one has ended.
+# A coordinator at its limit of open transactions never answers a request to begin one, not even after another ends.
 _BEGIN_SECONDS = 3.0
-# Half of what an entry can hold as Pulsar comes: the next owner says all of it again, and what is at risk besides.
-_MOST_NOTICE_BYTES = 2_500_000
-_PAUSE = 0.05  # with less left nothing is begun any more
+# Half of a broker's default entry size: the next owner repeats the whole record, and adds transactions at risk.
+_MOST_RECORD_BYTES = 2_500_000
+_PAUSE = 0.05  # with less time left nothing is started
 
 
 class PulsarOwner:
-    """Opens the id, announces its transactions on the fence topic, and knows when it is the owner no more.
+    """Opens the id, announces its transactions on the fence topic, and knows when a newer owner has taken over.
 
-    A name that the bridge made up for itself has no fence topic: no other process can hold it, and transactions that
-    its process leaves open end by their own deadlines.
+    A made-up name has no fence topic: no other process can hold the name, and transactions that a dead process leaves
+    open end at their own deadlines.
     """
 
     def __init__(self, cluster: ClusterAccess, identity: Identity, fence_ledger: Ledger) -> None:
@@ -69,7 +69,7 @@ class PulsarOwner:
     # --- opening --------------------------------------------------------------------------------------------------
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence every older owner, end its transactions that are not prepared, and be ready to write."""
+        """Fence every older owner, end its transactions that are not prepared, and return the writers."""
         if self._fence is not None:
             self._open(self._fence, deadline)
         self._cleanup.start()
@@ -82,87 +82,96 @@ class PulsarOwner:
         left: Sequence[AnnouncedTransaction] = () if before is None else before.under_way
         at_risk: Sequence[AnnouncedTransaction] = () if before is None else before.at_risk
         with self._lock:
-            self._under_way = {found.txn: found for found in left}
-        # With all transactions that were left, so that the next owner finds them too, should this one die on the way.
+            self._under_way = {announced.txn: announced for announced in left}
+        # The record repeats all transactions that were left open: the next owner has to find them if this process dies
+        # now.
         with self._cluster.events.step("step:announce", opening=self.opening):
             fence.write(lambda: self._fence_record(at_risk), deadline)
         self._fence_identity.record(self._fence_id, deadline)
         self._has_announced = True
-        # Transactions that their coordinators have forgotten come first, and late messages are shut out when all are
-        # looked at: any end on a topic takes back a commit that has not arrived there.
-        in_order = sorted(left, key=lambda found: self._is_open(found, deadline))
-        ended = [found for found in in_order if self._clear(found, "" if before is None else before.host, deadline)]
+        # First come transactions that their coordinators have forgotten, and late messages are refused only when all
+        # have been looked at: any end on a topic takes back a commit that has not reached the topic.
+        in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
+        ended = [
+            announced
+            for announced in in_order
+            if self._end_left_open(announced, "" if before is None else before.host, deadline)
+        ]
         self._refuse_late_writes(ended, deadline)
-        for found in at_risk:
-            self.late_write_guard.add(found, deadline)
-        if self.late_write_guard.at_risk:  # else the transactions stand there as under way until the next announcement
+        for announced in at_risk:
+            self.late_write_guard.add(announced, deadline)
+        if self.late_write_guard.at_risk:  # else the last record stands, and names them as under way
             fence.write(self._fence_record, deadline)
 
     def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
-        """Have late messages refused: the older owner may be about to send, also in a transaction that it has ended
-        itself, or that has timed out.
+        """Have brokers refuse late messages. The older owner may be about to send, even in a transaction that it has
+        ended itself or that has timed out.
         """
-        for found in ended:
-            self.late_write_guard.add(found, deadline)
-            self.forget(found.txn)
+        for announced in ended:
+            self.late_write_guard.add(announced, deadline)
+            self.forget(announced.txn)
 
-    def _is_open(self, found: AnnouncedTransaction, deadline: Deadline) -> bool:
-        if found.prepared:
+    def _is_left_open(self, announced: AnnouncedTransaction, deadline: Deadline) -> bool:
+        if announced.prepared:
             return False
         try:
-            return bool(coordinator_state(self._cluster, found.txn, found.proof, deadline))
+            return bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
         except BrokerUnavailable:
             return True  # only the order depends on it
 
-    def _clear(self, found: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
+    def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
         """End a transaction of an older owner, unless it is prepared.
 
-        Whether it has ended, and it is known how, so that late messages of it can be shut out.
+        Return whether it has ended and its outcome is known: then late messages of it can be refused.
         """
-        if found.prepared:
-            is_unresolved = bool(coordinator_state(self._cluster, found.txn, found.proof, deadline))
-            if is_unresolved or not self._resolve(found, host, deadline):
-                self._slots.keep(found)
+        if announced.prepared:
+            is_unresolved = bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
+            if is_unresolved or not self._resolve(announced, host, deadline):
+                self._slots.keep(announced)
             else:
-                self.forget(found.txn)
+                self.forget(announced.txn)
             return False
         try:
-            with self._cluster.events.step("step:end", found.transaction, decision="abort"):
-                ended = end(self._cluster, found.txn, False, found.topics, deadline)
+            with self._cluster.events.step("step:end", announced.transaction, decision="abort"):
+                ended = end(self._cluster, announced.txn, False, announced.topics, deadline)
         except OutcomeUnknown as error:
             raise BrokerUnavailable(f"opening {self.name}: {error}") from error
-        if ended is not EndResult.ABORTED and not self._resolve(found, host, deadline):
+        if ended is not EndResult.ABORTED and not self._resolve(announced, host, deadline):
             return False
         if ended is EndResult.ABORTED:
             _log.warning(
                 "%s: an older owner (%s) had transaction %s open: it is alive, or died in it. It is shut out now, and"
                 " the transaction is aborted",
-                *(self.name, host, found.transaction),
+                *(self.name, host, announced.transaction),
             )
         return True
 
-    def _resolve(self, found: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Whether it can be told how a transaction ended that its coordinator has forgotten."""
-        if self.in_doubt.resolve(found, deadline):
+    def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
+        """Return whether the outcome is known of a transaction that its coordinator has forgotten. Complete a commit
+        everywhere.
+        """
+        if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
             "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its topics"
             " until that is known; look at what `txnbridge doctor` says of them",
-            *(self.name, found.transaction, found.txn, host),
+            *(self.name, announced.transaction, announced.txn, host),
         )
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """A writer for one transaction. Raises `DeadlineExceeded` if too many are unresolved."""
+        """Return a writer for one transaction. Raise `DeadlineExceeded` if too many prepared transactions are
+        unresolved.
+        """
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
-        """Begin at each coordinator in turn. If an answer is lost, a transaction is left that has touched nothing, and
-        that ends by itself.
+        """Begin a transaction, at each coordinator in turn. A lost answer leaves an empty transaction, which times out.
 
-        `seconds` is how long it may be open, asked before each try: the time that earlier tries have taken is gone.
+        `seconds` returns how long the transaction may stay open. It is called before each try, as earlier tries take
+        time.
         """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):
@@ -173,43 +182,43 @@ class PulsarOwner:
                 try:
                     return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
                 except wire.PulsarError as error:
-                    # A coordinator without a broker counts as retriable: another broker takes it up within seconds.
+                    # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
                     if not (error.retriable or isinstance(error, wire.RequestTimedOut)) or deadline.left() <= _PAUSE:
                         raise
 
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
-        """Raises `BrokerUnavailable` while one of these topics may hold a commit that our next end would take back."""
+        """Raise `BrokerUnavailable` while a topic may hold a commit that our next end would take back."""
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
-    def announce(self, found: AnnouncedTransaction, deadline: Deadline) -> None:
+    def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
         """Return when the next owner of the id would find the transaction.
 
-        Raises `Fenced` if there is a newer owner already, and `DeliveryFailed`, with nothing announced, if one record
-        cannot hold all unresolved transactions.
+        Raise `Fenced` if a newer owner exists. Raise `DeliveryFailed`, with nothing announced, if one record cannot
+        hold all unresolved transactions.
         """
         with self._lock:
-            before = self._under_way.get(found.txn)
-            self._under_way[found.txn] = found
+            before = self._under_way.get(announced.txn)
+            self._under_way[announced.txn] = announced
         if self._fence is None:
             return
         try:
             self._require_room()
-            with self._cluster.events.step("step:announce", found.transaction, prepared=found.prepared):
+            with self._cluster.events.step("step:announce", announced.transaction, prepared=announced.prepared):
                 self._fence.write(self._fence_record, deadline)
         except DeliveryFailed:
             with self._lock:
-                self._under_way.pop(found.txn, None)
+                self._under_way.pop(announced.txn, None)
                 if before is not None:
-                    self._under_way[found.txn] = before
+                    self._under_way[announced.txn] = before
             raise
 
     def _require_room(self) -> None:
         record = self._fence_record()
         size = len(record.pack())
-        if size > _MOST_NOTICE_BYTES:
+        if size > _MOST_RECORD_BYTES:
             raise DeliveryFailed(
                 f"the topics of all {len(record.under_way)} transactions of {self.name} that have not ended make a"
-                f" record of {size} bytes, and it can have {_MOST_NOTICE_BYTES}: write to fewer topics in one"
+                f" record of {size} bytes, and it can have {_MOST_RECORD_BYTES}: write to fewer topics in one"
                 " transaction, or commit or abort prepared ones first (`txnbridge transactions` lists them)"
             )
 
@@ -220,25 +229,25 @@ class PulsarOwner:
         at_risk = (*at_risk, *self.late_write_guard.at_risk)
         return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
 
-    def withdraw(self, found: AnnouncedTransaction) -> None:
-        """Announce a transaction from the next announcement on as one that is not prepared after all."""
+    def withdraw(self, announced: AnnouncedTransaction) -> None:
+        """Announce the transaction as not prepared, from the next fence record on."""
         with self._lock:
-            self._under_way[found.txn] = found
+            self._under_way[announced.txn] = announced
 
     def forget(self, txn: TxnId) -> None:
-        """Announce an ended transaction no more. Until the next announcement, a newer owner asks about it once."""
+        """Leave an ended transaction out of the next fence record. Until then a newer owner would ask about it once."""
         with self._lock:
             self._under_way.pop(txn, None)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if there is a newer owner."""
+        """Raise `Fenced` if a newer owner exists."""
         if self._fence is not None:
             self._fence.check(deadline)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
-        """Let go of the id. Prepared transactions live on, and the next owner finds them on the fence topic."""
+        """Release the id. Prepared transactions stay open, and the next owner finds them on the fence topic."""
         self.late_write_guard.close(deadline)
         self._cleanup.close()
         deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
@@ -249,7 +258,7 @@ class PulsarOwner:
                     self._remove(writer, deadline)
             elif self._has_announced:
                 with self._lock:
-                    clean = all(found.prepared for found in self._under_way.values())
+                    clean = all(announced.prepared for announced in self._under_way.values())
                 if clean:
                     self._fence.write(self._fence_record, deadline)
         except TxnBridgeError as error:
@@ -259,6 +268,6 @@ class PulsarOwner:
                 self._fence.close(deadline)
 
     def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
-        """Remove the marker topic of a made-up name, unless a token waits for an outcome that only the topic tells."""
+        """Remove the proof topic of a made-up name, unless a token waits for an outcome that only the topic tells."""
         if writer.proof is not None and not writer.unknown:
             remove(self._cluster, writer.proof.topic, deadline)

@@ -1,4 +1,4 @@
-"""Transactions that are prepared: each with a marker topic of its own until it is resolved."""
+"""Prepared transactions: each has a proof topic of its own until it is resolved."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from txnbridge_pulsar.write.writer import PulsarWriter, TransactionOwner
 
 _log = logging.getLogger("txnbridge")
 
-# While all marker topics are taken: how often to look whether one is free.
+# While all slots are taken, a free one is looked for this often.
 _LOOK_SECONDS = 0.2
-# So many unresolved transactions are asked about before another topic is made, which takes longer than all of that.
+# Ask about this many unresolved transactions before another proof topic is created, which takes longer than asking.
 _ASKED_FIRST = 4
-# So long is looked how one of them ended: its coordinator is asked, then its marker, and then whatever else tells.
+# Finding out how one of them ended may take this long: its coordinator is asked, then its proof, then the other
+# evidence.
 _CLEAR_SECONDS = 10.0
 
 
 class PreparedSlots:
-    """The marker topics of an owner's prepared transactions, by number. Any thread may call.
+    """The proof topics of an owner's prepared transactions, by number. Any thread may call.
 
-    One is used again when its marker topic tells how its last transaction ended. That the coordinator has forgotten
-    the transaction does not suffice: the end of the next one there would take back a commit that the topic has not yet
-    been told of, and the token of a committed transaction would tell that it was aborted.
+    A slot is used again once it is known how its last transaction ended. The coordinator's having forgotten the
+    transaction does not suffice: the end of the slot's next transaction would take back a commit that has not reached
+    the topic, and the token of a committed transaction would then read as aborted.
     """
 
     def __init__(
@@ -43,26 +44,26 @@ class PreparedSlots:
         self._cluster = cluster
         self._count = count
         self._in_doubt = in_doubt
-        self._told_resolved = resolved
+        self._report_resolved = resolved
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._unresolved: dict[int, AnnouncedTransaction] = {}
-        self._hidden: set[TxnId] = set()  # of those: nobody has told how they ended
-        self._used = 0  # all below have been used by this owner
+        self._unexplained: set[TxnId] = set()  # unresolved transactions of which nothing told how they ended
+        self._used = 0  # all lower slots have been used by this owner
 
-    def keep(self, found: AnnouncedTransaction) -> None:
-        """An unresolved transaction holds this slot until it is known how it ended."""
-        if found.slot is not None:
+    def keep(self, announced: AnnouncedTransaction) -> None:
+        """Keep the slot of an unresolved transaction taken until it is known how the transaction ended."""
+        if announced.slot is not None:
             with self._lock:
-                self._unresolved[found.slot] = found
+                self._unresolved[announced.slot] = announced
 
     def release(self, slot: int) -> None:
-        """No writer uses it any more."""
+        """Note that no writer uses the slot any more."""
         with self._lock:
             self._taken.discard(slot)
 
     def take(self, name: str, deadline: Deadline) -> int:
-        """A free slot. Raises `DeadlineExceeded` if all hold unresolved transactions for so long."""
+        """Take a free slot. Raise `DeadlineExceeded` if unresolved transactions hold all slots until the deadline."""
         while True:
             for asked in (0, _ASKED_FIRST):
                 self._resolve(asked, deadline)
@@ -76,7 +77,7 @@ class PreparedSlots:
             time.sleep(_LOOK_SECONDS)
 
     def _free(self, below: int) -> int | None:
-        """The lowest free one, marked as taken."""
+        """Take the lowest free slot below a number."""
         with self._lock:
             for slot in range(below):
                 if slot not in self._taken and slot not in self._unresolved:
@@ -86,37 +87,37 @@ class PreparedSlots:
         return None
 
     def _resolve(self, most: int, deadline: Deadline) -> None:
-        """Ask about the oldest unresolved ones whether they have ended; about those of which nobody could tell, which
-        takes seconds each, only when all slots are taken.
+        """Ask how the oldest unresolved transactions ended. Those that could not be explained before take seconds each,
+        so they are asked about only when all slots are taken.
         """
         with self._lock:
-            asked = [found for slot, found in self._unresolved.items() if slot not in self._taken]
+            asked = [announced for slot, announced in self._unresolved.items() if slot not in self._taken]
             if most < self._count:
-                asked = [found for found in asked if found.txn not in self._hidden][:most]
-        for found in asked:
-            if self._is_resolved(found, deadline):
+                asked = [announced for announced in asked if announced.txn not in self._unexplained][:most]
+        for announced in asked:
+            if self._is_resolved(announced, deadline):
                 with self._lock:
-                    self._hidden.discard(found.txn)
-                    if found.slot is not None and self._unresolved.get(found.slot) is found:
-                        del self._unresolved[found.slot]
-                self._told_resolved(found.txn)
+                    self._unexplained.discard(announced.txn)
+                    if announced.slot is not None and self._unresolved.get(announced.slot) is announced:
+                        del self._unresolved[announced.slot]
+                self._report_resolved(announced.txn)
 
-    def _is_resolved(self, found: AnnouncedTransaction, deadline: Deadline) -> bool:
+    def _is_resolved(self, announced: AnnouncedTransaction, deadline: Deadline) -> bool:
         deadline = Deadline(min(_CLEAR_SECONDS, deadline.left()))
         try:
-            if coordinator_state(self._cluster, found.txn, found.proof, deadline):
+            if coordinator_state(self._cluster, announced.txn, announced.proof, deadline):
                 return False
-            if self._in_doubt.resolve(found, deadline):
+            if self._in_doubt.resolve(announced, deadline):
                 return True
-        except TxnBridgeError as error:  # a broker may be away, and other slots are free
-            _log.debug("how transaction %s ended: %s", found.transaction, error)
+        except TxnBridgeError as error:  # a broker may be down, and other slots are free
+            _log.debug("how transaction %s ended: %s", announced.transaction, error)
         with self._lock:
-            self._hidden.add(found.txn)
+            self._unexplained.add(announced.txn)
         return False
 
     def _all_taken(self, name: str) -> str:
         with self._lock:
-            oldest = next((found.transaction for found in self._unresolved.values()), "")
+            oldest = next((announced.transaction for announced in self._unresolved.values()), "")
         return (
             f"all {self._count} prepared transactions that {name} may have are unresolved"
             + (f"; the oldest known is {oldest}" if oldest else "")
@@ -125,7 +126,7 @@ class PreparedSlots:
 
 
 class PulsarPreparedWriter(PulsarWriter):
-    """Carries one transaction, which is prepared or aborted, and is then let go of."""
+    """Carries one transaction, which is prepared or aborted; then the writer is closed."""
 
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, slots: PreparedSlots, slot: int) -> None:
         super().__init__(cluster, owner, f"{owner.name}.p{slot}", slot)
@@ -135,19 +136,21 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """A record for each transaction, because its topic was another's before; it names the transaction behind it."""
+        """Write a presence record for each transaction, naming the transaction: its proof topic served another one
+        before.
+        """
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:
         settings = self._cluster.settings
         wanted = settings.longest_prepared if begin.hold is None else begin.deadline.left() + begin.hold
-        found = min(wanted, settings.longest_transaction)
-        self._expires_at = int((time.time() + found) * 1000)
-        return found
+        seconds = min(wanted, settings.longest_transaction)
+        self._expires_at = int((time.time() + seconds) * 1000)
+        return seconds
 
     def _announcement(self) -> AnnouncedTransaction:
-        found = super()._announcement()
-        return replace(found, expires_at=self._expires_at, messages=self.messages if self._prepared else 0)
+        announced = super()._announcement()
+        return replace(announced, expires_at=self._expires_at, messages=self.messages if self._prepared else 0)
 
     def evidence(self) -> Evidence:
         topics = () if self.proof is None else (self.proof.topic, *self._sent)
@@ -156,36 +159,37 @@ class PulsarPreparedWriter(PulsarWriter):
 
     def prepare(self, deadline: Deadline) -> None:
         require_whole_entries(self._acks)
-        self._store(deadline)
-        if self._txn is None:  # nothing was sent, and yet there has to be something that can be committed
-            self._cover((), (), deadline)
-            self._store(deadline)
-        self.proof = self._located()
+        self._store_or_abort(deadline)
+        if self._txn is None:  # nothing was sent, but the token needs a transaction that can be committed
+            self._register((), (), deadline)
+            self._store_or_abort(deadline)
+        self.proof = self._located_proof()
         assert self._txn is not None and self.proof is not None
         self._evidence = replace(self._evidence, proof=self.proof)
-        # The owner of an id announces below that it is prepared. Of a name that was made up only the coordinator can
-        # tell; the broker's log of the note is never emptied, but goes with the name's marker topic.
+        # For a transactional id the fence topic says that the transaction is prepared, see below. For a made-up name
+        # only the coordinator can say so; its pending-ack log of the note is never trimmed, but goes with the proof
+        # topic.
         ask = coordinator_state if self._owner.owned else note_prepared
-        # Its time may have been over before the last message came: the broker takes late messages without a word.
+        # The transaction may have timed out before its last message arrived: brokers accept late messages silently.
         if ask(self._cluster, self._txn, self.proof, deadline) != "OPEN":
             raise self._ended_by_others(deadline)
-        found = replace(self._announcement(), prepared=True, messages=self.messages)
+        announced = replace(self._announcement(), prepared=True, messages=self.messages)
         try:
             with self._cluster.events.step("step:record", self._begin.transaction):
-                self._owner.announce(found, deadline)
+                self._owner.announce(announced, deadline)
         except BaseException:
-            # The record may be stored all the same, and would spare a transaction that nobody has a token of.
+            # The record may be stored all the same. It would spare a transaction of which nobody has the token.
             self._owner.withdraw(self._announcement())
             self._abort_quietly(deadline)
             raise
         self._prepared = True
-        self._slots.keep(found)
+        self._slots.keep(announced)
 
     def commit(self, deadline: Deadline) -> None:
         raise InvalidState("a prepared transaction is committed by its token")
 
     def close(self) -> None:
         if self._txn is not None and not self._prepared:
-            self._slots.keep(self._announcement())  # it could not be ended: its topic is not free before it has
+            self._slots.keep(self._announcement())  # its end failed, so its slot stays taken until it has ended
         super().close()
         self._slots.release(self._number)

@@ -1,4 +1,4 @@
-"""Sends without a transaction: each message once and in order, by sequence also across crashes."""
+"""Sends without a transaction: each message once and in order, across crashes too where sequences are given."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.cluster import ClusterAccess
 from txnbridge_pulsar.errors import again, needing, translate
 from txnbridge_pulsar.topics import NEEDS_REST
-from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
+from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
 from txnbridge_pulsar.write.sequences import SequenceRecord
 
-# So many messages without a key go to one partition in a row: with sequences, a change waits until all are stored.
+# This many messages without a key go to one partition in a row: with sequences, a change waits for all receipts.
 _A_TURN = 1000
 _DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
 
 
 class PulsarPublisher(Publisher):
-    """Sends at once. After a failure nothing more is taken.
+    """Sends at once, and takes nothing more after a failure.
 
-    When a connection is lost, messages without a receipt are sent again where it is known that the broker drops
-    duplicates. Elsewhere the loss is a failure, because they may be stored.
+    After a lost connection, messages without a receipt are sent again where the broker is known to remove duplicates.
+    Elsewhere the loss is a failure, because the messages may be stored.
     """
 
     def __init__(self, cluster: ClusterAccess, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
         self._cluster = cluster
         self._name = name
-        self._ledger_of = ledger_of  # the ledger of any id
+        self._ledger_of = ledger_of  # returns the ledger of an id
         self._lock = threading.Lock()
         self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
         self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
@@ -60,39 +60,39 @@ class PulsarPublisher(Publisher):
         sequence: int | None,
         deadline: Deadline,
     ) -> None:
-        message = wire.Single(value, wire_key(key), to_properties(headers or ()), timestamp)
+        message = wire.Single(value, key_on_wire(key), to_properties(headers or ()), timestamp)
         with self._lock:
             self._check()
             concrete = self._cluster.topics.require(topic, partition, deadline)
-            number = self._chosen(key, len(concrete)) if partition is None else partition
+            number = self._choose_partition(key, len(concrete)) if partition is None else partition
             if sequence is None:
-                self._watched(lambda: self._line(concrete[number], deadline).send(message, None, deadline))
+                self._or_fail(lambda: self._producer_of(concrete[number], deadline).send(message, None, deadline))
             else:
                 sequenced = self._sequenced_topic(topic, deadline)
-                self._watched(lambda: sequenced.send(number, message, sequence, deadline))
+                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline))
 
-    def _chosen(self, key: bytes | None, count: int) -> int:
+    def _choose_partition(self, key: bytes | None, count: int) -> int:
         if key is not None:
             return key_hash(key) % count
         self._turn += 1
         return self._turn // _A_TURN % count
 
-    def _line(self, concrete: str, deadline: Deadline) -> _PartitionProducer:
-        found = self._plain.get(concrete)
-        if found is None:
-            found = self._plain[concrete] = _PartitionProducer(self._cluster, concrete, None, deadline)
-        return found
+    def _producer_of(self, concrete: str, deadline: Deadline) -> _PartitionProducer:
+        producer = self._plain.get(concrete)
+        if producer is None:
+            producer = self._plain[concrete] = _PartitionProducer(self._cluster, concrete, None, deadline)
+        return producer
 
     def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
         if self._name is None:
             raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
-        found = self._sequenced.get(topic)
-        if found is None:
+        sequenced = self._sequenced.get(topic)
+        if sequenced is None:
             full = self._cluster.settings.namespace.full_name(topic)
             ledger = self._ledger_of(f"sequence/{self._cluster.id}/{full}/{self._name}")
-            found = self._sequenced[topic] = _SequencedTopic(self._cluster, topic, self._name, ledger)
-        found.look(deadline)
-        return found
+            sequenced = self._sequenced[topic] = _SequencedTopic(self._cluster, topic, self._name, ledger)
+        sequenced.look(deadline)
+        return sequenced
 
     # --- what became of it ----------------------------------------------------------------------------------------
 
@@ -102,20 +102,20 @@ class PulsarPublisher(Publisher):
             self._settle(deadline)
 
     def _settle(self, deadline: Deadline) -> None:
-        for line in self._lines():
-            self._watched(lambda line=line: line.settle(deadline))  # type: ignore[misc]
+        for producer in self._all_producers():
+            self._or_fail(lambda producer=producer: producer.settle(deadline))  # type: ignore[misc]
         for sequenced in self._sequenced.values():
-            sequenced.note_first(deadline)
+            sequenced.record_first(deadline)
 
-    def _lines(self) -> list[_PartitionProducer]:
-        return [*self._plain.values(), *(line for each in self._sequenced.values() for line in each.lines)]
+    def _all_producers(self) -> list[_PartitionProducer]:
+        return [*self._plain.values(), *(producer for each in self._sequenced.values() for producer in each.producers)]
 
     def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
         with self._lock:
             self._check()
             return self._sequenced_topic(topic, deadline).last_stored
 
-    def _watched(self, call: Callable[[], None]) -> None:
+    def _or_fail(self, call: Callable[[], None]) -> None:
         try:
             call()
         except _SendFailed as failure:
@@ -131,7 +131,9 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """As the contract says. Raises the errors of `flush`; messages that are not stored then are given up."""
+        """Flush and close as the contract says. Raise the errors of `flush`; messages not stored by
+        then are given up.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -139,15 +141,15 @@ class PulsarPublisher(Publisher):
                 self._check()
                 self._settle(deadline)
                 for sequenced in self._sequenced.values():
-                    sequenced.note(deadline)
+                    sequenced.record_stored(deadline)
             finally:
                 self._closed = True
-                for line in self._lines():
-                    line.close(deadline)
+                for producer in self._all_producers():
+                    producer.close(deadline)
 
 
 class _SendFailed(Exception):
-    """The failure that ends a publisher; `cause` is the client's own error."""
+    """The failure that ends a publisher; `cause` is the client's error."""
 
     def __init__(self, cause: wire.PulsarError) -> None:
         super().__init__(cause)
@@ -155,10 +157,10 @@ class _SendFailed(Exception):
 
 
 class _SequencedTopic:
-    """One topic under a publisher's name, whose sequences are counted over all its partitions.
+    """A topic under the publisher's name, with sequences that count over all partitions.
 
-    Each partition counts for itself. So a message for another partition waits until all messages before it are stored:
-    then every sequence below the highest one of any partition is stored somewhere.
+    The broker keeps a sequence for each partition. So a message for another partition waits until all earlier messages
+    are stored: then every sequence below a partition's highest one is stored in some partition.
     """
 
     def __init__(self, cluster: ClusterAccess, topic: str, name: str, ledger: Ledger) -> None:
@@ -168,64 +170,64 @@ class _SequencedTopic:
         self._record = SequenceRecord(name, topic, ledger)
         self._is_checked = False
         self._current: _PartitionProducer | None = None
-        self._last = -1  # stored or on its way
-        self._settled = 0  # lines of which it is known that the broker removes duplicates there
-        self.lines: list[_PartitionProducer] = []
+        self._last = -1  # the last sequence that was sent or is stored
+        self._settled = 0  # how many partitions are known to remove duplicates
+        self.producers: list[_PartitionProducer] = []
 
     def look(self, deadline: Deadline) -> None:
-        """Open the partitions that are not open yet: some may have been added."""
+        """Open producers on partitions that have none yet; some may have been added."""
         concrete = self._cluster.topics.concrete(self._topic, deadline)
-        for name in concrete[len(self.lines) :]:
-            self.lines.append(_PartitionProducer(self._cluster, name, self._name, deadline))
-        # Asked by each call until it is known that duplicates are removed: else the next call would send without.
-        for name, line in list(zip(concrete, self.lines, strict=False))[self._settled :]:
+        for name in concrete[len(self.producers) :]:
+            self.producers.append(_PartitionProducer(self._cluster, name, self._name, deadline))
+        # Every call asks until duplicates are known to be removed, else the next call would send without knowing.
+        for name, producer in list(zip(concrete, self.producers, strict=False))[self._settled :]:
             if not self._cluster.topics.deduplicates(name, deadline):
                 raise NotSupported(
                     f"sequences on topic {self._topic!r} are not kept, as far as can be told: the broker has to remove"
                     f" duplicates there (brokerDeduplicationEnabled). To be told, {NEEDS_REST}"
                 )
-            self._last = max(self._last, line.last_stored)
+            self._last = max(self._last, producer.last_stored)
             self._settled += 1
         if not self._is_checked:
             self._record.check(self._last, deadline)
             self._is_checked = True
-            self.note(deadline)
+            self.record_stored(deadline)
 
-    def note(self, deadline: Deadline) -> None:
-        """Have the decision log know what is stored."""
+    def record_stored(self, deadline: Deadline) -> None:
+        """Record in the decision log what is stored."""
         if self._is_checked and self.last_stored is not None:
-            self._record.note(self.last_stored, deadline)
+            self._record.record_stored(self.last_stored, deadline)
 
-    def note_first(self, deadline: Deadline) -> None:
-        """The same, if it knows nothing yet."""
+    def record_first(self, deadline: Deadline) -> None:
+        """Record what is stored if the decision log has no record yet."""
         if self._is_checked and self.last_stored is not None:
-            self._record.note_first(self.last_stored, deadline)
+            self._record.record_first(self.last_stored, deadline)
 
     @property
     def last_stored(self) -> int | None:
-        found = max((line.last_stored for line in self.lines), default=-1)
-        return None if found < 0 else found
+        last = max((producer.last_stored for producer in self.producers), default=-1)
+        return None if last < 0 else last
 
     def send(self, number: int, message: wire.Single, sequence: int, deadline: Deadline) -> None:
         if sequence <= self._last:
             return
-        line = self.lines[number]
-        if self._current is not None and self._current is not line:
+        producer = self.producers[number]
+        if self._current is not None and self._current is not producer:
             self._current.settle(deadline)
-        self._current = line
-        line.send(message, sequence, deadline)
+        self._current = producer
+        producer.send(message, sequence, deadline)
         self._last = sequence
 
 
 class _PartitionProducer:
-    """One producer on one concrete topic."""
+    """A producer on one concrete topic."""
 
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
         self._cluster = cluster
         self._concrete = concrete
         self._name = name
         self._failure: wire.PulsarError | None = None
-        self._stored = -1  # the highest number with a receipt
+        self._stored = -1  # the highest sequence id with a receipt
         self._producer = again(lambda: self._opened(deadline), self._in_our_words, deadline)
 
     def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
@@ -237,11 +239,11 @@ class _PartitionProducer:
 
     @property
     def last_stored(self) -> int:
-        """The highest number that is known to be stored; -1 if there is none."""
+        """Return the highest sequence that is known to be stored; -1 if there is none."""
         return max(self._stored, self._producer.last_sequence_id)
 
     def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
-        """Put a message on its way; waits for room only. Raises `_Failure`, also of an earlier one."""
+        """Send a message; wait only for room. Raise `_SendFailed`, for an earlier message too."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -251,11 +253,11 @@ class _PartitionProducer:
                     message,
                     sequence_id=sequence,
                     timeout=deadline.left(),
-                    when_done=lambda send: self._became(send, again=sequence is not None),
+                    when_done=lambda send: self._note_result(send, again=sequence is not None),
                 )
             except wire.BrokerConnectionLost as error:
                 if error.may_have_had_effect:
-                    return  # the rest of it goes out later, or it is among those that are sent again
+                    return  # the rest goes out later, or the message is resent with the others
                 if isinstance(error, wire.RequestTimedOut):
                     raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
             except wire.PulsarError as error:
@@ -263,8 +265,10 @@ class _PartitionProducer:
             else:
                 return
 
-    def _became(self, send: wire.Send, again: bool) -> None:
-        """Called by the thread that reads receipts. The next `send` or `settle` looks after a lost connection."""
+    def _note_result(self, send: wire.Send, again: bool) -> None:
+        """Note a receipt or a failure. The thread that reads receipts calls it; a lost connection is left to `send` and
+        `settle`.
+        """
         try:
             receipt = send.result(0)
         except wire.BrokerConnectionLost:
@@ -279,7 +283,9 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all is stored. Raises `_Failure`, and `DeadlineExceeded`: then it goes on."""
+        """Return when all is stored. Raise `_SendFailed`, or `DeadlineExceeded` while messages are
+        still on their way.
+        """
         while True:
             if self._is_interrupted:
                 self._recover(deadline)
@@ -293,14 +299,13 @@ class _PartitionProducer:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Whether the connection was lost, or messages were on their way by then that have not been sent again: it was
-        opened anew, and then something else failed.
-        """
+        """Return whether the connection is lost, or was reopened without all its messages being sent again."""
         return self._producer.lost is not None or bool(self._producer.unconfirmed)
 
     def _recover(self, deadline: Deadline) -> None:
-        """Open again, and send messages without a receipt once more, where that makes no copies."""
-        if self._producer.lost is not None:  # else that was done, and a broker may take a second time for the first
+        """Reopen the producer, and resend messages without a receipt where the broker removes duplicates."""
+        # else it was reopened before, and a repeated open may be refused as a second producer of the name
+        if self._producer.lost is not None:
             again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
             return
@@ -312,16 +317,16 @@ class _PartitionProducer:
             self._failure = self._failure or lost
             return
         try:
-            self._producer.resend(deadline.left(), lambda send: self._became(send, again=True))
+            self._producer.resend(deadline.left(), lambda send: self._note_result(send, again=True))
         except wire.RequestTimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.BrokerConnectionLost:
-            return  # the next call finds the connection lost, and sends the rest
+            return  # else it was reopened before, and the broker may take a second reopening for the first
 
     def _is_remembered(self, deadline: Deadline) -> bool:
-        """Whether the broker remembers what this producer has sent, and so drops copies."""
+        """Return whether the broker remembers what this producer has sent, and so drops duplicates."""
         if self._name is not None:
-            return True  # that was asked before its first message
+            return True  # asked before the name's first message
         if self._stored >= 0:
             return self._producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self._concrete, deadline)
@@ -332,7 +337,7 @@ class _PartitionProducer:
 
     def _in_our_words(self, error: wire.PulsarError) -> TxnBridgeError:
         what = f"opening a producer on {self._concrete}"
-        if isinstance(error, wire.ProducerBusy):  # for a moment also after its process died
+        if isinstance(error, wire.ProducerBusy):  # for a moment this happens after the publisher's process died, too
             return BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
         return translate(error, what)
 

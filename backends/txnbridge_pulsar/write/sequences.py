@@ -1,8 +1,8 @@
-"""What the decision log knows of the sequences of one publisher's name on one topic.
+"""The last sequence of a publisher's name on a topic, as the decision log knows it.
 
-Brokers forget a name that nobody has used for some hours, and then answer as if it had never published: a publisher
-that believes it stores everything again. So publishers note in the log up to which sequence they know that all is
-stored, when they begin and when they end; a broker that answers less has forgotten the name.
+Brokers forget a producer name that is unused for hours, and then answer as if it had never published. A publisher that
+believed them would store everything again. So publishers record in the decision log, when they begin and when they end,
+up to which sequence all is stored. A broker that answers less has forgotten the name.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from txnbridge.spi import Deadline, Ledger, LedgerValue
 
 _log = logging.getLogger("txnbridge")
 
-# Messages are stored whether that is noted or not: no flush waits longer for a log whose broker is away.
+# No flush waits longer for the decision log: the messages are stored whether that is recorded or not.
 _NOTE_SECONDS = 3.0
 
 
 class SequenceRecord:
-    """The highest sequence that the log knows to be stored; there may be more, where a publisher has died."""
+    """The highest sequence that the decision log knows to be stored. More may be stored where a publisher has died."""
 
     def __init__(self, name: str, topic: str, ledger: Ledger) -> None:
         self._name = name
         self._topic = topic
         self._value = LedgerValue(ledger)
-        self._last = -1  # noted by this process, or read from the log
+        self._last = -1  # recorded by this process, or read from the log
         self._blind = False
 
     def check(self, stored: int, deadline: Deadline) -> None:
-        """Raises `EvidenceLost` if the broker knows of less than was stored. -1 stands for nothing."""
+        """Raise `EvidenceLost` if the broker knows less than was stored; -1 stands for nothing."""
         try:
             value = self._value.read(deadline)
             self._last = -1 if value is None else int(value["stored"])
@@ -44,9 +44,9 @@ class SequenceRecord:
                 " topic holds"
             )
 
-    def note(self, stored: int, deadline: Deadline) -> None:
-        """Have the log know that all up to this sequence is stored, if it can be told soon: errors are not raised, and
-        after one the next publisher of the name does it.
+    def record_stored(self, stored: int, deadline: Deadline) -> None:
+        """Record that everything up to this sequence is stored. Errors are not raised: the next publisher of the name
+        records it.
         """
         deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
         try:
@@ -56,10 +56,10 @@ class SequenceRecord:
             self._blind = True
             _log.debug("what publisher %r has stored on %s is not noted: %s", self._name, self._topic, error)
 
-    def note_first(self, stored: int, deadline: Deadline) -> None:
-        """As `note`, if nothing was noted ever before: from then on it is noticed if a broker knows nothing."""
+    def record_first(self, stored: int, deadline: Deadline) -> None:
+        """Record as `record_stored`, if there is no record yet: from then on a broker that knows nothing is noticed."""
         if self._last < 0:
-            self.note(stored, deadline)
+            self.record_stored(stored, deadline)
 
     def _update(self, stored: int, deadline: Deadline) -> None:
         try:

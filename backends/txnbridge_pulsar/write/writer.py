@@ -1,4 +1,4 @@
-"""One writer: at most one transaction at a time, on connections of its own."""
+"""A writer carries one transaction at a time, on connections of its own."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ from txnbridge_pulsar.write.batching import (
     not_stored,
 )
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
-from txnbridge_pulsar.write.message_format import key_hash, to_properties, wire_key
+from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
 
 _log = logging.getLogger("txnbridge")
 
-# A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
+# An abort after the deadline may take this long, so that a transaction whose time is over still ends as aborted.
 _ABORT_GRACE = 2.0
-# Entries on their way when a transaction aborts get so long for their receipts: one that comes after the end may
-# block its topic, and has to be shut out.
+# Before an abort, entries on their way may take this long for their receipts. An entry that arrives after the end may
+# block its topic, and brokers then have to be made to refuse it.
 _SETTLE_BEFORE_ABORT = 0.5
-# The outcome of a transaction is read from the writer's last plain record on; so one is written now and then.
+# The outcome of a transaction is read from the writer's last presence record on, so the writer renews the record.
 _TRANSACTIONS_A_PRESENCE = 1000
-# Partitions that the last transaction wrote to are named together with the first of the next, if they are so few.
+# The partitions of the last transaction are registered with the next one's first topic, if they are at most this many.
 _MOST_GUESSED = 16
 _MOST_BYTES = LIMITS.message_bytes or 0
 _MOST_TIMESTAMP = (1 << 63) - 1
 
 
 class TransactionOwner(Protocol):
-    """The owner of the transactional id, as its writers use it; see `PulsarOwner`."""
+    """The owner of the transactional id, as its writers use it. `PulsarOwner` implements it."""
 
     name: str
     owned: bool
@@ -81,16 +81,17 @@ class TransactionOwner(Protocol):
 
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> wire.TxnId: ...
     def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None: ...
-    def announce(self, found: AnnouncedTransaction, deadline: Deadline) -> None: ...
-    def withdraw(self, found: AnnouncedTransaction) -> None: ...
+    def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None: ...
+    def withdraw(self, announced: AnnouncedTransaction) -> None: ...
     def forget(self, txn: wire.TxnId) -> None: ...
     def check(self, deadline: Deadline) -> None: ...
 
 
 class PulsarWriter(Writer):
-    """Names the topics of a transaction, writes to them, and asks for the end when the broker has everything.
+    """Registers topics with the transaction, writes to them, and asks for the end once the broker has stored
+    everything.
 
-    The broker does not check that order, and takes back what was committed when a message comes late.
+    The broker does not check this order: a message that arrives after the commit takes committed messages back.
     """
 
     not_taken = (NotBareValue, KeyError, TypeError)
@@ -98,7 +99,7 @@ class PulsarWriter(Writer):
     def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
         self.name = name
         self.proof: ProofLocation | None = None
-        self.unknown = False  # whether there may be a token whose outcome only our marker topic tells
+        self.unknown = False  # whether a token may exist whose outcome only our proof topic tells
         self.quick: dict[Any, Callable[..., object]] = {}
         self._cluster = cluster
         self._owner = owner
@@ -110,19 +111,19 @@ class PulsarWriter(Writer):
         self._since_presence = 0
         self._presence_at = 0.0
         self._turn = 0
-        self._last: tuple[str, ...] = ()  # the topics that the last transaction wrote to
+        self._last_topics: tuple[str, ...] = ()  # the topics of the last transaction
         self._begin = Begin("", Deadline(0), False, None)
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
 
     def _forget(self) -> None:
-        """As before the first entry of a transaction."""
+        """Reset the state of the transaction."""
         self._txn: wire.TxnId | None = None
-        self._announced: dict[str, None] = {}  # topics in their order, the marker topic first
-        self._registered: set[str] = set()  # of those
-        self._sent: dict[str, None] = {}  # and of those again
-        self._subscriptions: dict[tuple[str, str], None] = {}  # announced
-        self._acked_on: set[tuple[str, str]] = set()  # and registered
+        self._announced: dict[str, None] = {}  # topics named on the fence topic, in order, the proof topic first
+        self._registered: set[str] = set()  # announced topics that the coordinator knows
+        self._sent: dict[str, None] = {}  # registered topics that entries were sent to
+        self._subscriptions: dict[tuple[str, str], None] = {}  # named on the fence topic
+        self._acked_on: set[tuple[str, str]] = set()  # subscriptions that the coordinator knows
         self._receipts = PendingReceipts()
         self._acks: list[SentAcks] = []
         self._batchers.clear()
@@ -131,7 +132,7 @@ class PulsarWriter(Writer):
     # --- one transaction ------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        """Nothing is asked of the broker before the first entry is full, or has to be sent."""
+        """Start locally: the broker is asked nothing until the first entry is full or has to be sent."""
         self._begin = begin
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -152,7 +153,7 @@ class PulsarWriter(Writer):
         if number is None and key is not None:
             number = key_hash(key) % len(batcher.concrete)
         buffer = batcher.buffer(number)
-        key_out = wire_key(key)
+        key_out = key_on_wire(key)
         if not buffer.fits(key_out, size):
             batcher.send(buffer)
             buffer = batcher.buffer(number)
@@ -162,7 +163,7 @@ class PulsarWriter(Writer):
         self.messages += 1
 
     def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
-        """The size of what can be sent. Raises `InvalidOption`, with nothing taken."""
+        """Return the size of a message. Raise `InvalidOption`, with nothing taken, for one that cannot be sent."""
         size = len(value or b"") + len(key or b"")
         for name, content in headers or ():
             try:
@@ -192,16 +193,16 @@ class PulsarWriter(Writer):
                 self.send(topic, value, key, headers, None, None)
 
     def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
-        """Once a transaction for each topic the broker is asked how many partitions it has. Raises `NotFound`."""
-        found = self._batchers.get(topic)
-        if found is None or (partition is not None and not 0 <= partition < len(found.concrete)):
+        """Return the topic's batcher; the first one in a transaction looks up the partitions. Raise `NotFound`."""
+        batcher = self._batchers.get(topic)
+        if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
             concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
-            if found is None:
+            if batcher is None:
                 self._turn += 1
-                found = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._ship)
-                self.quick[topic] = found.take
-            found.concrete = concrete
-        return found
+                batcher = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._ship)
+                self.quick[topic] = batcher.take
+            batcher.concrete = concrete
+        return batcher
 
     # --- what goes out --------------------------------------------------------------------------------------------
 
@@ -209,18 +210,18 @@ class PulsarWriter(Writer):
         deadline = self._begin.deadline
         deadline.check("the transaction")
         try:
-            self._look_after_lost(deadline)
-            self._cover((concrete,), (), deadline)
+            self._recover_lost(deadline)
+            self._register((concrete,), (), deadline)
             assert self._txn is not None
             self._sent[concrete] = None
             self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
         except UsageError as error:
-            # Messages that were taken before are lost with it: the transaction is not as it was.
+            # Messages that were taken before are lost with this one: the transaction is not as it was.
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
-    def _cover(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
-        """Begin at the broker if that was not done, and name the topics and subscriptions that are to be touched: first
-        on the fence topic, then to the coordinator. Nothing is sent or acknowledged there before.
+    def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        """Begin the transaction at the broker if needed, and register topics and subscriptions: first on the fence
+        topic, then with the coordinator. Nothing is sent to a topic, or acknowledged on a subscription, before.
         """
         if self._txn is None:
             self._open(topics, deadline)
@@ -254,7 +255,7 @@ class PulsarWriter(Writer):
         self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
         try:
             self._owner.announce(self._announcement(), deadline)
-        except DeliveryFailed:  # too much to announce, also with all that may come after it
+        except DeliveryFailed:  # too much for one fence record
             self._announced, self._subscriptions = before
             raise
 
@@ -263,14 +264,16 @@ class PulsarWriter(Writer):
         with self._cluster.events.step("step:begin", self._begin.transaction):
             self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
         self._evidence = TokenEvidence(self._txn, self.proof, False)
-        # Only what the broker still serves: a topic may have been terminated since.
-        last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
+        # Only topics that the broker still serves: one may have been terminated since.
+        last = tuple(
+            topic for topic in self._last_topics if topic in self._producers and self._producers[topic].is_open
+        )
         is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
 
     def _ttl(self, begin: Begin) -> float:
-        """Seconds until the broker aborts it by itself."""
+        """Return in how many seconds the broker aborts the transaction by itself."""
         return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
@@ -285,8 +288,8 @@ class PulsarWriter(Writer):
         name = self.name
         while self._owner.in_doubt.touching([topic := proof_topic(self._cluster, name, deadline)]):
             name += "+"
-        self._producer(topic).open(deadline)  # a topic with a producer is not cleared up
-        self._cluster.topics.keep(topic, deadline)  # it may have been cleared up before
+        self._producer(topic).open(deadline)  # the cleanup deletes no topic with a producer
+        self._cluster.topics.keep(topic, deadline)  # the cleanup may have deleted it before
         return write_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
 
     def _announcement(self) -> AnnouncedTransaction:
@@ -301,13 +304,13 @@ class PulsarWriter(Writer):
         )
 
     def _producer(self, concrete: str) -> TransactionProducer:
-        found = self._producers.get(concrete)
-        if found is None:
-            found = self._producers[concrete] = TransactionProducer(self._cluster, concrete, self._connection_key)
-        return found
+        producer = self._producers.get(concrete)
+        if producer is None:
+            producer = self._producers[concrete] = TransactionProducer(self._cluster, concrete, self._connection_key)
+        return producer
 
-    def _look_after_lost(self, deadline: Deadline) -> None:
-        """Raise the error of an entry that failed, and send lost entries again where that makes no copies."""
+    def _recover_lost(self, deadline: Deadline) -> None:
+        """Raise the error of a failed entry. Send lost entries again where the broker is known to drop duplicates."""
         if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
             raise self._ended_by_others(deadline) from self._receipts.failure
         if self._receipts.failure is not None:
@@ -324,15 +327,15 @@ class PulsarWriter(Writer):
         assert isinstance(context, PulsarAckContext)
         deadline = self._begin.deadline
         deadline.check("the transaction")
-        self._cover((), context.subscriptions(positions), deadline)
+        self._register((), context.subscriptions(positions), deadline)
         assert self._txn is not None
         self._acks.append(context.acknowledge(self._txn, positions, deadline))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when everything taken so far is stored. Raises `DeliveryFailed`."""
+        """Return when every message taken so far is stored. Raise `DeliveryFailed`."""
         waiting = [concrete for batcher in self._batchers.values() for concrete in batcher.waiting()]
         if waiting:
-            self._cover(waiting, (), deadline)
+            self._register(waiting, (), deadline)
         for batcher in self._batchers.values():
             batcher.flush()
         while True:
@@ -340,7 +343,7 @@ class PulsarWriter(Writer):
                 raise DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
             if self._receipts.settled and self._receipts.failure is None:
                 break
-            self._look_after_lost(deadline)
+            self._recover_lost(deadline)
         for sent in self._acks:
             sent.settle(deadline)
 
@@ -353,10 +356,10 @@ class PulsarWriter(Writer):
         raise NotImplementedError("a plain writer is never asked to prepare")
 
     def commit(self, deadline: Deadline) -> None:
-        self._store(deadline)
+        self._store_or_abort(deadline)
         participants = self._participants(deadline)
         deadline.check("the transaction")
-        self._evidence = TokenEvidence(self._evidence.txn, self._located(), True)
+        self._evidence = TokenEvidence(self._evidence.txn, self._located_proof(), True)
         if self._txn is None:
             return  # nothing was sent or acknowledged
         try:
@@ -366,20 +369,22 @@ class PulsarWriter(Writer):
             if ended is EndResult.UNCLEAR:
                 self._ask_proof(deadline)
             elif ended is not EndResult.COMMITTED:
-                # Nobody else commits what was not prepared: it was aborted before our request came.
+                # Nobody else commits a transaction that is not prepared: it was aborted before our request arrived.
                 raise self._ended_by_others(deadline)
             self._owner.end_delivery.ended(self._txn, True, participants, deadline)
         except (TransactionAborted, Fenced):
             raise
-        except BaseException:  # also of an interrupted call a token is given out
+        except BaseException:  # an interrupted call hands out a token, too
             self.unknown = True
-            for sent in self._acks:  # it may have been aborted
-                sent.give_up_rest()
+            for sent in self._acks:  # the transaction may have been aborted
+                sent.give_up_entry_rest()
             raise
-        self._done()
+        self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
-        """All that the end has to reach, once what ended before has reached it where something moved."""
+        """Return every topic and subscription that the end has to reach. Return when earlier ends have reached those
+        that moved.
+        """
         if self._txn is None:
             return []
         marker = () if self.proof is None else (self.proof.topic,)
@@ -390,21 +395,23 @@ class PulsarWriter(Writer):
         self._owner.end_delivery.settle({participant.topic for participant in participants}, deadline)
         return participants
 
-    def _located(self) -> ProofLocation | None:
-        """With the place of the transaction's mark, once all is stored."""
+    def _located_proof(self) -> ProofLocation | None:
+        """Return the location of the transaction's proof message, complete once everything is stored."""
         proof = self._evidence.proof
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
     def _ask_proof(self, deadline: Deadline) -> None:
-        """An answer was lost, and now the coordinator has forgotten the transaction."""
+        """Read the outcome from the proof topic: an answer was lost, and the coordinator has forgotten
+        the transaction.
+        """
         if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._ended_by_others(deadline)
 
     def _by_proof(self, deadline: Deadline) -> Outcome:
-        """How a transaction ended whose commit was asked for.
+        """Return how a transaction ended whose commit was requested.
 
-        Raises `OutcomeUnknown` whatever keeps the marker from being read: any other error would say that nothing was
-        decided.
+        Raise `OutcomeUnknown` for whatever keeps the proof from being read: any other error would say that the
+        transaction is undecided.
         """
         assert self._txn is not None and self._evidence.proof is not None
         self.unknown = True
@@ -415,11 +422,12 @@ class PulsarWriter(Writer):
         except TxnBridgeError as error:
             raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
 
-    def _store(self, deadline: Deadline) -> None:
-        """Return when the broker has everything; if it never will, the transaction is aborted here."""
+    def _store_or_abort(self, deadline: Deadline) -> None:
+        """Return when the broker has stored everything. Abort the transaction if that will never happen."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
-            # Asked after the abort: a process that slept beyond its deadline hears only now what happened meanwhile.
+            # Asked after the abort: a process that slept beyond its deadline hears only then of partitions that have
+            # left.
             if any(sent.partitions_left for sent in acks):
                 raise _partitions_left()
         deadline.check("the transaction")
@@ -433,24 +441,26 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Its commit was never asked for, so it will not happen, whether the broker answers now or not."""
+        """Abort without raising: the commit was never requested, so it will not happen, even if the broker does not
+        answer.
+        """
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
             _log.debug("transaction %s stays open until its time is over: %s", self._begin.transaction, error)
 
     def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
-        """The error that says why a transaction has ended of which no commit was asked for, as far as can be told."""
+        """Return the error that says, as far as is known, why the transaction ended without a request to commit it."""
         if deadline.left() < _ABORT_GRACE:
             deadline = Deadline(_ABORT_GRACE)
         left = any(sent.partitions_left for sent in self._acks)
         if not self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left()))):
             self._hang_up()
         for sent in self._acks:
-            sent.give_up_rest()
-        self._have_rest_redelivered()
-        self._refuse_late_writes(deadline)  # some of it may have come after the end
-        self._done()
+            sent.give_up_entry_rest()
+        self._redeliver_rest()
+        self._refuse_late_writes(deadline)  # some of its messages may have arrived after the end
+        self._finish()
         try:
             self._owner.check(deadline)
         except Fenced as fenced:
@@ -478,7 +488,7 @@ class PulsarWriter(Writer):
         if not settled:
             self._hang_up()
         for sent in self._acks:
-            sent.give_up_rest()
+            sent.give_up_entry_rest()
         participants = self._participants(deadline)
         with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
             try:
@@ -488,34 +498,34 @@ class PulsarWriter(Writer):
         if ended is EndResult.ABORTED:
             self._owner.end_delivery.ended(self._txn, False, participants, deadline)
         else:
-            self._have_rest_redelivered()
+            self._redeliver_rest()
             if self._evidence.asked and self._by_proof(deadline) is Outcome.COMMITTED:
                 raise OutcomeUnknown("its commit had been asked for before, and came first")
         if not settled or ended is not EndResult.ABORTED:
             self._refuse_late_writes(deadline)
-        self._done()
+        self._finish()
 
-    def _have_rest_redelivered(self) -> None:
+    def _redeliver_rest(self) -> None:
         for sent in self._acks:
-            sent.have_rest_redelivered()
+            sent.redeliver_rest()
 
     def _settle(self, deadline: Deadline) -> bool:
-        """Whether nothing of the transaction can reach a broker any more."""
+        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
         settled = self._receipts.wait(deadline) and self._receipts.settled
         for sent in self._acks:
             try:
                 sent.settle(deadline)
             except TxnBridgeError as error:
                 _log.debug("acknowledging in a transaction that is aborted: %s", error)
-                # Without an answer it may still arrive; a refused one has.
+                # A request without an answer may still arrive; a refused one has arrived.
                 settled = settled and not isinstance(error.__cause__, wire.BrokerConnectionLost)
         return settled
 
-    def _done(self) -> None:
-        """The transaction has ended, in whichever way."""
+    def _finish(self) -> None:
+        """Forget a transaction that has ended."""
         if self._txn is not None:
             self._owner.forget(self._txn)
-            self._last = tuple(self._sent)
+            self._last_topics = tuple(self._sent)
         self._forget()
 
     # --- the writer itself ----------------------------------------------------------------------------------------
@@ -524,29 +534,29 @@ class PulsarWriter(Writer):
         self._hang_up()
         if self._txn is not None:
             try:
-                # Whichever way it ends: it has to, before the next one begins.
+                # The transaction has to end in either way before the next one begins.
                 ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
             except OutcomeUnknown as error:
                 raise BrokerUnavailable(f"ending the transaction before: {error}") from error
             if ended is not EndResult.ABORTED:
-                self._have_rest_redelivered()
+                self._redeliver_rest()
             aborted = ended is EndResult.ABORTED or not self._registered
             if aborted or self._owner.in_doubt.resolve(self._announcement(), deadline):
                 self._refuse_late_writes(deadline)
-                self._done()
+                self._finish()
             else:
-                self._forget()  # it stays announced
+                self._forget()  # the fence topic still names the transaction
         self._owner.check(deadline)
-        self.proof = None  # the next plain record tells that all transactions before it have ended
+        self.proof = None  # the next presence record says that all transactions before it have ended
 
     def _hang_up(self) -> None:
-        """Send nothing more by this writer; messages that it has sent before may still arrive."""
+        """Close this writer's connections. Messages that were sent before may still arrive."""
         self._owner.end_delivery.linger()
         self._cluster.client.hang_up(self._connection_key)
         self._producers.clear()
 
     def close(self) -> None:
-        """Let go. An open transaction is aborted when its time is over, or when the id is opened again."""
+        """Close. The broker aborts an open transaction at its deadline, or the next opening of the id does."""
         self._hang_up()
 
 
