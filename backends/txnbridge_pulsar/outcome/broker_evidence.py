@@ -23,26 +23,26 @@ _log = logging.getLogger("txnbridge")
 
 _REST = "/admin/v3/transactions"
 _COMMIT_MARKER = "21"
-# How many entries before a late message are looked at for the marker of its transaction's end; each is a request.
+# How many entries in front of a late message are searched for the transaction's commit marker; each is a request.
 _MOST_BEFORE = 500
-# Messages of a transaction are sent within its time, which is minutes with most programs and hours with some.
+# A transaction's messages are sent within its lifetime, which is minutes with most programs and hours with some.
 _AROUND_MS = 3 * 3600 * 1000
 
 
 def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
-    """Without the one where late messages are sent on purpose."""
+    """Return all topics of the namespace but the canary, where late messages are sent on purpose."""
     canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
     return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
 
 
 def first_open_message(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple[int, int] | None:
-    """Where a transaction that is open on a topic begins there."""
+    """Return the position of an open transaction's first message on a topic; None if it is not open there."""
     path = f"{_REST}/transactionInBufferStats/{path_of(topic)}/{txn.most}/{txn.least}"
     try:
-        told = rest.get(path, deadline).get("startPosition")
+        position = rest.get(path, deadline).get("startPosition")
     except RestRefused:
-        return None  # it is not loaded, or has never been part of a transaction
-    return parse_position(told) if told else None
+        return None  # the topic is not loaded, or was never part of a transaction
+    return parse_position(position) if position else None
 
 
 def txn_of_headers(headers: Mapping[str, str]) -> TxnId:
@@ -55,10 +55,10 @@ def parse_position(text: str) -> tuple[int, int]:
 
 
 def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
-    """The ledgers of a topic and how many entries each has."""
+    """Return the ledgers of a topic with their numbers of entries."""
     stats = rest.get(f"/admin/v2/persistent/{path_of(topic)}/internalStats", deadline)
     sizes = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
-    sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # of the last one the list does not know it
+    sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no number for the last ledger
     return sizes
 
 
@@ -68,7 +68,7 @@ def entry_headers(rest: Rest, topic: str, place: tuple[int, int], deadline: Dead
 
 
 def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """The places before one, the nearest first."""
+    """Yield the positions in front of one, the nearest first."""
     ledger, entry = place
     for each in sorted(sizes, reverse=True):
         if each <= ledger:
@@ -78,22 +78,22 @@ def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[
 def proof_of_commit(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
 ) -> str | None:
-    """Words for what tells that a transaction had been committed.
+    """Return a sentence that names the evidence that a transaction was committed; None without evidence.
 
-    Nothing tells that it had been aborted, not even a marker that says so: brokers write one also where they clear
-    away what a commit has not reached.
+    Nothing proves an abort, not even an abort marker: brokers also write one when they drop what a commit has not
+    reached.
     """
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)
     for topic, first in held.items():
         if _has_commit_marker(rest, topic, txn, first, markers_read_by):
             return f"the marker of its commit stands on {short_name(topic)}"
-    about = min(_published(rest, topic, first, deadline) for topic, first in held.items())
+    about = min(_publish_time(rest, topic, first, deadline) for topic, first in held.items())
     topics = topics_but_canary(cluster, deadline)
     markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
-    read_by = Deadline(deadline.left() / 2)  # the rest is for its end
+    read_by = Deadline(deadline.left() / 2)  # the rest is for ending it
     for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
-        # A topic that cannot be read tells nothing, nor does one that there is no time for.
+        # A topic that cannot be read in time is no evidence.
         with suppress(TxnBridgeError, RestRefused):
             if _can_be_read(cluster, rest, topic, txn, about, read_by):
                 return f"a message of it can be read on {short_name(topic)}"
@@ -103,16 +103,17 @@ def proof_of_commit(
 def had_committed(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
 ) -> bool | None:
-    """Whether a transaction that its coordinator has forgotten had been committed, as `repair` finds out.
+    """Return whether a transaction that its coordinator has forgotten was committed.
 
-    False if it holds back none of its topics any more: then nothing can take it back. None if nothing tells.
+    Return False if it is open on none of its topics any more: then nothing can take it back. Return None without
+    evidence.
     """
     try:
-        for topic in topics:  # a topic that no broker has loaded does not say what is open there
+        for topic in topics:  # a topic that is not loaded does not tell what is open there
             with translated(f"loading {topic}"):
                 cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
-        found = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics)
-        held = {topic: first for topic, first in found if first is not None}
+        firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics)
+        held = {topic: first for topic, first in firsts if first is not None}
         if not held:
             return False
         return True if proof_of_commit(cluster, rest, txn, held, deadline) else None
@@ -122,7 +123,7 @@ def had_committed(
 
 
 def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
-    """Whether it had ended on a topic not far before the message that opened it there again."""
+    """Return whether a commit marker stands not far in front of the message that opened the transaction again."""
     with suppress(RestRefused, DeadlineExceeded):
         for place in islice(_before(first, ledger_sizes(rest, topic, deadline)), _MOST_BEFORE):
             headers = entry_headers(rest, topic, place, deadline)
@@ -131,23 +132,21 @@ def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int
     return False
 
 
-def _published(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> int:
-    """When a message was sent, in milliseconds."""
+def _publish_time(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> int:
+    """Return a message's publish time in milliseconds."""
     try:
-        told = entry_headers(rest, topic, place, deadline)["x-pulsar-publish-time"]
+        published = entry_headers(rest, topic, place, deadline)["x-pulsar-publish-time"]
     except RestRefused as refused:
         raise unavailable(refused, f"looking at message {place} of {topic}") from refused
-    # Python 3.10 reads neither a Z nor a fraction of any length.
-    return int(datetime.fromisoformat(re.sub(r"\.\d+", "", told).replace("Z", "+00:00")).timestamp() * 1000)
+    # Python 3.10 parses neither a Z nor a fraction of any length.
+    return int(datetime.fromisoformat(re.sub(r"\.\d+", "", published).replace("Z", "+00:00")).timestamp() * 1000)
 
 
 def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
-    """Whether a message of a transaction, sent not long before or after a time, is among all that readers of a topic
-    see.
-    """
+    """Return whether readers see a message of a transaction on a topic, published within hours of a time."""
     what = f"reading {topic}"
-    found = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
-    start = wire.MessageId(found["ledgerId"], found["entryId"])
+    first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
+    start = wire.MessageId(first["ledgerId"], first["entryId"])
     with translated(what):
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))
         try:

@@ -1,8 +1,7 @@
-"""Keeping the transaction coordinators awake.
+"""Keeps the transaction coordinators running.
 
-After a restart of the brokers no transaction's time runs until some client has connected to its coordinator: a
-transaction that a dead process left open would hold readers back for ever. So each bridge connects, now and then, as
-long as it is open.
+After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
+that a dead process left open would hold readers back for ever. So each open bridge connects now and then.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from txnbridge_pulsar import client as wire
 
 _log = logging.getLogger("txnbridge")
 
-# Readers wait so much longer at most after a restart; it costs two small requests for each coordinator.
+# Readers wait at most this much longer after a restart; it costs two small requests to each coordinator.
 EVERY_SECONDS = 10.0
 _SECONDS_A_TRY = 10.0
 
@@ -37,5 +36,5 @@ class CoordinatorKeepalive:
                 _log.debug("the transaction coordinators do not answer: %s", error)
 
     def close(self) -> None:
-        """Stop; the client may be closed then, which ends a try that is under way."""
+        """Stop. Closing the client then ends a running try."""
         self._stop.set()

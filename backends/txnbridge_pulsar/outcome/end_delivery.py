@@ -1,13 +1,13 @@
-"""Making sure that the end of a transaction has reached every topic and subscription.
+"""Makes sure that the end of a transaction reaches every topic and subscription.
 
-A coordinator passes the end on to the brokers that serve them. While one of those lets go of a topic, which it does
-whenever topics are moved or unloaded, the coordinator takes "being unloaded" for "was deleted", and the end for done:
-it never arrives. Committed messages stay hidden there, and the end of a later transaction on the same topic makes an
-abort of the commit: messages are lost, and acknowledged ones processed twice.
+A coordinator passes the end on to the brokers that serve them. While a broker unloads a topic, the coordinator takes
+"being unloaded" for "deleted" and counts the end as delivered: it never arrives. Committed messages stay hidden there,
+and the end of a later transaction on that topic turns the commit into an abort: messages are lost, and acknowledged
+ones are processed twice.
 
-The broker tells each producer and consumer on such a topic that it is closed. So each of our transactions is remembered
-for some time after its end was confirmed, and ended once more on every topic that was let go of. A process that dies in
-between tells no topic; and if another program ends a transaction on the topic before us, that cannot be undone.
+The broker tells each producer and consumer on an unloaded topic that it is closed. So each of our transactions is kept
+for some seconds after its end, and ended again on every topic that was unloaded. A process that dies in between
+delivers nothing; and nothing helps if another program ends a transaction on the topic first.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from txnbridge_pulsar.settings.topic_names import whole_topic
 
 _log = logging.getLogger("txnbridge")
 
-# Topics are closed within milliseconds of being let go of; those of a large bundle one after the other.
+# A broker closes clients within milliseconds of unloading a topic; topics of a large bundle follow each other.
 _KEEP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-# Topics of a broker that was killed are asked for again and again, until the other brokers miss it.
+# Topics of a killed broker are retried until the other brokers notice its death.
 _TURN_SECONDS = 2.0
-# A writer that is closed right after a commit stays so long, to hear which topics were let go of meanwhile.
+# A writer that closes right after a commit waits this long to hear which topics were being unloaded.
 _LINGER_SECONDS = 0.02
-# A token has room for 4,096 in all, some of it lost to its encoding.
+# A token has room for 4,096 characters in all, some of which its encoding takes.
 _MOST_TOKEN_CHARACTERS = 1800
-_TOLD_AT_ONCE = 8
+_SIDE_BY_SIDE = 8
 
 
 class Participant(NamedTuple):
-    """A topic that a transaction wrote to, or a subscription on it, and which of our clients the broker tells when it
-    lets go of the topic.
+    """A topic that a transaction wrote to, or a subscription on it, with the client that hears of an unload of the
+    topic.
     """
 
     topic: str
@@ -62,24 +62,24 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """All that a transaction wrote to and acknowledged on, for a process that ends it by its token and has no clients
-    there.
+    """All topics and subscriptions of a transaction, for a process that ends it by its token and has
+    no clients there.
     """
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """What a token can hold: of each topic the set of its partitions as bits. Nothing if it is too much."""
+        """Return what a token can hold: the partitions of each topic as a bit set; nothing if that is too long."""
         groups: dict[str, list[str]] = {}
         for topic, name in self.subscriptions:
             groups.setdefault(name, []).append(topic)
-        found = {"r": _packed(self.topics), "g": {name: _packed(topics) for name, topics in groups.items()}}
-        return found if len(json.dumps(found)) <= _MOST_TOKEN_CHARACTERS else {}
+        packed = {"r": _packed(self.topics), "g": {name: _packed(topics) for name, topics in groups.items()}}
+        return packed if len(json.dumps(packed)) <= _MOST_TOKEN_CHARACTERS else {}
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Participants:
-        """Raises `KeyError`, `TypeError`, `AttributeError` or `ValueError` for what is none."""
+        """Read the participants. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` for other fields."""
         if "r" not in fields:
             return cls()
         groups = fields["g"].items()
@@ -110,10 +110,10 @@ def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
 def deliver_everywhere(
     cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
 ) -> None:
-    """End a transaction everywhere once more: this process may have no client there, and so no broker would tell it
-    which topics moved meanwhile.
+    """End a transaction on every participant again. This process may have no clients there, and so would not hear of
+    unloaded topics.
 
-    Raises nothing: that it has ended is decided. With authorization on, only a superuser may.
+    Raise nothing: the outcome is decided. With authorization on, only a superuser has the right.
     """
 
     def tell(target: tuple[str, str | None]) -> None:
@@ -127,7 +127,7 @@ def deliver_everywhere(
         *participants.subscriptions,
     ]
     if targets:
-        with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(targets))) as pool:
+        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(targets))) as pool:
             list(pool.map(tell, targets))
 
 
@@ -150,24 +150,26 @@ class _EndedTransaction(NamedTuple):
 def participant_of(
     topic: str, subscription: str | None, user: wire.PulsarProducer | wire.PulsarConsumer
 ) -> Participant:
-    """To be asked for before the end is."""
+    """Return a participant; call this before the end is requested."""
     return Participant(topic, subscription, user, user.generation)
 
 
 class EndDelivery:
-    """Looks after the transactions of one owner. Any thread may call."""
+    """Delivers the ends of one owner's transactions again where topics were unloaded. Any thread may call."""
 
     def __init__(self, cluster: ClusterAccess) -> None:
         self._cluster = cluster
         self._changed = threading.Condition()
         self._recent: dict[Participant, deque[_EndedTransaction]] = {}
-        self._telling: Counter[str] = Counter()  # topics
+        self._delivering: Counter[str] = Counter()  # topics
         self._last_at = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """A coordinator has said that this transaction has ended. Returns when it has where something moved already."""
+        """Keep a transaction whose end its coordinator has confirmed. Return when its end has reached the topics that
+        have moved.
+        """
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:
@@ -179,26 +181,26 @@ class EndDelivery:
         self.settle({each.topic for each in participants}, deadline)
 
     def settle(self, topics: Set[str], deadline: Deadline) -> None:
-        """Return when everything is told of these topics that had moved, or the deadline is over.
+        """Return when the kept ends have reached these topics, where they have moved, or at the deadline.
 
-        No later transaction may end there before: its end would drop what was not told.
+        No later transaction may end there before: its end would drop the missing ones.
         """
         for each in self._moved(topics):
-            self._tell(each, deadline)
+            self._deliver_again(each, deadline)
         with self._changed:
-            self._changed.wait_for(lambda: self._telling.keys().isdisjoint(topics), max(0.0, deadline.left()))
+            self._changed.wait_for(lambda: self._delivering.keys().isdisjoint(topics), max(0.0, deadline.left()))
 
     def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
         with self._changed:
             return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
 
-    def _tell(self, missed: Participant, deadline: Deadline) -> None:
-        """End everything once more on one topic. Ends that fail are kept, to be tried again."""
+    def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
+        """End all kept transactions again on one topic. Failed ends are kept for another try."""
         with self._changed:
             ended = self._recent.pop(missed, None)
             if ended is None:
-                return  # another thread is at it
-            self._telling[missed.topic] += 1
+                return  # another thread delivers them
+            self._delivering[missed.topic] += 1
         try:
             while ended:
                 first = ended[0]
@@ -214,9 +216,9 @@ class EndDelivery:
             with self._changed:
                 if ended:
                     self._recent.setdefault(missed, deque()).extendleft(reversed(ended))
-                self._telling[missed.topic] -= 1
-                if not self._telling[missed.topic]:
-                    del self._telling[missed.topic]
+                self._delivering[missed.topic] -= 1
+                if not self._delivering[missed.topic]:
+                    del self._delivering[missed.topic]
                 self._changed.notify_all()
 
     def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.ServerError) -> None:
@@ -232,8 +234,8 @@ class EndDelivery:
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_SECONDS):
             if moved := self._moved():
-                with ThreadPoolExecutor(min(_TOLD_AT_ONCE, len(moved))) as pool:
-                    list(pool.map(lambda each: self._tell(each, Deadline(_TURN_SECONDS)), moved))
+                with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(moved))) as pool:
+                    list(pool.map(lambda each: self._deliver_again(each, Deadline(_TURN_SECONDS)), moved))
             with self._changed:
                 self._drop_old()
                 if not self._recent:
@@ -249,11 +251,11 @@ class EndDelivery:
                 del self._recent[each]
 
     def linger(self) -> None:
-        """To be called before producers are closed: return when they have heard which topics were being let go of."""
+        """Wait until producers have heard which topics were being unloaded. Call this before producers are closed."""
         time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
 
     def close(self, deadline: Deadline) -> None:
-        """The last look."""
+        """Stop, after delivering once more."""
         self._stop.set()
         for each in self._moved():
-            self._tell(each, deadline)
+            self._deliver_again(each, deadline)

@@ -1,11 +1,12 @@
-"""Making the brokers refuse what comes late for a transaction that somebody else has ended.
+"""Makes brokers refuse late messages of a transaction that another process than its writer has ended.
 
-A message that arrives after the end may block its topic for all readers, or take back what was committed. Brokers
-refuse it once they know that everything up to its transaction has ended, which they learn from the end of a later one
-on the same topics: an empty one does. It says nothing, though, while an older transaction of that coordinator is open.
+A message that arrives after the end may block its topic for all readers, or take a commit back. A broker refuses it
+once the topic's low water mark has passed the transaction. The low water mark moves with the end of a later transaction
+on the same topics, and an empty one is enough. It does not move while an older transaction of the same coordinator is
+open. The canary topic, which nobody reads, shows whether late messages are refused.
 
-Acknowledgements that arrive after the end are never refused. Each keeps its message from the group, until the group's
-next ones in a transaction end there; so they are ended as well, where this user may do that.
+Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction
+ends there. So they are ended as well, where this user has the right to.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
 
 _log = logging.getLogger("txnbridge")
 
-# The empty transaction lives for milliseconds; if its process dies, it holds nothing back but other empty ones.
+# The empty transaction lives for milliseconds. If its process dies, it holds back only other empty ones.
 _TTL_MS = 10_000
-# Until the older transactions have ended, which may take as long as they are allowed: first soon, then seldom.
+# Pauses until the older transactions have ended, which may take as long as they are allowed: first short, then long.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
 _SECONDS_A_TURN = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """End an empty transaction over the same topics and subscriptions; whether late messages are refused there now.
+    """End an empty transaction over the same topics and subscriptions. Return whether late messages are refused there
+    now.
 
-    Terminated topics are left out: they take no late messages, and the empty transaction would never end.
+    Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
     """
     canary = cluster.topics.internal(cluster.settings.late_write_canary, deadline)
     transactions = cluster.client.transactions
@@ -54,17 +56,19 @@ def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, dead
 def _release_late_acks(
     transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
 ) -> None:
-    """Have a subscription deliver again what it holds for a transaction that has ended: those acknowledgements can only
-    have come late.
+    """Have a subscription redeliver what it holds for a transaction that has ended: these
+    acknowledgements came late.
     """
     try:
         transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
-    except wire.ServerError as error:  # where rights are checked, only a superuser may
+    except wire.ServerError as error:  # with authorization on, only a superuser has the right
         _log.debug("late acknowledgements of %s on %s are held until the group's next: %s", txn, topic, error)
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
-    """Whether a message that comes late is: this one, where it does no harm if it is not."""
+    """Return whether late messages are refused. One is sent to the canary topic, where it does no harm if it is
+    accepted.
+    """
     what = f"looking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
@@ -80,7 +84,9 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Goes on in the background until late messages of all transactions at risk are refused. Any thread may call."""
+    """Works in the background until brokers refuse the late messages of all transactions at risk. Any
+    thread may call.
+    """
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster
@@ -97,18 +103,18 @@ class LateWriteGuard:
             return tuple(self._at_risk)
 
     def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Try once at once, because mostly nothing older is open; then as long as it takes."""
+        """Try once now, because mostly no older transaction is open; then keep trying in the background."""
         if self._try(ended, deadline):
             return
         with self._lock:
             self._at_risk.append(ended)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._go_on, name="txnbridge-pulsar-refuse", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-refuse", daemon=True)
                 self._thread.start()
 
     def _try(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         if self._in_doubt.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
-            return False  # the end of the empty transaction would take back the unclear ones as well
+            return False  # the end of the empty transaction would take back one in doubt
         try:
             self._end_delivery.settle(set(ended.topics), deadline)
             return refuse_late_writes(self._cluster, ended, deadline)
@@ -116,7 +122,7 @@ class LateWriteGuard:
             _log.debug("what comes late for %s is not refused yet: %s", ended.transaction, error)
             return False
 
-    def _go_on(self) -> None:
+    def _run(self) -> None:
         for pause in _pauses():
             if self._stop.wait(pause):
                 return
@@ -130,7 +136,7 @@ class LateWriteGuard:
                     return
 
     def close(self, deadline: Deadline) -> None:
-        """Stop. Transactions that are still at risk stand on the fence topic, for the next owner."""
+        """Stop. The fence topic names the transactions still at risk, for the next owner."""
         self._stop.set()
         thread = self._thread
         if thread is not None:

@@ -1,8 +1,8 @@
-"""What became of a transaction, and ending one by its number: its coordinator while that knows it, then the marker.
+"""Ends transactions by their number, and finds out how they ended: from the coordinator, then from the proof message.
 
-A coordinator forgets a transaction as soon as it has ended, and then says the same of committed, aborted, timed out and
-never begun ones. A request that was not answered is repeated; but then only a record that stands inside the transaction
-tells how it ended.
+A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
+never begun ones. An unanswered request is repeated; but once the transaction is forgotten, only the proof message
+inside the transaction tells how it ended.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from txnbridge_pulsar.errors import translate
 from txnbridge_pulsar.outcome.broker_evidence import had_committed
 from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
 from txnbridge_pulsar.outcome.proof import was_committed
-from txnbridge_pulsar.outcome.terminated_topics import how_to_mend, terminated
+from txnbridge_pulsar.outcome.terminated_topics import repair_hint, terminated
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
 _log = logging.getLogger("txnbridge")
 
-# Between two questions about a transaction that is being ended, or to a coordinator that is not there.
+# Pause between two questions about a transaction that is being ended, or to a coordinator that is not available.
 _PAUSE = 0.05
-# An answer that got lost comes no more; asked in good time, the same question is answered.
+# A lost answer never comes; the request is repeated while there is time for another answer.
 _ATTEMPTS = 3
 _LEAST_PATIENCE = 1.0
-_MOST_OF_IT = 0.8  # of what is left: the rest is for looking why no answer came
-# How long a status waits for a transaction that is being ended this moment; that takes milliseconds.
+_PATIENCE_SHARE = 0.8  # of the time left; the rest is for finding out why no answer came
+# A status waits at most this long for a transaction that is ending now, which takes milliseconds.
 _MOMENT = 2.0
-# A marker that cannot be read by then is hidden by an open transaction, which may take as long as it likes.
+# A proof that cannot be read by then is hidden by an open transaction, which may stay open much longer.
 _LOOK_SECONDS = 5.0
 
 _COMMITTING = {"COMMITTING", "COMMITTED"}
@@ -45,7 +45,7 @@ _ABORTING = {"ABORTING", "ABORTED"}
 
 
 class EndResult(Enum):
-    """What the request to end a transaction came to."""
+    """The result of a request to end a transaction."""
 
     COMMITTED = "it is committed"
     ABORTED = "it is aborted"
@@ -55,25 +55,25 @@ class EndResult(Enum):
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """What a token tells of its transaction. `txn` is None if nothing was ever asked of the broker."""
+    """What a token states about its transaction. `txn` is None if nothing was ever asked of the broker."""
 
     txn: TxnId | None
     proof: ProofLocation | None
-    asked: bool = True  # whether its writer came to ask for the commit
-    participants: Participants = NO_PARTICIPANTS  # of one that is prepared
+    asked: bool = True  # whether its writer requested the commit
+    participants: Participants = NO_PARTICIPANTS  # of a prepared transaction
 
     def fields(self) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.proof is None else self.proof.fields()
+        proof_fields: dict[str, Any] = {} if self.proof is None else self.proof.fields()
         return {
             "x": None if self.txn is None else list(self.txn),
             "a": self.asked,
-            **found,
+            **proof_fields,
             **self.participants.fields(),
         }
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
-        """Raises `InvalidToken`."""
+        """Read the evidence from a token. Raise `InvalidToken`."""
         try:
             if fields["x"] is None:
                 return cls(None, None, fields["a"] is True)
@@ -89,13 +89,13 @@ class TokenEvidence:
 
 
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
-    """Ask a coordinator to end a transaction, until it answers. The decision is never changed on the way.
+    """Ask the coordinator to end a transaction until it answers. The decision never changes on the way.
 
-    `topics` are those that the transaction has named, as far as they are known: one of them may keep the coordinator
-    from ever answering, see `_stuck`.
+    `topics` are the registered topics, as far as they are known: a terminated one may keep the coordinator from ever
+    answering, see `_is_stuck_abort`.
 
-    Raises `OutcomeUnknown` if it was asked and has not answered by the deadline, `BrokerUnavailable` if it could not
-    be asked, `AccessDenied`.
+    Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
+    sent, `AccessDenied`.
     """
     asked = False
     patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
@@ -103,12 +103,12 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
     under_way: EndResult | None = None  # the end that the coordinator says it is carrying out
     while True:
         try:
-            cluster.client.transactions.end(txn, commit, min(deadline.left() * _MOST_OF_IT, patience))
+            cluster.client.transactions.end(txn, commit, min(deadline.left() * _PATIENCE_SHARE, patience))
             return EndResult.COMMITTED if commit else EndResult.ABORTED
         except wire.TransactionNotFound:
             return under_way or (EndResult.UNCLEAR if asked else EndResult.BEFORE)
         except wire.InvalidTransactionStatus as error:
-            under_way = _being(error) or under_way
+            under_way = _end_under_way(error) or under_way
             last: wire.PulsarError = error
         except wire.PulsarError as error:
             if not _may_pass(error):
@@ -117,7 +117,7 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
             asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
             last = error
         if patient.expired or isinstance(last, wire.RequestTimedOut):
-            if _stuck(cluster, txn, topics, deadline):
+            if _is_stuck_abort(cluster, txn, topics, deadline):
                 return EndResult.ABORTED
             patient = Deadline(patience)
         if deadline.left() <= _PAUSE:
@@ -125,40 +125,40 @@ def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str],
         time.sleep(_PAUSE)
 
 
-def _stuck(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
-    """Return whether a transaction is as good as aborted, although its coordinator never gets to the end of it because
-    one of its topics was terminated.
+def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
+    """Return whether a transaction will certainly be aborted, although its coordinator never finishes because one of
+    its topics was terminated.
 
     An abort that the coordinator has begun is stored, and nobody can turn it into a commit. Messages on the terminated
-    topic would need a commit marker there to become visible, and no marker can be stored there. On its other topics,
-    and on all subscriptions, also those of the terminated topic, whose logs are ledgers of their own, the coordinator
-    has asked for the abort at the same time, and goes on asking for it: so late messages are aborted, too.
+    topic could only become visible by a commit marker there, and no marker can be stored. The coordinator has sent the
+    abort to all other topics and to all subscriptions at the same time, and keeps sending it, so late messages are
+    aborted, too. That includes the terminated topic's subscriptions, whose pending-ack logs are ledgers of their own.
 
-    Raises `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back, and
-    what it has written to the terminated topic is lost, which only a user may accept.
+    Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. Its
+    messages on the terminated topic are lost, which only a user may accept.
     """
     deadline = Deadline(min(_LOOK_SECONDS, deadline.left()))
-    found = terminated(cluster, topics, deadline)
-    if not found:
+    stopped = terminated(cluster, topics, deadline)
+    if not stopped:
         return False
     try:
-        state = _named(cluster, txn, deadline, topics=found[:1])
+        state = _register_again(cluster, txn, deadline, topics=stopped[:1])
     except TxnBridgeError as error:
         _log.debug("whether %s is being aborted: %s", txn, error)
         return False
     if state in _COMMITTING:
-        raise OutcomeUnknown(f"the commit of {txn} does not end: {how_to_mend(found)}")
+        raise OutcomeUnknown(f"the commit of {txn} does not end: {repair_hint(stopped)}")
     return state in _ABORTING
 
 
-def _being(error: wire.InvalidTransactionStatus) -> EndResult | None:
+def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
     if error.state in _COMMITTING:
         return EndResult.COMMITTED
     return EndResult.ABORTED if error.state in _ABORTING else None
 
 
 def _may_pass(error: wire.PulsarError) -> bool:
-    """Whether the same request may be answered later: trouble of the coordinator's store is, too."""
+    """Return whether the request may be answered later; trouble of the coordinator's store passes, too."""
     return error.retriable or isinstance(error, wire.BrokerConnectionLost)
 
 
@@ -172,14 +172,14 @@ def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError
 
 
 def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction, and say what is true, whoever was first. Safe to repeat."""
+    """End a prepared transaction. Return its true outcome, whoever was first. Safe to repeat."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         raise InvalidToken("this token is damaged: a prepared transaction has a number")
-    with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as told:
+    with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
         topics = tuple(dict.fromkeys((evidence.proof.topic, *evidence.participants.topics)))
         ended = end(cluster, evidence.txn, commit, topics, deadline)
-        told["ended"] = ended.name
+        event["ended"] = ended.name
     if ended is EndResult.COMMITTED:
         outcome = Outcome.COMMITTED
     elif ended is EndResult.ABORTED:
@@ -187,7 +187,8 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
     else:
         outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
-        # The marker topic also where the token had no room for the others: the next transaction of its slot ends on it.
+        # Include the proof topic even if the token had no room for the participants: its slot's next transaction ends
+        # there.
         deliver_everywhere(
             cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
         )
@@ -195,21 +196,21 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
 
 
 def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> Outcome:
-    """How a transaction ended of which its coordinator says that it has.
+    """Return how a transaction ended that its coordinator has forgotten.
 
-    Raises `OutcomeUnknown` while something hides the answer, `EvidenceLost` if it is gone.
+    Raise `OutcomeUnknown` while an open transaction hides the proof, `EvidenceLost` if the proof is gone.
     """
-    found = _by_proof(cluster, proof, txn, deadline)
-    if found is None:
+    committed = _by_proof(cluster, proof, txn, deadline)
+    if committed is None:
         raise OutcomeUnknown(f"how {txn} ended cannot be read yet: an open transaction hides it on {proof.topic}")
-    return Outcome.COMMITTED if found else Outcome.ABORTED
+    return Outcome.COMMITTED if committed else Outcome.ABORTED
 
 
 def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """Have the end of a transaction that may have been committed reach all topics and subscriptions that it touched,
-    before anything else ends there: where the commit has not arrived, another end would take it back.
+    """Deliver the end of a transaction that may have committed to all its topics and subscriptions before anything else
+    ends there: the next end on a topic that a commit has not reached takes the commit back.
 
-    False while nobody can tell whether the transaction was committed: then nothing may end there.
+    Return False while it is not known whether the transaction was committed: then nothing may end there.
     """
     try:
         committed = _by_proof(cluster, ended.proof, ended.txn, deadline)
@@ -224,7 +225,7 @@ def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadli
 
 
 def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """What became of a token's transaction, prepared or not. Changes nothing of it."""
+    """Return the status of a token's transaction, prepared or not, without changing the transaction."""
     evidence = TokenEvidence.read(token.how)
     if evidence.txn is None or evidence.proof is None:
         state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
@@ -241,16 +242,18 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
     if state_now:
         return Status(TokenState.UNKNOWN, reason=f"its coordinator says that it is {state_now}")
     try:
-        found = _by_proof(cluster, evidence.proof, evidence.txn, deadline)
+        committed = _by_proof(cluster, evidence.proof, evidence.txn, deadline)
     except EvidenceLost as lost:
         return Status(TokenState.UNKNOWN, reason=str(lost), permanent=True)
-    if found is None:
+    if committed is None:
         return Status(TokenState.UNKNOWN, reason="an open transaction hides its marker; ask later")
-    return Status(TokenState.COMMITTED if found else TokenState.ABORTED)
+    return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 
 def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """As `was_committed`, for a short time only; but until the deadline while no broker serves the marker topic."""
+    """Return `was_committed`, waiting a few seconds for it, and until the deadline while no broker serves the proof
+    topic.
+    """
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
@@ -261,7 +264,9 @@ def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """A coordinator's word for a transaction, empty once it has ended; waits a moment for one that is being ended."""
+    """Return the coordinator's state of a transaction, empty once it has ended. Wait a moment for a transaction that is
+    ending.
+    """
     until = Deadline(min(_MOMENT, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_PAUSE)
@@ -269,24 +274,24 @@ def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
 
 
 def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """ "OPEN", or the coordinator's word for what it does with it; empty for one that has ended.
+    """Return "OPEN", or the coordinator's other word for the state; empty for a transaction that has ended.
 
-    There is no such question; but naming a topic that was named before changes nothing, and is refused to what is not
-    open.
+    The protocol has no such question. But registering a topic again changes nothing, and is refused unless the
+    transaction is open.
     """
-    return _named(cluster, txn, deadline, topics=[proof.topic])
+    return _register_again(cluster, txn, deadline, topics=[proof.topic])
 
 
 def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Have the coordinator keep of a transaction, as long as it is open, that all of it is stored; its state as above.
+    """Have the coordinator note that an open transaction is prepared. Return its state as above.
 
-    There is no field for it; but the subscription of the marker topic, which nothing is acknowledged on in a
-    transaction, is listed with it from then on.
+    The protocol has no field for the note. But from then on the coordinator lists the proof topic's subscription with
+    the transaction, which never acknowledges there.
     """
-    return _named(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
+    return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
 
 
-def _named(
+def _register_again(
     cluster: ClusterAccess,
     txn: TxnId,
     deadline: Deadline,

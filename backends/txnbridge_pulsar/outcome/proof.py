@@ -1,8 +1,8 @@
-"""Marker topics: each transaction puts a record inside itself there, which can be read once it was committed.
+"""Proof topics: each transaction stores a proof message inside itself there, which readers see once it is committed.
 
-That it cannot be read means that the transaction was aborted only if a plain record, written after the end, can:
-an open transaction hides whatever stands behind it. So each writer has a marker topic of its own, where one
-transaction at a time is open.
+A proof that cannot be read means an abort only if a plain record behind it can be read: an open transaction hides
+everything behind its first message. So each writer has a proof topic of its own, where one transaction at a time is
+open.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from txnbridge_pulsar.write.fence_records import ProofLocation
 
 VERSION = 1
 PRESENCE, PROOF, PROBE = "here", "mark", "probe"
-# A plain record serves the transactions that begin within so many seconds: it says until when any of them can be open,
-# and what is older than that for long is dropped. Writing one takes ten milliseconds.
+# A presence record serves the transactions that begin within this time. It states until when any of them can be open,
+# and the cleanup drops it long after that. Writing one takes ten milliseconds.
 PRESENCE_SECONDS = 300.0
-# Entries a turn when reading; each is small.
+# Entries that are read at once; each is small.
 _A_TURN = 1000
-# Entries that are there come in milliseconds; waiting longer for more only delays the probe.
+# Stored entries arrive within milliseconds; a longer wait only delays the probe.
 _A_LOOK = 0.05
 
 
 def proof_prefix(cluster: ClusterAccess) -> str:
-    """How the names of all marker topics begin; the writer's name follows, encoded."""
+    """Return the prefix of all proof topics' names; the encoded name of the writer follows it."""
     return f"{cluster.settings.prefix}marker-"
 
 
 def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
-    """The full name of a writer's marker topic, which is there now and stays."""
+    """Return the full name of a writer's proof topic, which exists from now on."""
     return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
 
 
 @dataclass(frozen=True)
 class ProofRecord:
-    """One record on a marker topic: `HERE` before a writer's first transaction, `MARK` inside each, `PROBE` by a
-    process that asks how one ended. Before a transaction that is to be prepared, `HERE` is for it alone and names it.
+    """A record on a proof topic: `PRESENCE` before a writer's first transaction, `PROOF` inside each transaction,
+    `PROBE` by a process that asks how one ended. A prepared transaction has a `PRESENCE` record of its own, which names
+    it.
     """
 
     kind: str
     nonce: str = ""
     transaction: str = ""
-    until: int = 0  # milliseconds since 1970; of HERE: no transaction that rests on it is open for longer
-    owned: bool = False  # of HERE: whether it is of a transactional id, which somebody may open again
+    until: int = 0  # milliseconds since 1970; of PRESENCE: none of its transactions is open for longer
+    owned: bool = False  # of PRESENCE: whether the writer has a transactional id, which may be opened again
 
     def pack(self) -> bytes:
         fields = {
@@ -70,7 +71,7 @@ class ProofRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> ProofRecord | None:
-        """None for what is none of ours."""
+        """Read a record; None for one of another origin."""
         try:
             fields: Any = json.loads(data or b"")
             if fields["v"] != VERSION:
@@ -88,8 +89,8 @@ def new_nonce() -> str:
 
 
 def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
-    """The last readable record of a marker topic, if it is a writer's first: that of an open transaction to be prepared
-    is, and tells which one it is.
+    """Return a proof topic's last readable record if it is a presence record. For an open prepared transaction it is,
+    and names the transaction.
     """
     entry = last_entry(cluster, topic, deadline)
     record = None if entry is None else record_of(entry)
@@ -99,22 +100,23 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 
 
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
-    """Whether a transaction that has ended was committed; None if that cannot be seen yet.
+    """Return whether a transaction that has ended was committed; None if that cannot be seen yet.
 
-    Right only after its coordinator has said that it has ended. Raises `EvidenceLost` if the topic is not what it was.
+    The answer is right only after the coordinator has said that the transaction ended. Raise `EvidenceLost` if the
+    topic has lost records.
     """
     try:
         with (
             translated(f"asking {proof.topic} how transaction {txn} ended"),
             _reading(cluster, proof.topic, proof.since, deadline) as entries,
         ):
-            return _told(cluster, entries, proof, txn, deadline)
+            return _search_proof(cluster, entries, proof, txn, deadline)
     except NotFound as error:
         gone = f"the marker topic {proof.topic} is gone, and with it what told how transactions ended"
         raise EvidenceLost(gone) from error
 
 
-def _told(
+def _search_proof(
     cluster: ClusterAccess,
     entries: Iterator[wire.ReceivedEntry | None],
     proof: ProofLocation,
@@ -127,24 +129,25 @@ def _told(
         while True:
             entry = next(entries, None)
             if entry is None:
-                if probe is None:  # all is read that was there: something plain has to come behind it
+                if probe is None:  # all stored entries are read: a plain record has to come behind the proof
                     probe = new_nonce()
                     write_plain(cluster, proof.topic, ProofRecord(PROBE, probe), deadline)
                 continue
-            found = _verdict(entry, txn, proof.at, probe)
-            if found is not None:
-                return found
+            verdict = _judge(entry, txn, proof.at, probe)
+            if verdict is not None:
+                return verdict
     except DeadlineExceeded:
         return None
 
 
-def _verdict(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
+def _judge(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
     record = record_of(entry)
     if record is not None and record.kind == PROOF and entry.txn == txn:
         return True
     if at is not None and (entry.id.ledger, entry.id.entry) > at:
-        return False  # what stands behind the mark can be read
-    # Else only what is certainly behind it tells: an older owner may have written in front of it, as late as it likes.
+        return False  # an entry behind the proof message can be read
+    # Without the position only our own probe is certainly behind the proof: an older owner may write in front of it
+    # late.
     return False if record is not None and record.kind == PROBE and record.nonce == probe else None
 
 
@@ -156,7 +159,7 @@ def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
 
 
 def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
-    """Store a record outside of any transaction; where it is."""
+    """Store a record outside any transaction. Return its position."""
     with translated(f"writing to {topic}"):
         producer = cluster.client.create_producer(topic, timeout=deadline.left())
         try:
@@ -170,10 +173,10 @@ def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadlin
 def write_presence(
     cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
 ) -> ProofLocation:
-    """Write the plain record that the evidence of a writer's transactions begins with: before the first one there, and
-    again before one that begins after `PRESENCE_SECONDS`.
+    """Write the presence record that begins the evidence of a writer's next transactions: before the first one on the
+    topic, and before any that begins `PRESENCE_SECONDS` later.
 
-    The writer must know that all transactions before on this topic have ended.
+    All earlier transactions on this topic must have ended.
     """
     nonce = new_nonce()
     until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
@@ -182,8 +185,8 @@ def write_presence(
 
 
 def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Delete a marker topic that no process will ask any more. Without REST its subscription is deleted: then the
-    broker deletes the topic by itself, because it is not used.
+    """Delete a proof topic that is no longer needed. Without REST, delete its subscription: then the broker deletes the
+    unused topic by itself.
     """
     if cluster.rest is not None:
         cluster.topics.delete(topic, deadline)
@@ -196,7 +199,9 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """The entries from a position on; None whenever nothing more has come, until `DeadlineExceeded`."""
+    """Yield an iterator of the entries from a position on. It gives None whenever no entry is waiting, and raises
+    `DeadlineExceeded`.
+    """
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:
@@ -207,9 +212,9 @@ def _reading(
 
 def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:
     while True:
-        found = reader.receive(min(deadline.left(), _A_LOOK), most=_A_TURN)
-        yield from found
-        if not found:
+        received = reader.receive(min(deadline.left(), _A_LOOK), most=_A_TURN)
+        yield from received
+        if not received:
             deadline.check(f"reading {topic}")
             yield None
 
@@ -219,5 +224,5 @@ def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
 
 
 def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
-    """The record in an entry on a marker topic; None if it is none of ours."""
+    """Return the record in an entry of a proof topic; None if the entry has another origin."""
     return ProofRecord.unpack(entry.messages()[0].value)

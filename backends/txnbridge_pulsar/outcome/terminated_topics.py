@@ -1,7 +1,7 @@
-"""Topics that were terminated while a transaction was open that has named them.
+"""Topics that were terminated while a transaction was open on them.
 
-Nothing can be stored on a terminated topic any more, so the coordinator cannot write there how the transaction ended.
-It ends the transaction everywhere else, tries again and again on that topic, and never answers the request.
+Nothing can be stored on a terminated topic, so the coordinator cannot write a control marker there. It ends the
+transaction everywhere else, retries that topic for ever, and never answers the request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ASKED_AT_ONCE = 8
 
 
 def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline) -> tuple[str, ...]:
-    """Return those of these concrete topics that are known to be terminated."""
+    """Return the concrete topics that are known to be terminated."""
     if not topics:
         return ()
     with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(topics))) as asking:
@@ -28,18 +28,18 @@ def terminated(cluster: ClusterAccess, topics: Sequence[str], deadline: Deadline
 def _is_terminated(cluster: ClusterAccess, topic: str, deadline: Deadline) -> bool:
     client = cluster.client
     try:
-        # A producer would make a topic anew that was deleted; a reader that must not create it finds it missing.
+        # A producer would create a deleted topic anew; a reader that must not create it reports it missing.
         client.read(topic, timeout=deadline.left(), create=False).close(deadline.left())
         client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
     except wire.TopicTerminated:
         return True
     except wire.PulsarError:
-        return False  # it is not known, and whatever asks goes on as if the topic took messages
+        return False  # not known; the caller goes on as if the topic accepted messages
     return False
 
 
-def how_to_mend(topics: Sequence[str]) -> str:
-    """Return what an administrator has to know and do about these topics, for an error."""
+def repair_hint(topics: Sequence[str]) -> str:
+    """Return what an administrator has to know and do about these topics, as a part of an error."""
     names = ", ".join(topics)
     return (
         f"{names} was terminated while the transaction was open, so its coordinator commits it on all other topics and"

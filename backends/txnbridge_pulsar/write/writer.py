@@ -363,9 +363,9 @@ class PulsarWriter(Writer):
         if self._txn is None:
             return  # nothing was sent or acknowledged
         try:
-            with self._cluster.events.step("step:commit", self._begin.transaction) as told:
+            with self._cluster.events.step("step:commit", self._begin.transaction) as event:
                 ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
-                told["ended"] = ended.name
+                event["ended"] = ended.name
             if ended is EndResult.UNCLEAR:
                 self._ask_proof(deadline)
             elif ended is not EndResult.COMMITTED:
