@@ -1,4 +1,4 @@
-"""The last entry of a topic that can be read."""
+"""Reads the last entry of a topic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from txnbridge_pulsar.errors import translated
 
 
 def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
-    """The last readable entry of a concrete topic, by its full name; None if there is none."""
+    """Return the last readable entry of a concrete topic, given by its full name; None if there is none."""
     with translated(f"reading {topic}"):
         reader = cluster.client.read(topic, timeout=deadline.left())
         try:
@@ -20,13 +20,13 @@ def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.R
             return None
         reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(last))
         try:
-            while not (found := reader.receive(deadline.left(), most=1)):
+            while not (entries := reader.receive(deadline.left(), most=1)):
                 deadline.check(f"reading {topic}")
-            return found[0]
+            return entries[0]
         finally:
             reader.close(deadline.left())
 
 
 def start_before(id: wire.MessageId) -> wire.MessageId:
-    """Where a reader begins whose first message is to be this one."""
+    """Return where a reader has to start so that this entry is its first."""
     return wire.MessageId(id.ledger, id.entry - 1)

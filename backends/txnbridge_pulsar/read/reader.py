@@ -1,4 +1,4 @@
-"""Reading committed messages, in a group or alone."""
+"""The reader: committed messages, in a group or without one."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from txnbridge_pulsar.write.acks import PulsarAckContext
 
 _log = logging.getLogger("txnbridge.pulsar.client")
 
-# A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
+# A call without a deadline (seek) waits this long for the broker's answers.
 SHORT_CALL = 10.0
-# Nothing that has to be noticed goes unannounced, but for a signal and partitions that were added.
+# A wait lasts at most this long: everything wakes it up but signals and partitions that were added to a topic.
 _IDLE_SECONDS = 0.25
 # How often a reader looks for partitions that were added to its topics.
 _LOOK_SECONDS = 3.0
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
-# Partitions come together: a member that reads until all its partitions are read would else take the first for all. A
-# broker says at once which member has a partition, or a second after it took that from another one, a busy broker
-# later; past this time the reader does not wait for its word.
+# Partitions are assigned together: a member that reads until all its partitions are read would else take the first one
+# for all. A broker says at once which member has a partition, a second after taking it from another member, or later if
+# it is busy. The reader waits for this word at most this long.
 _TOGETHER_SECONDS = 10.0
-# How soon is asked again whether open transactions still hold messages in front, and how late coordinators may be to
-# abort those whose time is over.
+# How soon the reader asks again whether open transactions still hold earlier messages, and how long after a timeout the
+# coordinator may take to abort.
 _HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
-# So many bytes wait to be handed out, over all partitions; entries that were taken in may hold as many again.
+# Entries that wait to be handed out have at most this size in all; entries already taken in may have as much again.
 READ_BYTES = 32 * 1024 * 1024
-# Entries that are taken in at once: of large ones there are never so many.
+# Entries that are taken in at once. Of large entries there are never so many.
 _MOST_ENTRIES = 500
-# One poll hands out so many bytes at most: a program that asks for 10,000 messages has no room for as many megabytes.
+# One poll hands out at most this size: a program that asks for 10,000 messages has no room for 10,000 megabytes.
 _ENOUGH_BYTES = 16 * 1024 * 1024
-# Opening a partition is a matter of some milliseconds of waiting for the broker.
+# Opening a partition takes some milliseconds of waiting for the broker.
 _OPENED_AT_ONCE = 16
 
 _numbers = itertools.count()
@@ -62,15 +62,15 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """The results of the work behind a reader: partitions that begin, and those that were added."""
+    """What the background work of a reader found: partitions that start, and partitions that were added."""
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()
 
 
 class PulsarReader(Reader):
-    """One consumer for each partition, on a connection of their own. What takes time besides reading is done on another
-    thread.
+    """One consumer for each partition, all on one connection of their own. What takes time is done on
+    another thread.
     """
 
     def __init__(
@@ -89,24 +89,24 @@ class PulsarReader(Reader):
         self._inbox = wire.Inbox(READ_BYTES)
         self._registry = GroupRegistry(cluster.rest, subscription.group, context)
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
-        self._guard = threading.Lock()  # acknowledgements come from other threads
+        self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
-        self._of: dict[object, PulsarPartition] = {}  # by consumer
+        self._by_consumer: dict[object, PulsarPartition] = {}  # by consumer
         shared = subscription.sharing != "partition"
-        self._early: list[wire.ReceivedEntry] = []  # of partitions that are being opened
+        self._early: list[wire.ReceivedEntry] = []  # entries of partitions that are being opened
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
         self._work: BackgroundTask[_BackgroundResult] | None = None
         self._look_at = time.monotonic() + _LOOK_SECONDS
         self._together_until = 0.0
         self._turn = 0
         self._closed = False
-        topics = self._concrete(deadline)
+        topics = self._concrete_topics(deadline)
         try:
             with translated(f"reading {', '.join(subscription.topics)}"):
                 self._add(self._open(topics, True, deadline))
                 self._together_until = time.monotonic() + _TOGETHER_SECONDS
                 for partition in () if self._mode.grouped else list(self._partitions.values()):
-                    with self._moving(partition):
+                    with self._replacing_consumer(partition):
                         first = self._mode.begin(partition, deadline)
                     self._arrive(partition, first)
         except BaseException:
@@ -114,7 +114,7 @@ class PulsarReader(Reader):
             raise
 
     def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[PulsarPartition]:
-        """Consumers of the partitions that there are none of yet."""
+        """Open consumers of the partitions that have none."""
         missing = [
             ((topic, number), concrete)
             for topic, names in topics.items()
@@ -141,7 +141,8 @@ class PulsarReader(Reader):
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException:
-            for partition in opened:  # it is opened once more, and the broker could give the partition to this one
+            # the next try opens them again, and the broker could assign the partition to this consumer
+            for partition in opened:
                 partition.consumer.close(deadline.left())
             raise
         return opened
@@ -150,18 +151,18 @@ class PulsarReader(Reader):
         with self._guard:
             for partition in partitions:
                 self._partitions[partition.key] = partition
-                self._of[partition.consumer] = partition
+                self._by_consumer[partition.consumer] = partition
         early, self._early = self._early, []
         for entry in early:
-            if entry.consumer in self._of:
-                self._of[entry.consumer].put(entry)
+            if entry.consumer in self._by_consumer:
+                self._by_consumer[entry.consumer].put(entry)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         looked = False
         while True:
-            self._follow()
+            self._update_assignments()
             messages = self._hand_out(max_messages)
             if messages:
                 return messages
@@ -169,14 +170,14 @@ class PulsarReader(Reader):
             if looked and deadline.expired:
                 return []
             for partition in self._partitions.values():
-                if partition.is_here:  # what comes before could not be handed out, and more would be asked for
+                if partition.is_assigned:  # what has come could not be handed out, and more would be requested
                     self._mode.grant_permits(partition, max_messages)
             self._receive(min(deadline.left(), _IDLE_SECONDS))
             looked = True
 
     def _receive(self, wait: float) -> None:
         for entry in self._inbox.take(wait, _MOST_ENTRIES):
-            partition = self._of.get(entry.consumer) if entry.consumer is not None else None
+            partition = self._by_consumer.get(entry.consumer) if entry.consumer is not None else None
             if partition is not None:
                 partition.put(entry)
             else:
@@ -188,13 +189,15 @@ class PulsarReader(Reader):
         for partition in self._in_turn():
             while len(messages) < limit and room > 0 and partition.ready:
                 with self._guard:
-                    found, size = partition.take(limit - len(messages))
-                messages += found
+                    taken, size = partition.take(limit - len(messages))
+                messages += taken
                 room -= size
         return messages
 
     def _in_turn(self) -> list[PulsarPartition]:
-        """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
+        """Return all partitions, starting with another one each time, so that a long one does not keep the others
+        waiting.
+        """
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
             self._turn = (self._turn + 1) % len(partitions)
@@ -208,19 +211,19 @@ class PulsarReader(Reader):
 
     # --- partitions come and go ---------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        """Tell of partitions that come and go, and have done what that takes."""
+    def _update_assignments(self) -> None:
+        """Report partitions that come and go to the listener, and start the work that takes time."""
         for partition in list(self._partitions.values()):
-            if partition.is_here and (how := self._mode.has_left(partition)):
-                self._leave(partition, how)
-            elif not partition.is_here and not self._mode.is_due(partition):
+            if partition.is_assigned and (departure := self._mode.has_left(partition)):
+                self._leave(partition, departure)
+            elif not partition.is_assigned and not self._mode.is_due(partition):
                 partition.drop()
                 partition.waits_until = None
-        self._take_in_work()
+        self._finish_done_work()
         if self._work is None:
-            self._begin_work()
+            self._start_work()
 
-    def _take_in_work(self) -> None:
+    def _finish_done_work(self) -> None:
         if self._work is not None and self._work.done:
             work, self._work = self._work, None
             try:
@@ -228,66 +231,75 @@ class PulsarReader(Reader):
             except BrokerUnavailable as error:
                 _log.warning("tried again: %s", error)
 
-    def _leave(self, partition: PulsarPartition, how: str) -> None:
-        tell = self._listener.revoking if how == "revoking" else self._listener.lost
+    def _leave(self, partition: PulsarPartition, departure: str) -> None:
+        notify = self._listener.revoking if departure == "revoking" else self._listener.lost
         try:
-            tell([partition.key])
+            notify([partition.key])
         finally:
             with self._guard:
                 partition.leave()
-            if partition.consumer.active:  # it has come back already, and some of what came with it was just dropped
+            if partition.consumer.active:  # assigned again already, and some of its new entries were just dropped
                 with suppress(wire.BrokerConnectionLost):
                     partition.consumer.redeliver()
 
-    def _begin_work(self) -> None:
+    def _start_work(self) -> None:
         partitions = self._partitions.values()
         lost = [partition for partition in partitions if partition.consumer.lost is not None]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
         due = [
-            partition for partition in partitions if known and not partition.is_here and self._mode.is_due(partition)
+            partition
+            for partition in partitions
+            if known and not partition.is_assigned and self._mode.is_due(partition)
         ]
         look = time.monotonic() >= self._look_at
         if lost or due or look:
             deadline = Deadline(self._timeout)
-            self._work = BackgroundTask(lambda: self._do(lost, due, look, deadline), self._take_in, self._inbox.wake)
+            self._work = BackgroundTask(
+                lambda: self._run_work(lost, due, look, deadline), self._apply_work, self._inbox.wake
+            )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Nothing is done behind a call that moves partitions, and nothing that was begun before it is told later."""
+        """Wait for running work. It may not run during a call that moves partitions, nor report its result after the
+        call.
+        """
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller says where to go on
-            self._take_in_work()
+            self._finish_done_work()
         if self._mode.grouped:
-            self._follow()
+            self._update_assignments()
 
-    def _do(
+    def _run_work(
         self, lost: Sequence[PulsarPartition], due: Sequence[PulsarPartition], look: bool, deadline: Deadline
     ) -> _BackgroundResult:
         try:
             with translated(f"reading {', '.join(self._subscription.topics)}"):
                 for partition in lost:
-                    self._check_there(partition, deadline)
+                    self._check_exists(partition, deadline)
                     self._registry.check(partition.topic, deadline)
                     self._mode.check_kept(partition, deadline)
                     partition.consumer.reopen(deadline.left())
                     self._together_until = time.monotonic() + _TOGETHER_SECONDS
-                starting = {c: self._mode.begin(c, deadline) for c in due if not self._waits(c, deadline)}
+                starting = {c: self._mode.begin(c, deadline) for c in due if not self._must_wait(c, deadline)}
                 if due and not starting:
                     time.sleep(_HELD_SECONDS)
-                topics = self._concrete(deadline) if look else {}
+                topics = self._concrete_topics(deadline) if look else {}
                 return _BackgroundResult(starting, self._open(topics, False, deadline))
         finally:
             if self._closed:
                 self._cluster.client.hang_up(self._connection_key)
 
-    def _concrete(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """A group may wait for a topic that nobody has written yet; a reader without a group makes none."""
-        create, found = self._subscription.group is not None, self._cluster.topics
-        return {topic: found.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
+    def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
+        """Return the concrete topics. A group waits for a topic that does not exist yet; a reader without a group
+        creates none.
+        """
+        create, topics = self._subscription.group is not None, self._cluster.topics
+        return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
-    def _waits(self, partition: PulsarPartition, deadline: Deadline) -> bool:
-        """Whether a partition is to begin later: what others have acknowledged in open transactions comes again if they
-        are aborted, and what is behind it must not come before. Those that are not prepared are over in time.
+    def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
+        """Return whether a partition has to start later. Messages that open transactions have acknowledged come again
+        after an abort, and later ones must not come before them. The wait is limited, as unprepared transactions time
+        out.
         """
         if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
@@ -295,8 +307,8 @@ class PulsarReader(Reader):
             partition.waits_until = time.monotonic() + self._timeout + _LATE_SECONDS
         return time.monotonic() < partition.waits_until
 
-    def _check_there(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raises `NotFound` for a topic that was deleted, which subscribing again would make anew."""
+    def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        """Raise `NotFound` for a deleted topic; subscribing to it again would create it anew."""
         sure_at = time.monotonic() + _SURE_SECONDS
         while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
             if time.monotonic() > sure_at:
@@ -304,14 +316,14 @@ class PulsarReader(Reader):
                 raise NotFound(f"{topic}[{number}] is not there any more")
             time.sleep(_SURE_SECONDS / 10)
 
-    def _take_in(self, found: _BackgroundResult) -> None:
+    def _apply_work(self, result: _BackgroundResult) -> None:
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
-        self._add(found.added)
+        self._add(result.added)
         if not self._mode.grouped:
-            for partition in found.added:
+            for partition in result.added:
                 self._arrive(partition, partition.next)
-        for partition, first in found.starting.items():
+        for partition, first in result.starting.items():
             self._arrive(partition, first)
 
     def _arrive(self, partition: PulsarPartition, first: Position) -> None:
@@ -319,7 +331,7 @@ class PulsarReader(Reader):
         source = self._listener.assigned(partition.key)
         with self._guard:
             partition.arrive(source, first)
-        if partition.waits_until is not None:  # the messages that have come meanwhile are those behind
+        if partition.waits_until is not None:  # the messages that have come meanwhile are later ones
             partition.waits_until = None
             partition.drop()
             with suppress(wire.BrokerConnectionLost):
@@ -328,38 +340,39 @@ class PulsarReader(Reader):
     # --- where it stands --------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
-        return {key: partition.next for key, partition in self._partitions.items() if partition.is_here}
+        return {key: partition.next for key, partition in self._partitions.items() if partition.is_assigned}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         wanted = {self._partition(key): _checked(position) for key, position in positions.items()}
         deadline = Deadline(SHORT_CALL)
-        if not self._mode.grouped:  # in a group, going back behind an abort must not fail because a broker is away
+        if not self._mode.grouped:  # in a group, going back after an abort must not fail because a broker is down
             self._finish_work(deadline)
         for partition, position in wanted.items():
-            with translated(f"seeking in {partition.key[0]}"), self._moving(partition):
+            with translated(f"seeking in {partition.key[0]}"), self._replacing_consumer(partition):
                 self._mode.seek(partition, position, deadline)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         self._finish_work(deadline)
         for key in self.positions():
             partition = self._partition(key)
-            with translated(f"seeking in {key[0]}"), self._moving(partition):
+            with translated(f"seeking in {key[0]}"), self._replacing_consumer(partition):
                 self._mode.seek_to_time(partition, timestamp, deadline)
 
     @contextmanager
-    def _moving(self, partition: PulsarPartition) -> Iterator[None]:
-        """Inside, the cursor's consumer may become another one."""
+    def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
+        """Inside the block, the partition may get another consumer."""
         with self._guard:
-            del self._of[partition.consumer]
+            del self._by_consumer[partition.consumer]
             try:
                 yield
             finally:
-                self._of[partition.consumer] = partition
+                self._by_consumer[partition.consumer] = partition
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for key, given in positions.items():
             partition = self._partitions.get(key)
-            if partition is not None and partition.is_here:  # else they come again where it is now
+            # else they come again at the member that has the partition now
+            if partition is not None and partition.is_assigned:
                 with self._guard:
                     self._mode.nack(partition, given)
 
@@ -375,7 +388,7 @@ class PulsarReader(Reader):
 
     def _partition(self, key: Partition) -> PulsarPartition:
         partition = self._partitions.get(key)
-        if partition is None or not partition.is_here:
+        if partition is None or not partition.is_assigned:
             topic, number = key
             raise InvalidState(
                 f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
@@ -385,15 +398,17 @@ class PulsarReader(Reader):
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         with translated("asking for the lag"):
             return {
-                p: self._behind(partition, deadline) for p, partition in self._partitions.items() if partition.is_here
+                p: self._lag_of(partition, deadline)
+                for p, partition in self._partitions.items()
+                if partition.is_assigned
             }
 
-    def _behind(self, partition: PulsarPartition, deadline: Deadline) -> int:
-        """Messages where they are known, and entries where only the broker has them."""
+    def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
+        """Return how far behind the end the reader is: in messages where they are known, else in entries."""
         last, acknowledged = partition.consumer.progress(deadline.left())
         end = last.ledger, last.entry
         done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
-        ours = partition.waiting + partition.in_hand
+        ours = partition.waiting + partition.outstanding
         unacknowledged = self._mode.grouped and _entries(done, end) > 0
         return max(int(unacknowledged), ours + _entries(max(partition.received, done), end))
 
@@ -407,16 +422,18 @@ class PulsarReader(Reader):
             return
         self._closed = True
         try:
-            for partition in list(self._of.values()):
+            for partition in list(self._by_consumer.values()):
                 with suppress(wire.PulsarError):
                     partition.consumer.close(deadline.left())
         finally:
-            # With it go whatever was not answered, and what is being opened at this moment.
+            # This drops unanswered requests, and what is being opened now.
             self._cluster.client.hang_up(self._connection_key)
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
-    """How many entries a broker has behind one and up to another; of ledgers in between nobody knows the length."""
+    """Return how many entries lie behind one position and up to another; the length of ledgers in
+    between is not known.
+    """
     if end[1] < 0 or since >= end:
         return 0
     return end[1] - since[1] if end[0] == since[0] else end[1] + 1

@@ -1,4 +1,4 @@
-"""The ways to read a topic: without a group, and as a member of one, by partition or by message and key."""
+"""The modes of reading a topic: without a group, in a failover subscription, and in shared ones."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import needing
 from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, behind
 
-# So many messages may wait for one partition: ten times what a poll takes by default.
+# So many messages may wait for one partition: ten times the default of a poll.
 _PERMITS = 5000
-# How soon somebody else is asked again who has a subscription for himself for a moment.
+# How soon to retry while another client holds the subscription exclusively for a moment.
 _BUSY_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """How partitions are read. Calls with a deadline may ask the broker."""
+    """How partitions are read. Methods with a deadline may ask the broker."""
 
     grouped = True
-    in_order = False  # whether a group's messages come in their order, whoever has the partition
+    in_order = False  # whether a group's messages stay in order, whichever member has the partition
 
     def __init__(
         self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
@@ -37,51 +37,51 @@ class SubscriptionMode(ABC):
 
     @abstractmethod
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
-        """A consumer of a concrete topic: of the first ones, or of one that was added later."""
+        """Open a consumer of a concrete topic; `first` is False for a partition that was added later."""
 
     @abstractmethod
     def has_left(self, partition: PulsarPartition) -> str:
-        """Whether a partition that is here goes: "", "revoking" if it is still ours for a moment, or "lost"."""
+        """Return "" for a partition that stays, "revoking" if it is still ours for a moment, or "lost"."""
 
     @abstractmethod
     def is_due(self, partition: PulsarPartition) -> bool:
-        """Whether a partition that is not here can come."""
+        """Return whether an unassigned partition can be assigned."""
 
     def is_undecided(self, partition: PulsarPartition) -> bool:
-        """Whether nobody has said yet whether a partition comes."""
+        """Return whether the broker has not said yet which member has the partition."""
         return False
 
     @abstractmethod
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
-        """Where a partition that comes goes on."""
+        """Return the position at which a newly assigned partition starts."""
 
     def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
-        """Raise `PositionLost` if a partition that is to be subscribed again cannot go on where it was."""
+        """Raise `PositionLost` if a partition that is subscribed again cannot continue at its position."""
 
     @abstractmethod
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
-        """Go on from a position."""
+        """Continue at a position."""
 
     @abstractmethod
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
-        """Have messages delivered again."""
+        """Have messages redelivered."""
 
     def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
-        """Go on from the first message stamped at or after a time, or else from what is now the end."""
+        """Continue at the first message with that or a later timestamp, or else at the present end."""
         last, _ = partition.consumer.progress(deadline.left())
         self.seek(partition, BEGIN, deadline)
         partition.since = timestamp, behind(last)
 
     def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
-        """Before it is waited for so many messages."""
+        """Allow the broker to send this many messages, before the reader waits for them."""
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
-        """Have the broker send nothing meanwhile."""
+        """Have the broker send nothing while `held`."""
         partition.consumer.hold(held)
 
 
 class UngroupedMode(SubscriptionMode):
-    """Without a group, by readers that leave nothing behind: each partition from where it is told."""
+    """Without a group: a reader that leaves nothing at the broker, and starts where it is told."""
 
     grouped = False
 
@@ -105,9 +105,9 @@ class UngroupedMode(SubscriptionMode):
     def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
         start = self._subscription.start
         if start == "latest":
-            # Not the end that the broker means: before it may be what an open transaction has sent.
+            # Not the broker's last position: an open transaction may have written before it.
             last, _ = partition.consumer.progress(deadline.left())
-            # A ledger without entries goes when the topic is loaded anew, and positions in it with it.
+            # An empty ledger goes when the topic is loaded again, and positions in it with it.
             self.seek(partition, behind(last) if last.entry >= 0 else BEGIN, deadline)
         elif isinstance(start, int):
             self.seek_to_time(partition, start, deadline)
@@ -126,12 +126,12 @@ class UngroupedMode(SubscriptionMode):
         partition.consumer.hold(partition.paused)
 
     def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
-        """Raise `PositionLost` for a position in a ledger that the topic does not have any more.
+        """Raise `PositionLost` for a position in a ledger that the topic no longer has.
 
-        A broker does not say what it has trimmed, nor that a topic was deleted and made anew under its name. But it
-        trims whole ledgers, and a ledger of any topic has a higher number than all ledgers before it: those of a topic
-        that was made anew come behind those of the older one. How far a ledger went that is gone nobody knows, so the
-        position is lost, too, if it was behind the ledger's last entry.
+        A broker does not say what it has trimmed, nor that a topic was deleted and created anew under its name. But it
+        trims whole ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than
+        the deleted one's. The length of a trimmed ledger is not known, so a position behind its last entry is lost as
+        well.
         """
         if position[0] == BEGIN[0]:
             return
@@ -153,7 +153,7 @@ class UngroupedMode(SubscriptionMode):
 
 
 class FailoverMode(SubscriptionMode):
-    """In a group, each partition by one member at a time and in order: a failover subscription."""
+    """In a group, each partition at one member at a time and in order: a failover subscription."""
 
     in_order = True
 
@@ -161,7 +161,7 @@ class FailoverMode(SubscriptionMode):
         self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
     ) -> None:
         super().__init__(client, subscription, inbox, connection_key)
-        # Brokers share partitions out by the order of these.
+        # Brokers assign partitions by the order of the consumers' names.
         self._name = uuid.uuid4().hex
 
     def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
@@ -188,37 +188,37 @@ class FailoverMode(SubscriptionMode):
                 )
             except wire.ConsumerBusy:
                 if not isinstance(start, int) or deadline.expired:
-                    raise  # the group shares its messages otherwise
+                    raise  # the group uses another kind of subscription
             time.sleep(_BUSY_SECONDS)
 
-    def _subscribe(self, topic: str, deadline: Deadline, **how: Any) -> wire.PulsarConsumer:
+    def _subscribe(self, topic: str, deadline: Deadline, **options: Any) -> wire.PulsarConsumer:
         assert self._subscription.group is not None
         group = self._subscription.group
         with needing("consume", topic):
             return self._client.subscribe(
-                topic, group, timeout=deadline.left(), connection_key=self._connection_key, **how
+                topic, group, timeout=deadline.left(), connection_key=self._connection_key, **options
             )
 
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
-        """Have a group that has never acknowledged anything begin at a point in time, before it has any members.
+        """Have a group that has never acknowledged a message start at a time, before it has any members.
 
-        The member that does it has the subscription alone meanwhile, so nothing is moved under a member's feet. A
-        second time changes nothing.
+        Meanwhile this client holds the subscription exclusively, so the position does not move under a member.
+        Repeating it changes nothing.
         """
         try:
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
         except wire.ConsumerBusy:
-            return  # it has members, or somebody is at it
+            return  # it has members, or another client is setting the position
         try:
             last, acknowledged = alone.progress(deadline.left())
             if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
                 return
             passed = _last_before(alone, timestamp, last, deadline)
             if passed is not None:
-                # The answer to a seek says that it is kept. An acknowledgement is forgotten by a broker that lets go of
-                # the topic at once.
-                with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the seek done
-                    alone.seek(_next_to(passed), deadline.left())
+                # The answer to a seek says that the position is stored. A broker that unloads the topic right after an
+                # acknowledgement forgets it.
+                with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
+                    alone.seek(_position_behind(passed), deadline.left())
         finally:
             alone.close(deadline.left())
 
@@ -226,7 +226,7 @@ class FailoverMode(SubscriptionMode):
         consumer = partition.consumer
         if consumer.lost is not None or consumer.generation != partition.generation:
             return "lost"
-        # It may have left and come back in between; meanwhile another member was given the same messages.
+        # It may have left and come back, and another member got the same messages in between.
         return "" if consumer.active and consumer.activations == partition.activations else "revoking"
 
     def is_due(self, partition: PulsarPartition) -> bool:
@@ -241,23 +241,23 @@ class FailoverMode(SubscriptionMode):
 
     def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
         partition.go_to(position)
-        self._again(partition)
+        self._redeliver(partition)
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
         partition.give_back(positions)
         partition.drop()
-        self._again(partition)
+        self._redeliver(partition)
 
-    def _again(self, partition: PulsarPartition) -> None:
-        """Everything that is not acknowledged comes again, in order; of that, what is in hand is passed over."""
-        with suppress(wire.BrokerConnectionLost):  # then it comes again anyway, to whoever has the partition next
+    def _redeliver(self, partition: PulsarPartition) -> None:
+        """Have everything unacknowledged redelivered in order; outstanding messages are passed over when they come."""
+        with suppress(wire.BrokerConnectionLost):  # then it comes again anyway, at the partition's next member
             partition.consumer.redeliver()
 
 
 class SharedMode(FailoverMode):
-    """In a group, one partition by many members: by message or by key.
+    """In a group, each partition at many members: a shared or key-shared subscription.
 
-    Only so many messages are asked for as a poll wants: what waits here nobody else gets.
+    Only as many messages are requested as a poll wants: no other member gets the messages that wait here.
     """
 
     in_order = False
@@ -284,9 +284,9 @@ class SharedMode(FailoverMode):
         )
 
     def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
-        # Entries come again whole, perhaps to another member, so the rest of them is given up, too.
+        # Entries are redelivered whole, perhaps to another member, so the rest of them is given up, too.
         given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
-        # The broker delivers again by itself what an aborted transaction had acknowledged, unless it had refused that.
+        # The broker redelivers what an aborted transaction had acknowledged, unless it had refused the acknowledgement.
         wanted = [*given_up, *partition.refused]
         partition.refused.clear()
         with suppress(wire.BrokerConnectionLost):
@@ -297,13 +297,15 @@ class SharedMode(FailoverMode):
             partition.consumer.allow(messages)
 
     def hold(self, partition: PulsarPartition, held: bool) -> None:
-        pass  # nothing is sent that is not asked for
+        pass  # the broker sends only what was requested
 
 
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """The last message before the first that is stamped at or after a time, up to an end; None if that is the first."""
+    """Return the last message, up to an end, before the first one with that or a later timestamp; None if there is none
+    before it.
+    """
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")
@@ -315,8 +317,8 @@ def _last_before(
     return passed
 
 
-def _next_to(id: wire.MessageId) -> wire.MessageId:
-    """Where the message behind one may be."""
+def _position_behind(id: wire.MessageId) -> wire.MessageId:
+    """Return where the message behind this one may be."""
     if id.batch_index + 1 < id.batch_size:
         return id._replace(batch_index=id.batch_index + 1)
     return wire.MessageId(id.ledger, id.entry + 1)
@@ -325,7 +327,7 @@ def _next_to(id: wire.MessageId) -> wire.MessageId:
 def mode_of(
     client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
 ) -> SubscriptionMode:
-    """The way that a subscription asks for."""
+    """Return the mode that a subscription asks for."""
     if subscription.group is None:
         return UngroupedMode(client, subscription, inbox, connection_key)
     kind = FailoverMode if subscription.sharing == "partition" else SharedMode

@@ -76,7 +76,7 @@ class PulsarAckContext:
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
             for partition, given in partitions.items():
-                partition.check_in_hand(given)
+                partition.check_outstanding(given)
             taken = [
                 _PartitionAcks(partition, partition.assignment, txn, *partition.acknowledge(given))
                 for partition, given in partitions.items()
@@ -85,7 +85,7 @@ class PulsarAckContext:
 
     def _partition(self, key: Partition) -> PulsarPartition:
         partition = self._partitions.get(key)
-        if partition is None or not partition.is_here:
+        if partition is None or not partition.is_assigned:
             topic, number = key
             raise Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
         return partition
@@ -115,7 +115,9 @@ class SentAcks:
         which the broker only says that it has ended.
         """
         return any(
-            each.partition.assignment is not each.assignment or not each.partition.is_here or each.partition.is_leaving
+            each.partition.assignment is not each.assignment
+            or not each.partition.is_assigned
+            or each.partition.is_leaving
             for each in self._sent
         )
 
