@@ -1,4 +1,4 @@
-"""Topics, the cluster's transactions, ending them by hand, and the doctor."""
+"""Administration: topics, the cluster's open transactions, ending them by hand, and the doctor."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from txnbridge_pulsar.topics import NEEDS_REST
 
 _log = logging.getLogger("txnbridge")
 
-# How often is looked whether a new topic or partition is known.
+# How often to look whether the broker knows a new topic or partition.
 _LOOK_SECONDS = 0.05
-# The retention of each topic is a question by itself, and there may be thousands of topics.
+# Each topic's retention is a request, and there may be thousands of topics.
 _SIDE_BY_SIDE = 8
 _MINUTE, _MEGABYTE = 60, 1024 * 1024
-# Topics of Pulsar's own, and what it keeps beside a subscription.
+# Pulsar's own topics, and what it keeps beside a subscription.
 _PULSARS_OWN = ("__transaction", "__change_events")
 
 
 class PulsarAdmin(Admin):
-    """Works on the URL's namespace, and on all transactions of the cluster: others' are seen and ended too."""
+    """Works on the URL's namespace, and on the open transactions of the whole cluster, other programs' included."""
 
     def __init__(self, cluster: ClusterAccess, context: Context) -> None:
         self._cluster = cluster
@@ -69,7 +69,7 @@ class PulsarAdmin(Admin):
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         if created and policy is not None:
             self._set_retention(name, policy, deadline)
-        elif created and 0 in self._kept(name, deadline):
+        elif created and 0 in self._retention_of(name, deadline):
             _log.warning(
                 "topic %r has a retention of 0: brokers delete what no subscription needs, also what is open or"
                 " prepared. Make the subscription before the first message, or create the topic with a retention",
@@ -94,27 +94,27 @@ class PulsarAdmin(Admin):
             raise unavailable(refused, what) from refused
 
     def topics(self, deadline: Deadline) -> list[TopicInfo]:
-        found = self._topics.all(deadline)
+        partitions_of = self._topics.all(deadline)
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
-            kept = asking.map(lambda name: self._kept(name, deadline), found)
+            kept = asking.map(lambda name: self._retention_of(name, deadline), partitions_of)
             return [
                 TopicInfo(name, partitions, self._is_internal(name), *limits)
-                for (name, partitions), limits in zip(found.items(), kept, strict=True)
+                for (name, partitions), limits in zip(partitions_of.items(), kept, strict=True)
             ]
 
     def _is_internal(self, name: str) -> bool:
         return name.startswith(self._settings.prefix) or any(own in name for own in _PULSARS_OWN)
 
-    def _kept(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
-        """Seconds and bytes; None where there is no limit, and where nobody tells."""
+    def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
+        """Return seconds and bytes; None where there is no limit, or it is not known."""
         if self._cluster.rest is None or self._is_internal(name):
             return None, None
         path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
         try:
-            found = self._cluster.rest.get(path, deadline) or {}
+            retention = self._cluster.rest.get(path, deadline) or {}
         except (RestRefused, AccessDenied):
             return None, None
-        minutes, megabytes = found.get("retentionTimeInMinutes", 0), found.get("retentionSizeInMB", 0)
+        minutes, megabytes = retention.get("retentionTimeInMinutes", 0), retention.get("retentionSizeInMB", 0)
         return (
             None if minutes < 0 else float(minutes * _MINUTE),
             None if megabytes < 0 else int(megabytes * _MEGABYTE),
@@ -123,9 +123,9 @@ class PulsarAdmin(Admin):
     def delete_topic(self, name: str, deadline: Deadline) -> None:
         concrete = set(self._topics.look(name, deadline))
         if concrete and self._cluster.rest is not None:
-            for found in list_open(self._cluster, deadline):
-                if concrete.intersection(found.topics):
-                    raise InvalidState(f"topic {name!r} is in use by transaction {found.name}; end that first")
+            for listed in list_open(self._cluster, deadline):
+                if concrete.intersection(listed.topics):
+                    raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
         self._topics.delete(name, deadline)
         while self._topics.look(name, deadline):
             deadline.check(f"waiting until topic {name!r} is gone")
@@ -136,18 +136,18 @@ class PulsarAdmin(Admin):
         self._wait_until_known(name, partitions, deadline)
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        found = {}
+        bounds = {}
         for topic in topics:
             concrete = self._topics.look(topic, deadline)
             if not concrete:
                 raise NotFound(f"there is no topic {topic!r}")
             for number, name in enumerate(concrete):
-                found[topic, number] = self._bounds(name, deadline)
-        return found
+                bounds[topic, number] = self._bounds(name, deadline)
+        return bounds
 
     def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
-        """Return when the first partition's record in the metadata store was made: it goes with the topic, and stays as
-        it is when the topic grows, moves, or loses data by retention. Only REST tells.
+        """Return the creation time of the first partition's record in the metadata store. A new topic of that name has
+        another one, and growing, moving and retention leave it. Only REST tells.
         """
         rest = self._cluster.rest
         if rest is None:
@@ -161,7 +161,7 @@ class PulsarAdmin(Admin):
         if not concrete:
             return ""
         try:
-            found = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
+            info = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
         except AccessDenied as error:
             _log.debug("this user is not told the id of topic %r: %s", topic, error)
             return ""
@@ -169,10 +169,10 @@ class PulsarAdmin(Admin):
             if refused.status == 404:
                 return ""
             raise unavailable(refused, f"asking for the id of topic {topic!r}") from refused
-        return str(found.get("creationDate") or "")
+        return str(info.get("creationDate") or "")
 
     def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
-        """A reader that begins at the start stands there, and is told up to where it can come."""
+        """Return the first position and the end, as a reader that starts at the begin learns them."""
         what = f"asking where {concrete} begins and ends"
 
         def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
@@ -184,10 +184,10 @@ class PulsarAdmin(Admin):
 
         last, before_first = again(ask, lambda error: translate(error, what), deadline)
         first = _behind(before_first) if before_first is not None else (0, 0, 0)
-        return first, max(first, _behind(last), self._decided(concrete, deadline))
+        return first, max(first, _behind(last), self._max_read_position(concrete, deadline))
 
-    def _decided(self, concrete: str, deadline: Deadline) -> Position:
-        """Behind what is decided, also where that is nothing but aborts, of which only REST tells."""
+    def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
+        """Return the position behind the max read position. Only REST tells it where the last entries are aborted."""
         if self._cluster.rest is None:
             return (0, 0, 0)
         try:
@@ -200,27 +200,27 @@ class PulsarAdmin(Admin):
     # --- transactions ----------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        found = list_open(self._cluster, deadline)
-        return [self._shown(each) for each in found if each.owner.startswith(owners)]
+        listed = list_open(self._cluster, deadline)
+        return [self._as_open_transaction(each) for each in listed if each.owner.startswith(owners)]
 
-    def _shown(self, found: ListedTransaction) -> OpenTransaction:
+    def _as_open_transaction(self, listed: ListedTransaction) -> OpenTransaction:
         return OpenTransaction(
-            transaction=found.name,
-            state="ending" if found.status != "OPEN" else "prepared" if found.prepared else "open",
-            owner=found.writer or str(found.txn),
-            since=found.since,
-            expires_at=found.expires_at,
-            partitions=tuple(self._topics.partition_of(topic) for topic in found.users_topics),
-            groups=tuple(sorted({group for _, group in found.subscriptions})),
-            messages=found.messages,
-            token=token_of(self._cluster, found),
-            transactional_id=found.owner,
+            transaction=listed.name,
+            state="ending" if listed.status != "OPEN" else "prepared" if listed.prepared else "open",
+            owner=listed.writer or str(listed.txn),
+            since=listed.since,
+            expires_at=listed.expires_at,
+            partitions=tuple(self._topics.partition_of(topic) for topic in listed.users_topics),
+            groups=tuple(sorted({group for _, group in listed.subscriptions})),
+            messages=listed.messages,
+            token=token_of(self._cluster, listed),
+            transactional_id=listed.owner,
         )
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """As the contract says. `transaction` is a transaction's own id, or the broker's number for it, as 0:15.
+        """End a transaction as the contract says, given by its own id or by the broker's number, such as 0:15.
 
-        By its number also one is ended that no coordinator knows, and that holds readers back.
+        Its number also ends a transaction that no coordinator knows and that holds readers back.
         """
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
@@ -230,14 +230,14 @@ class PulsarAdmin(Admin):
             return end_by_hand(self._cluster, self._cluster.rest, transaction, commit, deadline)
         if not named:
             raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
-        (found,) = named
-        token = token_of(self._cluster, found)
+        (listed,) = named
+        token = token_of(self._cluster, listed)
         if token is not None:
-            ledger = self._context.ledger(self._settings.application, found.owner)
+            ledger = self._context.ledger(self._settings.application, listed.owner)
             return end_prepared(self._cluster, token, commit, ledger, deadline)
         if commit:
             raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
-        return abort(self._cluster, found, deadline)
+        return abort(self._cluster, listed, deadline)
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         if self._cluster.rest is None:
@@ -247,9 +247,9 @@ class PulsarAdmin(Admin):
     # --- the doctor ------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
-        return list(self._look(deadline))
+        return list(self._check_all(deadline))
 
-    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+    def _check_all(self, deadline: Deadline) -> Iterator[Advice]:
         if self._cluster.rest is None:
             yield Advice("warning", "rest", f"nothing can be looked into: {NEEDS_REST}", "give the option admin_url")
             return
@@ -259,7 +259,7 @@ class PulsarAdmin(Admin):
             lambda: doctor.check_namespace(rest, self._settings, deadline),
             lambda: doctor.check_stores(self._cluster, rest, self.topics(deadline), deadline),
             lambda: doctor.check_topics(self._cluster, rest, self.topics(deadline), deadline),
-            lambda: self._look_at_open(deadline),
+            lambda: self._check_open(deadline),
             lambda: doctor.check_held_back(self._cluster, rest, deadline),
         )
         for part in parts:
@@ -270,10 +270,10 @@ class PulsarAdmin(Admin):
             except ListingBlocked as error:
                 yield Advice("problem", "open transactions", str(error), "wait, or end it where it was begun")
 
-    def _look_at_open(self, deadline: Deadline) -> Iterator[Advice]:
-        found = list_open(self._cluster, deadline)
-        yield from doctor.check_open(map(self._shown, found))
-        yield from doctor.check_at_risk(self._cluster, found, deadline)
+    def _check_open(self, deadline: Deadline) -> Iterator[Advice]:
+        listed = list_open(self._cluster, deadline)
+        yield from doctor.check_open(map(self._as_open_transaction, listed))
+        yield from doctor.check_at_risk(self._cluster, listed, deadline)
 
 
 def _behind(id: wire.MessageId) -> Position:

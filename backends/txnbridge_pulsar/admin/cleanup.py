@@ -1,7 +1,7 @@
-"""Clearing up marker topics: records that no living token can need are dropped, and topics whose writers died deleted.
+"""Cleans up proof topics: drops records that no living token can need, and deletes topics of dead writers.
 
-Each writer says on its marker topic, before its transactions, until when any of them can be open. An hour after that
-their tokens tell nothing more. Nothing else decides: not how old a record looks, nor which writer seems to be alive.
+Each writer records on its proof topic, before its transactions, until when any of them can be open. An hour later their
+tokens tell nothing more. Nothing else decides: neither a record's age, nor whether a writer seems to be alive.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
 
 _log = logging.getLogger("txnbridge")
 
-# For so long after its deadline a token of a transaction that was ended tells how; clocks may differ by much less.
+# A token tells how its transaction ended for this long after the deadline; clocks may differ by much less.
 KEPT_SECONDS = 3600.0
-# A bridge that lives for a moment clears nothing up. Later it costs little, and there is more to drop at once.
+# A short-lived bridge cleans nothing up. A later cleanup costs little, and has more to drop at once.
 _FIRST_SECONDS, _EVERY_SECONDS = 5.0, 600.0
-# Of others' topics each bridge looks at a few at a time, so that many bridges do not all do the same.
+# Each bridge looks at this many topics of others at a time, so that many bridges do not all do the same work.
 _OTHERS = 20
 _SECONDS_A_TOPIC = 30.0
 
 
 def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
-    """Drop the records from a marker topic, by its full name, that are over; delete the topic if no other is left and
-    it belongs to no transactional id.
+    """Drop expired records from a proof topic, given by its full name. Delete the topic if nothing else is left and it
+    belongs to no transactional id.
 
-    Raises `NotFound` for a missing one. A topic that somebody writes to is not deleted. If time is short, the rest is
-    left for the next time.
+    Raise `NotFound` for a missing topic. A topic with a producer is not deleted. What does not fit in the time is left
+    for the next run.
     """
     with translated(f"clearing up {topic}"):
         try:
             consumer = cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left(), create=False)
         except wire.ConsumerBusy:
-            return  # somebody else is at it
+            return  # another process cleans it up
         try:
             newest, passed = _look_through(consumer, now_ms, deadline)
             if passed is not None:
@@ -55,8 +55,8 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
 
 
 def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
-    """Unless its writer is alive and has only had nothing to write, or nobody has run the coordinators' clocks: then
-    something is still open there, and brokers list no transactions while a topic of one is missing.
+    """Delete the topic, unless its writer is alive with nothing to write, or a transaction is still open because nobody
+    connected to the coordinators. Brokers list no transactions while a topic of one is missing.
     """
     if cluster.rest is None:
         return
@@ -71,9 +71,9 @@ def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _look_through(
     consumer: wire.PulsarConsumer, now_ms: float, deadline: Deadline
 ) -> tuple[ProofRecord | None, wire.MessageId | None]:
-    """From what was dropped last to the first record of a writer that is not over, or the last one.
+    """Read from the last dropped record to the first presence record that has not expired, or to the end.
 
-    That record, and the last entry before it, up to which all may go.
+    Return that record, and the last entry before it, up to which everything may go.
     """
     newest: ProofRecord | None = None
     passed: wire.MessageId | None = None
@@ -89,7 +89,7 @@ def _look_through(
 
 
 def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire.ReceivedEntry]:
-    """The entries that can be read now."""
+    """Yield the entries that can be read now."""
     last, dropped = consumer.progress(deadline.left())
     at = wire.EARLIEST if dropped is None else dropped
     while at[:2] < last[:2] and not deadline.expired:
@@ -103,9 +103,7 @@ def _is_over(record: ProofRecord, now_ms: float) -> bool:
 
 
 class ProofTopicCleanup:
-    """Clears up now and then, on a thread of its own: an owner's own marker topics, and a few others of all that are
-    there.
-    """
+    """Cleans up now and then on a thread of its own: an owner's proof topics, and a few of others."""
 
     def __init__(self, cluster: ClusterAccess, name: str) -> None:
         self._cluster = cluster
@@ -126,10 +124,10 @@ class ProofTopicCleanup:
             pause = _EVERY_SECONDS
 
     def sweep(self) -> None:
-        """Once, as far as it can be done."""
-        found = self._cluster.topics.all_concrete(Deadline(_SECONDS_A_TOPIC))
-        own = [topic for topic in found if topic.startswith(self._own)]
-        others = [topic for topic in found if topic.startswith(self._all) and not topic.startswith(self._own)]
+        """Clean up once, as far as possible."""
+        topics = self._cluster.topics.all_concrete(Deadline(_SECONDS_A_TOPIC))
+        own = [topic for topic in topics if topic.startswith(self._own)]
+        others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]
         for topic in (*own, *random.sample(others, min(len(others), _OTHERS))):
             if self._stop.is_set():
                 return
@@ -139,5 +137,5 @@ class ProofTopicCleanup:
                 _log.debug("%s is not cleared up: %s", topic, error)
 
     def close(self) -> None:
-        """Stop. A look that is under way ends with the client."""
+        """Stop. Closing the client ends a running cleanup."""
         self._stop.set()

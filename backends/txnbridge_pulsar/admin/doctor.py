@@ -1,4 +1,4 @@
-"""The doctor: settings and states of a Pulsar cluster that weaken a promise, or hold its readers back."""
+"""The doctor finds settings and states of a cluster that weaken a promise or hold readers back."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from txnbridge_pulsar.settings import PulsarSettings
 from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
 from txnbridge_pulsar.write.fence import at_risk, fence_prefix
 
-# A transaction that is open for longer is worth a look: nothing behind it can be read.
+# A transaction that is open for longer is reported: nothing behind it can be read.
 _LONG_SECONDS = 60
-# Copies of each record that are stored before it counts, where losing one machine may lose nothing.
+# Stored copies before a record counts, so that losing one machine loses nothing.
 _COPIES = 2
-# A prepared transaction with less than this part of its time left is told of, while it can still be committed.
+# A prepared transaction with less than this part of its time left is reported while it can still be committed.
 _LAST_PART = 0.25
-_NOBODY_TELLS = ""
-# Topics are asked about one by one, and there may be thousands.
+_NOT_KNOWN = ""
+# Each topic is a request, and there may be thousands.
 _SIDE_BY_SIDE = 8
-# Opening a group's store of acknowledgements reads a log of some thousand records; longer than this and it never ends.
+# Opening a subscription's pending-ack store reads a log of some thousand records. After this time it never finishes.
 _OPENING_SECONDS = 10
 _PAUSE = 0.2
 _OPENING = "Initializing"
@@ -39,15 +39,15 @@ _QUOTA = "the backlog quota drops what is not acknowledged, the decision log's r
 
 
 def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """The settings of the brokers."""
-    found: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
-    yield from _wanted(
-        found,
+    """Check the brokers' settings."""
+    config: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
+    yield from _unless_set(
+        config,
         "transactionCoordinatorEnabled",
         Advice("problem", "transactions", "they are off: transactionCoordinatorEnabled is false", _CONF),
     )
-    yield from _wanted(
-        found,
+    yield from _unless_set(
+        config,
         "acknowledgmentAtBatchIndexLevelEnabled",
         Advice(
             "warning",
@@ -57,8 +57,8 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
             _CONF,
         ),
     )
-    yield from _wanted(
-        found,
+    yield from _unless_set(
+        config,
         "brokerDeduplicationEnabled",
         Advice(
             "warning",
@@ -68,25 +68,27 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
             f"{_CONF}, or for a namespace: pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE",
         ),
     )
-    if _number(found, "managedLedgerDefaultAckQuorum", _COPIES) < _COPIES:
+    if _int_of(config, "managedLedgerDefaultAckQuorum", _COPIES) < _COPIES:
         yield Advice(
             "warning",
             "copies",
             "managedLedgerDefaultAckQuorum is 1: what was committed is lost with one disk",
             "set it to 2 with a write quorum of 3, where there are three bookies",
         )
-    yield from _losing("the brokers", found, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
+    yield from _check_loss("the brokers", config, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
     limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
-    evicts = found.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
-    if evicts and any(_number(found, name, -1) > 0 for name in limits):
+    evicts = config.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
+    if evicts and any(_int_of(config, name, -1) > 0 for name in limits):
         yield Advice("problem", "the brokers", _QUOTA, f"backlogQuotaDefaultRetentionPolicy: {_CONF}")
 
 
 def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) -> Iterator[Advice]:
-    """The policies of the namespace."""
+    """Check the namespace's policies."""
     name = settings.namespace
     policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
-    yield from _losing(f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes")
+    yield from _check_loss(
+        f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes"
+    )
     for quota in (policies.get("backlog_quota_map") or {}).values():
         if quota.get("policy") == _EVICTING:
             yield Advice(
@@ -100,7 +102,7 @@ def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) ->
 def check_topics(
     cluster: ClusterAccess, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Topics that lose messages, or records of our own."""
+    """Find topics that lose messages or our own records."""
     yield from _check_kept(cluster, rest, topics, deadline)
     yield from _check_own(cluster, rest, topics, deadline)
     yield from _check_expiring(cluster, rest, topics, deadline)
@@ -109,7 +111,7 @@ def check_topics(
 def _check_kept(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Users' topics that keep no more than subscriptions need, and have none."""
+    """Find users' topics without retention and without a subscription."""
     namespace = cluster.settings.namespace
     dropped = [
         topic.name
@@ -130,13 +132,13 @@ def _check_kept(
 
 
 def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
-    """Topics of our own whose subscription somebody has deleted."""
+    """Find internal topics whose subscription was deleted."""
     settings = cluster.settings
     own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
-        found = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
-        for topic, names in zip(own, found, strict=True):
-            if not names & {SUBSCRIPTION, _NOBODY_TELLS}:
+        subscriptions = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
+        for topic, names in zip(own, subscriptions, strict=True):
+            if not names & {SUBSCRIPTION, _NOT_KNOWN}:
                 yield Advice(
                     "problem",
                     settings.namespace.short_name(topic),
@@ -148,8 +150,8 @@ def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], 
 
 
 def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
-    """Topics of our own that must have their subscription. Marker topics of bridges without a transactional id need
-    not: without REST such a bridge takes the subscription away as it closes, and the broker deletes the topic.
+    """Yield the internal topics that must have their subscription. Proof topics of bridges without a transactional id
+    need none: without REST such a bridge deletes the subscription when it closes, and the broker deletes the topic.
     """
     fence, marker = fence_prefix(cluster), proof_prefix(cluster)
     ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
@@ -162,13 +164,13 @@ def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
 def _check_expiring(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Topics with a time-to-live of their own; that of the namespace is told of there."""
+    """Find topics with a time-to-live of their own; `check_namespace` reports the namespace's."""
     settings = cluster.settings
     asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
     names = [settings.namespace.full_name(topic.name) for topic in asked]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
-        found = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
-        for topic, name, seconds in zip(asked, names, found, strict=True):
+        seconds_of = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
+        for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
             if seconds:
                 yield Advice(
                     "problem" if topic.internal else "warning",
@@ -184,7 +186,7 @@ def _check_expiring(
 
 
 def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
-    """In seconds; 0 without one, and where nobody tells."""
+    """Return the time-to-live in seconds; 0 without one, or where it is not known."""
     try:
         return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
     except (RestRefused, AccessDenied):
@@ -192,24 +194,24 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """The durable ones, because a reader's keeps nothing. One without a name where nobody tells: then it is not known
-    that anything is lost.
+    """Return the durable subscriptions, as a reader's keeps nothing. Return one with an empty name where they are not
+    known.
     """
     try:
-        found = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
+        subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:
-        return {_NOBODY_TELLS}
-    return {name for name, each in found.items() if each.get("durable")}
+        return {_NOT_KNOWN}
+    return {name for name, each in subscriptions.items() if each.get("durable")}
 
 
 def check_stores(
     cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Groups that a broker never serves, because it has not finished opening their store of acknowledgements."""
+    """Find subscriptions that a broker never serves, because it does not finish opening their pending-ack store."""
     concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
-        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOBODY_TELLS}, concrete)
-        groups = [(topic, group) for topic, found in zip(concrete, names, strict=True) for group in sorted(found)]
+        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOT_KNOWN}, concrete)
+        groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
         until = Deadline(min(_OPENING_SECONDS, deadline.left() / 2))
         opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
     for (topic, group), stuck in zip(groups, opening, strict=True):
@@ -225,7 +227,7 @@ def check_stores(
 
 
 def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
-    """Whether a store that is being opened still is when the time is up; not where nobody tells."""
+    """Return whether an opening store is not open when the time is up; False where it is not known."""
     topic, name = group
     path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
     try:
@@ -240,30 +242,30 @@ def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: D
 
 def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
     now = time.time() * 1000
-    for found in transactions:
-        yield from _check_expiry(found, now)
-        seconds = (now - (found.since or now)) / 1000
+    for txn in transactions:
+        yield from _check_expiry(txn, now)
+        seconds = (now - (txn.since or now)) / 1000
         if seconds > _LONG_SECONDS:
-            topics = ", ".join(sorted({topic for topic, _ in found.partitions})) or "no topic of users"
+            topics = ", ".join(sorted({topic for topic, _ in txn.partitions})) or "no topic of users"
             yield Advice(
                 "warning",
-                f"transaction {found.transaction}",
-                f"of {found.owner} has been {found.state} for {seconds:.0f} s and holds back all readers of {topics}",
-                f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT, or"
+                f"transaction {txn.transaction}",
+                f"of {txn.owner} has been {txn.state} for {seconds:.0f} s and holds back all readers of {topics}",
+                f"txnbridge transactions commit (or abort) {shlex.quote(txn.transaction)} --yes --reason TEXT, or"
                 " wait for its deadline",
             )
 
 
-def _check_expiry(found: OpenTransaction, now: float) -> Iterator[Advice]:
-    if found.state != "prepared" or not found.since or not found.expires_at:
+def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
+    if txn.state != "prepared" or not txn.since or not txn.expires_at:
         return
-    left = found.expires_at - now
-    if left < _LAST_PART * (found.expires_at - found.since):
+    left = txn.expires_at - now
+    if left < _LAST_PART * (txn.expires_at - txn.since):
         yield Advice(
             "problem",
-            f"transaction {found.transaction}",
-            f"of {found.owner} is prepared, and the broker aborts it in {max(0, left) / 1000:.0f} s",
-            f"txnbridge transactions commit (or abort) {shlex.quote(found.transaction)} --yes --reason TEXT; for more"
+            f"transaction {txn.transaction}",
+            f"of {txn.owner} is prepared, and the broker aborts it in {max(0, left) / 1000:.0f} s",
+            f"txnbridge transactions commit (or abort) {shlex.quote(txn.transaction)} --yes --reason TEXT; for more"
             " time, connect with a larger hold and longest_transaction",
         )
 
@@ -271,10 +273,10 @@ def _check_expiry(found: OpenTransaction, now: float) -> Iterator[Advice]:
 def check_at_risk(
     cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
 ) -> Iterator[Advice]:
-    """Topics where brokers cannot refuse yet the late messages of a transaction that was ended for its owner.
+    """Find topics where brokers cannot refuse the late messages yet of a transaction that was ended for its owner.
 
-    That is certain as long as its coordinator has an older transaction open; afterwards the newer owner has them
-    refused, and no other process can tell whether it has done so.
+    This is certain while the coordinator has an older transaction open. Afterwards the newer owner makes brokers refuse
+    them, and no other process can tell whether it has done so.
     """
     oldest: dict[int, ListedTransaction] = {}
     for each in sorted(transactions, key=lambda found: found.txn):
@@ -293,7 +295,7 @@ def check_at_risk(
 
 
 def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Partitions with an open transaction that no coordinator knows: it never ends by itself."""
+    """Find partitions with an open transaction that no coordinator knows, and that will never end by itself."""
     for topic, txn in held_back(cluster, rest, deadline):
         yield Advice(
             "problem",
@@ -304,31 +306,31 @@ def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> I
         )
 
 
-def _wanted(found: Mapping[str, str], name: str, otherwise: Advice) -> Iterator[Advice]:
-    if found.get(name) == "false":
+def _unless_set(config: Mapping[str, str], name: str, otherwise: Advice) -> Iterator[Advice]:
+    if config.get(name) == "false":
         yield otherwise
 
 
-def _losing(whose: str, found: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
-    if _number(found, ttl, 0) > 0:
+def _check_loss(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
+    if _int_of(config, ttl, 0) > 0:
         yield Advice(
             "problem",
             whose,
-            f"{ttl} is {found[ttl]}: what is older counts as acknowledged, and decisions are lost with it",
+            f"{ttl} is {config[ttl]}: what is older counts as acknowledged, and decisions are lost with it",
             "let no messages expire in the namespace of our own topics",
         )
-    if _number(found, expiry, 0) > 0:
+    if _int_of(config, expiry, 0) > 0:
         yield Advice(
             "problem",
             whose,
-            f"{expiry} is {found[expiry]}: subscriptions that nobody uses are deleted, those that keep our own topics"
+            f"{expiry} is {config[expiry]}: subscriptions that nobody uses are deleted, those that keep our own topics"
             " among them",
             "let no subscriptions expire in the namespace of our own topics",
         )
 
 
-def _number(found: Mapping[str, Any], name: str, default: int) -> int:
+def _int_of(config: Mapping[str, Any], name: str, default: int) -> int:
     try:
-        return int(found[name])
+        return int(config[name])
     except (KeyError, TypeError, ValueError):
         return default

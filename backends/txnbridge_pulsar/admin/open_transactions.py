@@ -1,4 +1,4 @@
-"""The open transactions of a cluster, as its coordinators list them, and what our own topics tell of them besides."""
+"""The open transactions of a cluster: the coordinators' list, with what our fence and proof topics add."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
 from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
 
 _NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
-# The name of a writer of ours: the transactional id, and the writer's number; of one that prepares, with a p.
+# A writer's name: the transactional id and the writer's number, with a p for prepared transactions.
 _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
-# While a topic that a transaction names is not loaded, coordinators refuse to list any; those of 4.0 never answer. A
-# listing takes milliseconds.
+# While a registered topic is not loaded, coordinators refuse to list transactions; those of 4.0 never answer. A listing
+# takes milliseconds.
 _UNLOADED = re.compile(r"Topic not found (persistent://\S+)")
-# Of Java's complaint about a subscription that is not there; which one it is nobody tells.
+# In Java's error about a deleted subscription, which does not say which one.
 _DELETED = "PersistentSubscription.getTransactionInPendingAckStats"
 _PATIENCE = 3.0
 _SIDE_BY_SIDE = 8
 _PAUSE = 0.1
-_NOWHERE = ProofLocation("", (0, 0), "")
+_NO_PROOF = ProofLocation("", (0, 0), "")
 
 
 class ListingBlocked(BrokerUnavailable):
-    """No transaction can be listed as long as one of them is open."""
+    """No transaction can be listed while a certain one of them is open."""
 
 
 @dataclass(frozen=True)
 class ListedTransaction:
-    """One transaction that has not ended."""
+    """A transaction that has not ended."""
 
     txn: TxnId
     status: str
     since: int
     expires_at: int
-    topics: tuple[str, ...]  # concrete ones
+    topics: tuple[str, ...]  # concrete topics
     subscriptions: tuple[tuple[str, str], ...]
-    proof_topic: str = ""  # the marker topic of its writer, if that is one of ours
+    proof_topic: str = ""  # of its writer, if a bridge wrote it
     writer: str = ""
     owner: str = ""
-    prepares: bool = False  # whether its writer is one of those that prepare
+    prepares: bool = False  # whether its writer is for prepared transactions
     transaction: str = ""
     proof: ProofLocation | None = None
     prepared: bool = False
@@ -63,7 +63,7 @@ class ListedTransaction:
 
     @property
     def name(self) -> str:
-        """Its own id, or else the broker's number for it."""
+        """Return the transaction's own id, or else the broker's number for it."""
         return self.transaction or str(self.txn)
 
     @property
@@ -72,18 +72,18 @@ class ListedTransaction:
 
 
 def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
-    """The transactions of all programs that have not ended. Raises `NotSupported` without REST, and `Unlisted`."""
+    """Return the open transactions of all programs. Raise `NotSupported` without REST, and `ListingBlocked`."""
     listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
-    owners = {found.owner for found in listed if found.owner}
+    owners = {transaction.owner for transaction in listed if transaction.owner}
     announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
-    return [_completed(cluster, found, announced.get(found.txn), deadline) for found in listed]
+    return [_completed(cluster, transaction, announced.get(transaction.txn), deadline) for transaction in listed]
 
 
 def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
     rest = cluster.rest
     if rest is None:
         raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
-    with translated("loading the coordinators"):  # else they do not answer, nor let any deadline run
+    with translated("loading the coordinators"):  # else they do not answer, and no transaction times out
         cluster.client.transactions.connect(deadline.left())
     patience = Deadline(min(_PATIENCE, deadline.left()))
     while True:
@@ -110,7 +110,7 @@ def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
 
 
 def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
-    """The topics of our namespace: which one it is, nobody tells."""
+    """Load all topics of the namespace: the answer does not say which one is missing."""
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as loading:
         for loaded in [
             loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
@@ -137,7 +137,7 @@ def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) ->
         txn=TxnId(int(most), int(least)),
         status=str(about["status"]),
         since=opened,
-        expires_at=opened + int(about["timeoutAt"]),  # it is called a time, and is how long
+        expires_at=opened + int(about["timeoutAt"]),  # named like a time, it is a duration
         topics=topics,
         subscriptions=tuple(pair for pair in subscriptions if pair != prepared),
         proof_topic=proof_topic,
@@ -155,7 +155,7 @@ def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
-    """The transactions that the newest owner of an id has announced; none for a name that a bridge made up."""
+    """Return the transactions that the newest owner of an id has announced; none for a made-up name."""
     name = f"{fence_prefix(cluster)}{encoded(owner)}"
     if not cluster.topics.look(name, deadline):
         return ()
@@ -164,56 +164,56 @@ def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[
 
 
 def _completed(
-    cluster: ClusterAccess, found: ListedTransaction, announced: AnnouncedTransaction | None, deadline: Deadline
+    cluster: ClusterAccess, listed: ListedTransaction, announced: AnnouncedTransaction | None, deadline: Deadline
 ) -> ListedTransaction:
     if announced is not None:
         return replace(
-            found,
+            listed,
             transaction=announced.transaction,
             proof=announced.proof,
             prepared=announced.prepared,
             messages=announced.messages if announced.prepared else None,
         )
-    if not found.prepares:
-        return found
-    # Nobody fences a name that was made up; its marker topic tells what follows there.
-    presence = last_presence(cluster, found.proof_topic, deadline)
+    if not listed.prepares:
+        return listed
+    # A made-up name has no fence topic; its proof topic names the transaction.
+    presence = last_presence(cluster, listed.proof_topic, deadline)
     if presence is None:
-        return replace(found, prepared=False)
+        return replace(listed, prepared=False)
     proof, record = presence
-    return replace(found, transaction=record.transaction, proof=proof)
+    return replace(listed, transaction=record.transaction, proof=proof)
 
 
-def token_of(cluster: ClusterAccess, found: ListedTransaction) -> Token | None:
-    """A prepared transaction's token; None for another one."""
-    if not found.prepared or found.proof is None:
+def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
+    """Return a prepared transaction's token; None for any other transaction."""
+    if not listed.prepared or listed.proof is None:
         return None
     return Token(
         broker="pulsar",
         cluster=cluster.id,
-        transaction=found.transaction,
+        transaction=listed.transaction,
         how=TokenEvidence(
-            found.txn, found.proof, participants=Participants(found.topics, found.subscriptions)
+            listed.txn, listed.proof, participants=Participants(listed.topics, listed.subscriptions)
         ).fields(),
         prepared=True,
-        expires_at=found.expires_at,
-        messages=found.messages or 0,
+        expires_at=listed.expires_at,
+        messages=listed.messages or 0,
     )
 
 
-def abort(cluster: ClusterAccess, found: ListedTransaction, deadline: Deadline) -> Outcome:
-    """End what somebody else has open, and shut out what that may still be sending."""
-    ended = end(cluster, found.txn, False, found.topics, deadline)
+def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
+    """End another writer's transaction, and have brokers refuse its late messages."""
+    ended = end(cluster, listed.txn, False, listed.topics, deadline)
     if ended is EndResult.ABORTED:
-        proof = found.proof or _NOWHERE
+        proof = listed.proof or _NO_PROOF
         refuse_late_writes(
             cluster,
-            AnnouncedTransaction(found.transaction, found.txn, found.topics, found.subscriptions, proof),
+            AnnouncedTransaction(listed.transaction, listed.txn, listed.topics, listed.subscriptions, proof),
             deadline,
         )
         return Outcome.ABORTED
     if ended is EndResult.COMMITTED:
         return Outcome.COMMITTED
-    if found.proof is None:
-        raise OutcomeUnknown(f"transaction {found.name} ended while it was to be aborted, nobody knows how")
-    return outcome_by_proof(cluster, found.txn, found.proof, deadline)
+    if listed.proof is None:
+        raise OutcomeUnknown(f"transaction {listed.name} ended while it was to be aborted, nobody knows how")
+    return outcome_by_proof(cluster, listed.txn, listed.proof, deadline)

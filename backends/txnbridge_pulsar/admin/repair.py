@@ -1,8 +1,8 @@
-"""Transactions that no coordinator knows, and that hold readers back all the same.
+"""Repairs transactions that no coordinator knows and that still hold readers back.
 
-A message that comes after the end of its transaction opens the transaction again on its topic, where no coordinator
-ends it any more; nor does one on a topic that was never named in the transaction. An administrator ends it there by
-hand, as it had ended: aborting a transaction that was committed takes its committed messages away.
+A message that arrives after the end of its transaction opens it again on that topic, where no coordinator ends it any
+more. A topic that was never registered with the transaction gets no end either. An administrator ends the transaction
+there by hand, in the way in which it had ended: aborting a committed one takes its messages away.
 """
 
 from __future__ import annotations
@@ -40,23 +40,26 @@ def is_number(transaction: str) -> bool:
 
 
 def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
-    """The concrete topics whose readers wait for a transaction that no coordinator knows, each with the oldest one.
+    """Yield the concrete topics whose readers wait for a transaction that no coordinator knows, each with the oldest
+    one.
 
-    Topics that are not loaded have no readers, and are passed over.
+    Topics that are not loaded have no readers and are left out.
     """
     coordinators = _connect(cluster, deadline)
     for topic in topics_but_canary(cluster, deadline):
         txn = _oldest_open(rest, topic, deadline)
         if (
             txn is not None
-            and not _seems_known(rest, txn, coordinators, deadline)
+            and not _may_be_known(rest, txn, coordinators, deadline)
             and first_open_message(rest, topic, txn, deadline)  # it may have ended between the two questions
         ):
             yield topic, txn
 
 
-def _seems_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
-    """Brokers of 4.0 never answer while a topic of a transaction is not loaded, so they know it."""
+def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
+    """Return whether a coordinator may know the transaction; one of 4.0 does not answer while a topic of it is not
+    loaded.
+    """
     try:
         return _is_known(rest, txn, coordinators, Deadline(min(_PATIENCE, deadline.left())))
     except DeadlineExceeded:
@@ -64,9 +67,9 @@ def _seems_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) 
 
 
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
-    """Commit such a transaction wherever it holds readers back, if it had been committed, and say what tells so.
+    """Commit such a transaction wherever it holds readers back, if it was committed. Return what proves the commit.
 
-    Raises `InvalidState` where nothing tells, and for one that a coordinator knows; `NotFound` if it holds nothing
+    Raise `InvalidState` without a proof, and for a transaction that a coordinator knows; `NotFound` if it holds nothing
     back; `AccessDenied`.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
@@ -83,8 +86,8 @@ def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadl
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End such a transaction as an administrator says that it had ended; but commit it where something tells that it
-    had been committed. Raises as `repair`, but for what nothing tells.
+    """End such a transaction as an administrator says that it had ended, but commit it if it was committed. Raise as
+    `repair`, but not for a missing proof.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
@@ -95,19 +98,21 @@ def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bo
 def _find_held(
     cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
 ) -> tuple[TxnId, dict[str, tuple[int, int]]]:
-    """A transaction that no coordinator knows, and the topics that it holds back, each with its first message there."""
+    """Return a transaction that no coordinator knows, and the topics that it holds back, with its first open message on
+    each.
+    """
     number = _NUMBER.fullmatch(transaction)
     if number is None:
         raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")
     txn = TxnId(int(number[1]), int(number[2]))
-    # The coordinator is asked first: a transaction that is open on a topic once it has forgotten it stays open there.
+    # The coordinator is asked first: what is open on a topic after it has forgotten the transaction stays open there.
     if _is_known(rest, txn, _connect(cluster, deadline), deadline):
         raise InvalidState(
             f"transaction {txn} has a coordinator that knows it, so there is nothing to repair; end it with:"
             f" txnbridge transactions abort {txn}"
         )
-    found = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics_but_canary(cluster, deadline))
-    held = {topic: first for topic, first in found if first is not None}
+    firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics_but_canary(cluster, deadline))
+    held = {topic: first for topic, first in firsts if first is not None}
     if not held:
         raise NotFound(f"transaction {txn} has ended, and holds back no topic of {cluster.settings.namespace}")
     return txn, held
@@ -125,18 +130,18 @@ def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bo
 
 
 def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
-    """Load all coordinators, which else say that they know nothing; how many there are."""
+    """Load all coordinators, as an unloaded one says that it knows nothing. Return their number."""
     with translated("loading the coordinators"):
         return cluster.client.transactions.connect(deadline.left())
 
 
 def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
     if txn.most >= coordinators:
-        return False  # of a coordinator that was never there
+        return False  # there is no such coordinator
     try:
         rest.get(f"{_REST}/transactionMetadata/{txn.most}/{txn.least}", deadline)
     except RestRefused as refused:
-        # With the same status they say that the coordinator is not there; with another, that a topic is not loaded.
+        # With the same status a coordinator says that it is not loaded; another status means that a topic is not.
         if refused.status == 404 and f"({txn.most},{txn.least})" in refused.text:
             return False
         if refused.status == 404:
@@ -145,7 +150,7 @@ def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> 
 
 
 def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
-    """The transaction of the first message that readers cannot see yet."""
+    """Return the transaction of the first message that readers cannot see yet."""
     try:
         stats = rest.get(f"{_REST}/transactionBufferStats/{path_of(topic)}", deadline)
         if not stats.get("ongoingTxnSize"):
@@ -154,11 +159,11 @@ def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
         headers = entry_headers(rest, topic, _behind(parse_position(stats["maxReadPosition"]), ledgers), deadline)
         return txn_of_headers(headers)
     except (RestRefused, KeyError):
-        return None  # it is not loaded, or it has ended meanwhile
+        return None  # the topic is not loaded, or the transaction has ended meanwhile
 
 
 def _behind(place: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
-    """The place after one, which may be in the next ledger. Raises `KeyError` if nothing is there."""
+    """Return the next position, in a later ledger if needed. Raise `KeyError` if there is none."""
     ledger, entry = place
     if entry + 1 < sizes.get(ledger, 0):
         return ledger, entry + 1

@@ -1,4 +1,4 @@
-"""The brokers' REST interface, for what the binary protocol has no word for. Only with an `admin_url`."""
+"""The brokers' REST interface, for what the binary protocol cannot do. It needs an `admin_url`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, 
 from txnbridge.spi import Deadline
 from txnbridge_pulsar.settings import PulsarSettings
 
-# A broker sends a question on to the one that serves the topic; more often than that it goes in circles.
+# A broker redirects a request to the one that serves the topic; more redirects than this go in circles.
 _MOST_REDIRECTS = 5
 _REDIRECTED = (307, 308)
 _DENIED = (401, 403)
-# A broker that dies may be in the middle of its answer.
+# A broker may die in the middle of its answer.
 _TROUBLE = (OSError, http.client.HTTPException)
-_MOST_TEXT = 300  # of what a broker says; it may hold a whole stack
+_MOST_TEXT = 300  # of a broker's error, which may contain a whole stack trace
 
 
 class RestRefused(Exception):
-    """The broker's own "no": its status, and what it says."""
+    """The broker refused the request: its status and its reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(status, text)
@@ -37,16 +37,16 @@ class RestRefused(Exception):
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The library would only follow where nothing is changed."""
+    """Follows no redirect: the library would only follow those of GET and HEAD."""
 
     def redirect_request(self, *answer: Any) -> None:
         return None
 
 
 class Rest:
-    """One question at a time and thread, none before the first call. Paths begin with `/admin/`.
+    """A REST client, which connects at its first call; one request at a time and thread. Paths begin with `/admin/`.
 
-    Of several addresses another one is asked where one does not answer, unless it may have changed something.
+    If one address does not answer, the next is asked, unless the request may have changed something.
     """
 
     def __init__(self, settings: PulsarSettings) -> None:
@@ -56,20 +56,22 @@ class Rest:
             handlers.append(urllib.request.HTTPSHandler(context=settings.tls_context()))
         scheme, _, hosts = settings.admin_url.partition("://")
         self._addresses = [f"{scheme}://{host}" for host in hosts.split(",")]
-        self._current = 0  # which one is asked: the next when it does not answer
+        self._current = 0  # which address is asked; the next one if it does not answer
         self._opener = urllib.request.build_opener(*handlers)
 
     def get(self, path: str, deadline: Deadline) -> Any:
-        """The answer as it is in JSON. Raises `Refused`, `AccessDenied`, `BrokerUnavailable`."""
+        """Return the JSON answer. Raise `RestRefused`, `AccessDenied`, `BrokerUnavailable`."""
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """As `get`, with any method; None for an empty answer. A change whose answer is lost may have been made."""
+        """Send any request, like `get`; return None for an empty answer. A change whose answer is lost may have been
+        made.
+        """
         _, found = self.look(method, path, deadline, body)
         return json.loads(found) if found else None
 
     def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
-        """The headers of an answer, by their names in small letters."""
+        """Return the headers of an answer by their lower-case names."""
         return self.look("GET", path, deadline)[0]
 
     def look(self, method: str, path: str, deadline: Deadline, body: Any = None) -> tuple[Mapping[str, str], bytes]:
@@ -128,7 +130,7 @@ def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefus
 
 
 def _reason(body: bytes) -> str:
-    """The reason that a broker gives, without the places in its code; nothing for a page of HTML."""
+    """Return the broker's reason without its stack trace; nothing for an HTML page."""
     try:
         text = str(json.loads(body)["reason"])
     except (ValueError, TypeError, KeyError):
@@ -140,16 +142,16 @@ def _reason(body: bytes) -> str:
 
 
 def _was_refused(error: Exception) -> bool:
-    """Whether nobody listened, so that nothing was sent."""
+    """Return whether the connection was refused, so that nothing was sent."""
     return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
 
 
 def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
-    """A refusal that nobody expected. To be raised `from` it."""
+    """Return the error for an unexpected refusal; raise it `from` the refusal."""
     kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
     return kind(f"{what}: {refused}")
 
 
 def path_of(full: str) -> str:
-    """A topic's full name as a part of a path, without the leading "persistent/"."""
+    """Return a topic's full name as a part of a path, without the leading "persistent/"."""
     return "/".join(quote(part, safe="") for part in full.removeprefix("persistent://").split("/"))
