@@ -35,10 +35,10 @@ from txnbridge_pulsar.client import (
     token_file,
 )
 from txnbridge_pulsar.client.address import Address, full_topic_name, partition_name, partition_of, service_url
-from txnbridge_pulsar.client.answers import answer_to
 from txnbridge_pulsar.client.clock import ClientDeadline, pauses
 from txnbridge_pulsar.client.connection import BrokerConnection, ConnectionOptions
 from txnbridge_pulsar.client.frames import command
+from txnbridge_pulsar.client.responses import answer_to
 
 from tests.in_time import within
 from tests.kafka.certificates import Authority

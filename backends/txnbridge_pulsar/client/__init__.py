@@ -1,15 +1,15 @@
-"""A client of Apache Pulsar's binary protocol, transactions included.
+"""A client of Apache Pulsar's binary protocol, transactions included. It knows nothing of bridges.
 
-It does what it is asked, when it is asked, and says what became of it: nothing is sent twice, reconnected or resumed
-behind the caller's back, and every error says whether the broker may have acted. One thread for each connection
-reads; everything else happens on the caller's. Only the standard library is needed; a C library for checksums
-(google-crc32c) makes it faster, and lz4, zstandard and python-snappy are needed for those compressions.
+It does what it is asked, when it is asked, and reports the result: it sends nothing twice, never reconnects or resumes
+by itself, and every error says whether the broker may have acted. Each connection has one reading thread; everything
+else runs on the caller's. Only the standard library is needed. google-crc32c makes checksums faster; lz4, zstandard and
+python-snappy are needed for those compressions.
 
-    with Client("pulsar://localhost:6650") as client:
+    with PulsarClient("pulsar://localhost:6650") as client:
         txn = client.transactions.begin(60_000, timeout=10)
         client.transactions.register(txn, 10, topics=["orders"])
         producer = client.create_producer("orders", timeout=10, transactions=True)
-        batch = Batch()
+        batch = MessageBatch()
         batch.extend([b"one", b"two"])
         assert not producer.send(batch, txn, timeout=10).result(10).duplicate
         client.transactions.end(txn, commit=True, timeout=10)
@@ -18,7 +18,6 @@ reads; everything else happens on the caller's. Only the standard library is nee
 from __future__ import annotations
 
 from .address import full_topic_name, partition_name, partition_of
-from .answers import Response
 from .authentication import (
     Authentication,
     BasicAuthentication,
@@ -65,6 +64,7 @@ from .inbox import Inbox
 from .incoming import ReceivedEntry, ReceivedMessage
 from .outgoing import MessageBatch, Single
 from .producer import AccessMode, PulsarProducer
+from .responses import Response
 from .sending import Receipt, Send
 from .transactions import Transactions
 

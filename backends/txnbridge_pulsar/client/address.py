@@ -1,4 +1,4 @@
-"""Addresses: service URLs with one or more hosts, and the full names of topics and their partitions."""
+"""Service URLs with one or more hosts, and the full names of topics and partitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HOST = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]/?#@\s]+)(:(?P<port>\d{1,5}))?")
 
 
 class Address(NamedTuple):
-    """Where a broker listens."""
+    """The address of a broker."""
 
     host: str
     port: int
@@ -20,14 +20,16 @@ class Address(NamedTuple):
 
 
 class ServiceUrl(NamedTuple):
-    """A cluster's front doors: any of them answers."""
+    """The addresses of a cluster; any of its brokers answers."""
 
     addresses: tuple[Address, ...]
     tls: bool
 
 
 def service_url(text: str) -> ServiceUrl:
-    """`pulsar://host:port,host2:port2`, or `pulsar+ssl://...`. Raises `ValueError`, which repeats no credentials."""
+    """Parse `pulsar://host:port,host2:port2` or `pulsar+ssl://...`. Raise `ValueError`, without the
+    URL's credentials.
+    """
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in _PORTS:
         raise ValueError("a Pulsar service URL begins with pulsar:// or pulsar+ssl://")
@@ -43,7 +45,7 @@ def _address(text: str, port: int) -> Address:
 
 
 def full_topic_name(topic: str) -> str:
-    """`orders` as `persistent://public/default/orders`, `t/n/orders` likewise; a full name as it is."""
+    """Return `persistent://public/default/orders` for `orders`, likewise for `t/n/orders`; a full name unchanged."""
     if "://" in topic:
         return topic
     parts = topic.split("/")
@@ -55,11 +57,11 @@ def full_topic_name(topic: str) -> str:
 
 
 def partition_name(topic: str, partition: int) -> str:
-    """The full name of one partition of a topic."""
+    """Return the full name of one partition of a topic."""
     return f"{full_topic_name(topic)}-partition-{partition}"
 
 
 def partition_of(topic: str) -> int:
-    """Which partition a full name names; -1 for a topic without partitions."""
+    """Return the partition number in a full name; -1 for a topic without partitions."""
     found = re.search(r"-partition-(\d+)$", topic)
     return int(found[1]) if found else -1

@@ -1,4 +1,4 @@
-"""Credentials, as the broker asks for them: at each connection, and again when they expire."""
+"""Credentials, which the broker asks for at each connection, and again when they expire."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Authentication(Protocol):
-    """One way to authenticate. `data` is asked for anew each time, so that it may change; it may block for a moment."""
+    """A way to authenticate. `data` is called every time, so it may change; it may block for a moment."""
 
     method: str
 
@@ -17,7 +17,7 @@ class Authentication(Protocol):
 
 
 class NoAuthentication:
-    """For brokers that ask for nothing."""
+    """For brokers without authentication."""
 
     method = "none"
 
@@ -26,7 +26,7 @@ class NoAuthentication:
 
 
 class TokenAuthentication:
-    """A token, or a function that gives the current one: it is called at each connection, and when one expires."""
+    """A token, or a function that returns the current one, called at each connection and when a token expires."""
 
     method = "token"
 
@@ -42,7 +42,7 @@ class TokenAuthentication:
 
 
 def token_file(path: str | Path) -> TokenAuthentication:
-    """The token that stands in a file now, and later whatever stands there then."""
+    """Return the token of a file, which is read again whenever the broker asks."""
     return TokenAuthentication(lambda: Path(path).read_text())
 
 
@@ -62,7 +62,7 @@ class BasicAuthentication:
 
 
 class TlsAuthentication:
-    """The certificate with which the connection was made says it all: give it to `tls_context`."""
+    """Authentication by the connection's certificate, which is given to `tls_context`."""
 
     method = "tls"
 
@@ -77,7 +77,7 @@ def tls_context(
     verify_hostname: bool = True,
     verify: bool = True,
 ) -> ssl.SSLContext:
-    """TLS as this client uses it, from files in PEM; by default the system's authorities are trusted."""
+    """Return the TLS context from PEM files; by default the system's authorities are trusted."""
     context = ssl.create_default_context(cafile=None if ca is None else str(ca))
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if certificate is not None:

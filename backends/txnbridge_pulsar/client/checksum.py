@@ -1,7 +1,7 @@
-"""CRC-32C, the checksum of every entry: by a C library where one is installed, else by our own arithmetic.
+"""CRC-32C, the checksum of every entry: from a C library where one is installed, else from our own arithmetic.
 
-Ours folds the data as one big number, because shifting and xoring big numbers is done in C: some hundred times as
-fast as a table that is looked up byte by byte.
+Ours folds the data as one big number, because Python shifts and xors big numbers in C: about a hundred times as fast as
+a table lookup for each byte.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol
 
 
 class Checksum(Protocol):
-    """The checksum of data, or of what had the checksum `before` with data behind it."""
+    """Computes the checksum of data, or continues from the checksum `before`."""
 
     def __call__(self, data: bytes, before: int = 0, /) -> int: ...
 
 
-POLYNOMIAL = 0x82F63B78  # Castagnoli, the lowest bit first
+POLYNOMIAL = 0x82F63B78  # Castagnoli, lowest bit first
 _ALL_ONES = 0xFFFFFFFF
-# What is shorter is not worth folding.
+# Shorter data are not worth folding.
 _SHORT = 512  # bits
-# Room for the product of a part with a 32-bit remainder, twice: then no fold shifts to the right.
+# Room for two products of a part and a 32-bit remainder, so that no fold shifts to the right.
 _SPARE = 64  # bits
 
 
@@ -46,8 +46,8 @@ def _by_table(state: int, data: bytes) -> int:
 
 @lru_cache(maxsize=64)
 def _remainder(exponent: int) -> tuple[int, ...]:
-    """What x to the exponent (at least 39) leaves when divided by the polynomial, as the powers of x in it."""
-    # One set bit, fed through the table with n bits behind it, leaves x^(n + 32) as the state; so does each bit more.
+    """Return x to the exponent (at least 39) modulo the polynomial, as the powers of x in it."""
+    # One set bit followed by n bits leaves x^(n + 32) as the state; each further bit raises the power.
     state = _by_table(0, b"\x01" + bytes((exponent - 39) // 8))
     for _ in range((exponent - 39) % 8):
         state = state >> 1 ^ POLYNOMIAL * (state & 1)
@@ -55,7 +55,7 @@ def _remainder(exponent: int) -> tuple[int, ...]:
 
 
 def crc32c_in_python(data: bytes, before: int = 0) -> int:
-    """The checksum of data, or of what had the checksum `before` with data behind it."""
+    """Return the checksum of data, or continue from the checksum `before`."""
     start = before ^ _ALL_ONES
     if len(data) * 8 <= 2 * _SHORT:
         return _by_table(start, data) ^ _ALL_ONES

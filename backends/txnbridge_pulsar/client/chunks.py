@@ -1,4 +1,4 @@
-"""Messages that were sent in several entries, put together again."""
+"""Puts messages together that were sent in several entries."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import threading
 
 from .incoming import ReceivedEntry
 
-# A sender that dies leaves its message incomplete; so many at once are waited for.
+# A dead sender leaves its message incomplete; this many are waited for at once.
 MOST_AT_ONCE = 16
-# What a chunk takes besides its bytes: else many small ones could take any amount of memory.
+# The cost of a chunk besides its bytes: else many small ones could take any amount of memory.
 CHUNK_BYTES = 1024
-# Of messages that were dropped, so many are remembered, to tell of it should they go on.
+# How many dropped messages are remembered, to report them if more of their chunks come.
 _REMEMBERED = 1000
 
 
 class Chunks:
-    """The chunks of one consumer's messages that are not complete yet, within a limit of bytes for all together.
+    """The incomplete messages of one consumer, limited in bytes over all of them.
 
-    A message that is larger by itself, or says that it will be, is given as a faulty entry, and none of it is kept.
-    Where several have no room beside each other the oldest is dropped: its sender may be dead. If it goes on after all,
-    its next chunk is given as a faulty entry. A faulty one stays unacknowledged.
+    A message over the limit becomes a faulty entry, and none of it is kept. If several do not fit together, the oldest
+    is dropped, as its sender may be dead; its next chunk, if one comes, becomes a faulty entry. Faulty entries stay
+    unacknowledged.
 
-    One thread adds; any may clear.
+    One thread adds; any thread may clear.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """The whole message if this was its last chunk, or a faulty entry, else None. A chunk out of its turn starts
+        """Return the whole message if this is its last chunk, a faulty entry, or None. A chunk out of order starts
         nothing.
         """
         with self._lock:
@@ -79,7 +79,7 @@ class Chunks:
                 del self._dropped[next(iter(self._dropped))]
 
     def _is_of_a_dropped_one(self, uuid: str, entry: ReceivedEntry) -> bool:
-        """Told once for each message."""
+        """Return whether the chunk is of a dropped message; True once for each message."""
         if hash(uuid) not in self._dropped:
             return False
         del self._dropped[hash(uuid)]

@@ -1,4 +1,4 @@
-"""The way in: a client of one cluster, and from it producers, consumers, readers and transactions."""
+"""The client of one cluster, which opens producers, consumers and readers, and has the transactions."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .producer import AccessMode, ProducerOptions, PulsarProducer
 from .sending import Budget
 from .transactions import Transactions
 
-# Frames without a receipt, over all producers: some seconds of a slow broker, and little beside what batches take.
+# Unconfirmed frames over all producers: some seconds of a slow broker's work, and little beside what batches take.
 DEFAULT_UNCONFIRMED_BYTES = 64 * 1024 * 1024
 DEFAULT_PERMITS = 5000
 
 
 class PulsarClient:
-    """Connections to one cluster, made when needed. All methods from any thread; every wait ends with its timeout.
+    """Connections to one cluster, made when needed. Any thread may call; every wait ends with its timeout.
 
-    A `lane` is a name: what is opened in one lane never shares a connection with another lane's. A producer that may
-    be fenced needs its own, because the broker then cuts its whole connection.
+    What is opened under one `connection_key` shares no connection with another key. A producer that may be fenced needs
+    a key of its own, because the broker closes its whole connection.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PulsarClient:
         unconfirmed_bytes: int = DEFAULT_UNCONFIRMED_BYTES,
     ) -> None:
         """`url` names one or more brokers: `pulsar://host:6650,host2:6650`, or `pulsar+ssl://`, which takes `tls` or
-        the system's authorities. `listener` is the advertised listener to ask for. Nothing is connected yet.
+        the system's authorities. `listener` is the advertised listener to ask for. Connections are made later.
         """
         service = service_url(url)
         if service.tls:
@@ -70,14 +70,14 @@ class PulsarClient:
             return next(self._ids)
 
     def partitions(self, topic: str, timeout: float) -> int:
-        """How many partitions a topic has now, 0 if it has none. The number can grow: ask again.
+        """Return how many partitions a topic has now, 0 for a topic without partitions. The number can grow.
 
-        Raises `TopicNotFound`; asking makes no topic.
+        Raise `TopicNotFound`; the question creates no topic.
         """
         return self._lookup.partitions(topic, ClientDeadline(timeout))
 
     def topics(self, namespace: str, timeout: float) -> list[str]:
-        """The full names of a namespace's persistent topics, each partition by itself."""
+        """Return the full names of a namespace's persistent topics, each partition by itself."""
         return self._lookup.topics(namespace, ClientDeadline(timeout))
 
     def create_producer(
@@ -92,12 +92,12 @@ class PulsarClient:
         properties: tuple[tuple[str, str], ...] = (),
         connection_key: str = "",
     ) -> PulsarProducer:
-        """A producer on a topic or one partition of it (`partition_name`).
+        """Open a producer on a topic or on one partition (`partition_name`).
 
-        `name` identifies it for the broker's deduplication, by default one that nobody else has. `transactions` waits
-        until the topic can take transactional sends. Raises `ProducerBusy` if the name is in use, `ProducerFenced` if
-        another one has the topic, `MissingLibrary`, `NotAuthorized`, and whatever else the broker answers; what may
-        pass is tried again until the timeout.
+        `name` identifies it for the broker's deduplication; the default is unique. With `transactions`, wait until the
+        topic accepts transactional sends. Passing trouble is retried until the timeout. Raise `ProducerBusy` if the
+        name is in use, `ProducerFenced` if another producer holds the topic, `MissingLibrary`, `NotAuthorized`, and
+        other refusals.
         """
         options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
         producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
@@ -123,16 +123,15 @@ class PulsarClient:
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
-        """A consumer on a topic or one partition of it.
+        """Open a consumer on a topic or on one partition.
 
-        `start` counts where a subscription begins: `EARLIEST` or `LATEST`; without `durable` also behind a message.
-        `inbox` is one to share with other consumers; `permits` how many messages at most wait there for this one,
-        fewer where they are large; with 0 none but what it is told to `allow`. `hash_ranges` are what a key-shared
-        consumer takes, by default what the broker gives it. Without `create` a missing topic is `TopicNotFound` also
-        where brokers make topics by themselves.
+        `start` is where a new subscription begins: `EARLIEST`, `LATEST`, or, if not `durable`, behind a message.
+        `inbox` may be shared with other consumers. At most `permits` messages of this consumer wait there, fewer large
+        ones; with 0, only as many as `allow` says. `hash_ranges` are a key-shared consumer's; the broker chooses by
+        default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by themselves.
 
-        Raises `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and whatever else the broker answers; what may pass is
-        tried again until the timeout.
+        Passing trouble is retried until the timeout. Raise `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and other
+        refusals.
         """
         if durable and start not in (EARLIEST, LATEST):
             raise ValueError("a durable subscription begins at EARLIEST or LATEST; seek from there")
@@ -165,9 +164,7 @@ class PulsarClient:
         connection_key: str = "",
         create: bool = True,
     ) -> PulsarConsumer:
-        """A reader: a consumer that leaves no subscription behind, from the start or behind a message. `create` as in
-        `subscribe`.
-        """
+        """Open a reader: a consumer without a lasting subscription, from `start` on. `create` as in `subscribe`."""
         return self.subscribe(
             topic,
             f"reader-{uuid.uuid4().hex[:12]}",
@@ -181,12 +178,12 @@ class PulsarClient:
         )
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections of one lane at once. What was opened in it is lost, and may be reopened.
+        """Close the connections of one key at once. Its producers and consumers are lost, and may be reopened.
 
-        What was written before may still reach the broker, nothing else does.
+        Frames written before may still reach the broker.
         """
         self._pool.hang_up(connection_key)
 
     def close(self) -> None:
-        """Hang up everywhere at once: flush and close producers first. Repeating it is harmless."""
+        """Close all connections at once: flush and close producers first. Repeating it is harmless."""
         self._pool.close()

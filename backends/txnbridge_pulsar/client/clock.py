@@ -1,4 +1,4 @@
-"""Time: one deadline for all that a call does, and pauses between its attempts."""
+"""The deadline of a call, and the pauses between its attempts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Iterator
 
-# The first pause lets a broker finish what it is at; the longest keeps a waiting client polite without missing much.
+# The first pause lets a broker finish its work; the longest keeps a waiting client polite without missing much.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
 
 class ClientDeadline:
-    """The moment by which a call ends, on a clock that nobody sets."""
+    """The moment by which a call ends, on the monotonic clock."""
 
     __slots__ = ("_at", "seconds")
 
@@ -22,7 +22,7 @@ class ClientDeadline:
 
     @property
     def left(self) -> float:
-        """Seconds that remain, never less than 0."""
+        """Return the remaining seconds, at least 0."""
         return max(0.0, self._at - time.monotonic())
 
     @property
@@ -31,7 +31,9 @@ class ClientDeadline:
 
 
 def pauses() -> Iterator[float]:
-    """Seconds to wait before the next attempt: each up to twice the last, at random so that clients spread out."""
+    """Yield the seconds to wait before each next attempt: up to twice the last, at random so that
+    clients spread out.
+    """
     pause = FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)

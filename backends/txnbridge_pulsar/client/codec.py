@@ -1,7 +1,7 @@
 """Protocol buffers, as far as the schema needs them: dicts to bytes and back.
 
-Written by hand because it is small, needs no generated code, and refuses garbage in a known way: whatever the bytes
-are, `decode` returns or raises `Malformed`, in time and memory that the length of the bytes bounds.
+It is written by hand because it is small, needs no generated code, and rejects garbage in a known way: for any bytes
+`decode` returns or raises `Malformed`, in time and memory bounded by their length.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from .schema import TYPES, Field, MessageType
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED = {_FIXED64: 8, _FIXED32: 4}
-# A message id can hold another one for ever; nothing that means something is nested deeper than this.
+# A message id can contain another one without end; nothing meaningful is nested deeper than this.
 MAX_DEPTH = 8
 
 Fields = dict[str, Any]
 
 
 class Malformed(ValueError):
-    """These bytes are no such message."""
+    """The bytes are not a valid message."""
 
 
 def varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first; a negative number as its 64-bit two's complement."""
+    """Encode a number: seven bits a byte, lowest first; a negative one as its 64-bit two's complement."""
     if 0 <= number < 128:
         return _ONE_BYTE[number]
     number &= 0xFFFFFFFFFFFFFFFF
@@ -40,7 +40,7 @@ _ONE_BYTE = [bytes((number,)) for number in range(128)]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at a place, and the place behind it. Raises `IndexError` where the bytes end."""
+    """Return the number at an offset, and the offset behind it. Raise `IndexError` where the bytes end."""
     byte = data[at]
     if byte < 128:
         return byte, at + 1
@@ -56,25 +56,25 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def with_length(data: bytes) -> bytes:
-    """Bytes or a message as a field holds them."""
+    """Return bytes or a message with their length, as a field holds them."""
     return varint(len(data)) + data
 
 
 def tag(type_name: str, field_name: str) -> bytes:
-    """What stands before a field's value."""
+    """Return the tag that precedes a field's value."""
     return _WRITERS[type_name][field_name][0]
 
 
 def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
-    """The bytes of a message, its fields in the order given. A field that is None is left out."""
+    """Encode a message, its fields in the given order. A field that is None is left out."""
     return _encode(_WRITERS[type_name], fields)
 
 
 def decode(type_name: str, data: bytes) -> Fields:
-    """The fields of a message that are there; those that the schema does not have are skipped.
+    """Decode the fields that are present; unknown fields are skipped.
 
-    Where a field that is not repeated comes twice, the last one counts. Text that is not UTF-8 is made readable
-    rather than refused: one odd property must not make a topic unreadable.
+    The last value of a field counts, unless it is repeated. Invalid UTF-8 is made readable, as one odd property must
+    not make a topic unreadable.
     """
     try:
         return _decode(TYPES[type_name], data, 0)
@@ -130,8 +130,8 @@ _WRITERS = {type.name: {field.name: _writer(field) for field in type.fields} for
 
 # ------------------------------------------------------------------------------------------------ reading
 
-# How a field is read, by its whole tag: its name, what makes its value of a number or of bytes (None: it is a message,
-# of the type that follows), and whether it is repeated.
+# How to read a field, by its tag: its name, the function that converts its number or bytes (None for a message of the
+# type that follows), and whether it is repeated.
 _Plan = tuple[str, "Callable[[Any], Any] | None", str, bool]
 
 
@@ -160,7 +160,7 @@ def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
 
 
 def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
-    """What stands behind a tag, and the place behind that. Raises `IndexError` where the bytes end."""
+    """Return the value behind a tag, and the offset behind it. Raise `IndexError` where the bytes end."""
     if wire_type == _VARINT:
         return read_varint(data, at)
     if wire_type == _BYTES:
@@ -177,7 +177,7 @@ def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
 
 
 def _put_odd(fields: Fields, type: MessageType, tag: int, value: Any) -> None:
-    """A field under a tag that is not its own: repeated numbers may come packed; what we do not know is skipped."""
+    """Store a field with an unusual tag: repeated numbers may be packed; unknown fields are skipped."""
     field = type.by_number.get(tag >> 3)
     if field is None:
         return

@@ -1,4 +1,4 @@
-"""Compressions of an entry's payload: zlib from the standard library, the others from packages if installed."""
+"""Compression of an entry's payload: zlib from the standard library, others if their packages are installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import CorruptEntry, MissingLibrary
 
 
 class Compression(IntEnum):
-    """How a producer packs its payloads."""
+    """A producer's compression of its payloads."""
 
     NONE = 0
     LZ4 = 1
@@ -26,14 +26,14 @@ _PACKAGES = {Compression.LZ4: "lz4", Compression.ZSTD: "zstandard", Compression.
 
 
 def compress(kind: Compression, data: bytes) -> bytes:
-    """The payload packed. Raises `MissingLibrary`."""
+    """Compress a payload. Raise `MissingLibrary`."""
     return data if kind is Compression.NONE else _compressors[kind](data)
 
 
 def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
-    """The payload unpacked, which must be of the size that its metadata says, and that at most the limit.
+    """Decompress a payload, which must have the size that its metadata claim, at most the limit.
 
-    Raises `CorruptEntry`, also before unpacking anything that claims to be larger than the limit; `MissingLibrary`.
+    Raise `CorruptEntry`, before decompressing if the claimed size is over the limit; `MissingLibrary`.
     """
     if kind == Compression.NONE:
         return data
@@ -53,7 +53,7 @@ def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
 
 
 def check_installed(kind: Compression) -> None:
-    """Raises `MissingLibrary` now rather than at the first message."""
+    """Raise `MissingLibrary` now rather than at the first message."""
     compress(kind, b"")
 
 
@@ -83,7 +83,7 @@ def _zstd_compress(data: bytes) -> bytes:
 
 
 def _zstd_decompress(data: bytes, size: int) -> bytes:
-    # As a stream, which reads no more than is asked for, whatever size the data themselves claim.
+    # As a stream, which reads only up to the limit, whatever size the data claim.
     library = _library(Compression.ZSTD, "zstandard")
     with library.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
         return bytes(reader.read(size + 1))
@@ -101,7 +101,7 @@ def _snappy_decompress(data: bytes, size: int) -> bytes:
 
 
 def _snappy_size(data: bytes) -> int:
-    """The size that a snappy block claims, which its decoder would allocate at once."""
+    """Return the size that a snappy block claims, which its decoder would allocate at once."""
     return read_varint(data, 0)[0]
 
 

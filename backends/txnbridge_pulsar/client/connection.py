@@ -1,7 +1,7 @@
-"""One connection to one broker: requests by id, entries out and in, and a ping when it is quiet.
+"""One connection to one broker: requests by id, entries in both directions, and a ping when it is quiet.
 
-The only thread is the one that reads. It never waits for anybody: it resolves futures, and hands receipts and entries
-to the producers and consumers registered here. When the connection ends, everybody who waits is told why.
+Its only thread reads and never blocks: it resolves responses, and passes receipts and entries to the registered
+producers and consumers. When the connection ends, everybody who waits gets the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .address import Address
-from .answers import Response, answer_to
 from .authentication import Authentication, NoAuthentication
 from .clock import ClientDeadline
 from .codec import Fields
@@ -32,25 +31,26 @@ from .errors import (
     server_error,
 )
 from .frames import DEFAULT_MAX_MESSAGE, FRAME_ALLOWANCE, Frame, FrameReader, command, parse
+from .responses import Response, answer_to
 from .transport import NotWritten, Transport
 
 _log = logging.getLogger(__name__)
-_log.addHandler(logging.NullHandler())  # a program that configures no logging is not to find this on its screen
+_log.addHandler(logging.NullHandler())  # so that a program without logging settings does not print these lines
 
 CLIENT_VERSION = "txnbridge"
-# The newest that brokers know: 17 has answers to acknowledgements, 19 lets clients connect to coordinators.
+# The newest version that brokers know: 17 answers acknowledgements, 19 lets clients connect to coordinators.
 PROTOCOL_VERSION = 21
 TRANSACTIONS_SINCE = 19
-# What brokers do themselves: a ping after half a minute of silence, the end after as much again.
+# As in brokers: a ping after half a minute of silence, and the end after another half.
 QUIET_SECONDS = 30.0
-# Requests stay until they are answered or given up; as many at once mean that nobody looks at their answers.
+# Requests stay until they are answered or given up; more than this means that nobody reads the answers.
 MAX_IN_FLIGHT = 50_000
-# A connection that was not made in so many seconds has lost a packet; the next attempt may do better.
+# A connection that takes longer has lost a packet; the next attempt may succeed.
 CONNECT_SECONDS = 10.0
 
 
 class ProducerSide(Protocol):
-    """What a producer is told, by the reading thread: it may not block."""
+    """What the reading thread tells a producer; these methods may not block."""
 
     def on_receipt(self, fields: Fields) -> None: ...
 
@@ -60,7 +60,7 @@ class ProducerSide(Protocol):
 
 
 class ConsumerSide(Protocol):
-    """What a consumer is told, by the reading thread: it may not block."""
+    """What the reading thread tells a consumer; these methods may not block."""
 
     def on_message(self, fields: Fields, tail: bytes) -> None: ...
 
@@ -81,7 +81,7 @@ class ConnectionOptions:
 
 
 class BrokerConnection:
-    """Open from the moment it exists; `open` makes one. All methods from any thread."""
+    """A connection, open from the start; `open` makes one. Any thread may call."""
 
     def __init__(
         self, transport: Transport, address: Address, logical: Address | None, options: ConnectionOptions
@@ -114,9 +114,9 @@ class BrokerConnection:
     def open(
         cls, address: Address, options: ConnectionOptions, deadline: ClientDeadline, logical: Address | None = None
     ) -> BrokerConnection:
-        """Connect and introduce ourselves; `logical` names the broker meant when the address is a proxy's.
+        """Connect and send CONNECT. `logical` names the broker behind a proxy at the address.
 
-        Raises `ConnectFailed`, and what the broker answers: `NotAuthenticated` above all.
+        Raise `ConnectFailed`, and the broker's refusal, mostly `NotAuthenticated`.
         """
         deadline = ClientDeadline(min(deadline.left, CONNECT_SECONDS))
         try:
@@ -158,7 +158,7 @@ class BrokerConnection:
         return self._reason is not None
 
     def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
-        """Ask for something, and wait for the answer later. Raises `ConnectionLost` and `TimedOut` of the asking."""
+        """Send a request without waiting for the answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
         with self._lock:
             self._check_open()
             if len(self._requests) >= MAX_IN_FLIGHT:
@@ -176,7 +176,7 @@ class BrokerConnection:
         return response
 
     def ask(self, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
-        """Ask and wait for the answer's fields. Raises what `Response.result` does."""
+        """Send a request and return the answer's fields. Raise as `Response.result`."""
         return self.request(name, deadline, **fields).result(deadline.left)
 
     def _forget(self, id: int) -> None:
@@ -184,13 +184,13 @@ class BrokerConnection:
             self._requests.pop(id, None)
 
     def write(self, frame: bytes, deadline: ClientDeadline) -> None:
-        """Write a frame that nothing answers by request id. Raises `ConnectionLost`, `TimedOut`."""
+        """Write a frame that has no answer by request id. Raise `BrokerConnectionLost`, `RequestTimedOut`."""
         with self._lock:
             self._check_open()
         self._write(frame, deadline)
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame when the connection takes it, without waiting; nothing is raised if it never does."""
+        """Write a small frame once the connection takes it, without waiting or raising."""
         with suppress(OSError):
             self._transport.post(frame)
 
@@ -216,13 +216,13 @@ class BrokerConnection:
     # ------------------------------------------------------------------------------------------ who listens
 
     def add_producer(self, id: int, producer: ProducerSide) -> None:
-        """Hand a producer what comes for it. Raises `ConnectionLost`."""
+        """Register a producer for its receipts. Raise `BrokerConnectionLost`."""
         with self._lock:
             self._check_open()
             self._producers[id] = producer
 
     def add_consumer(self, id: int, consumer: ConsumerSide) -> None:
-        """Hand a consumer what comes for it. Raises `ConnectionLost`."""
+        """Register a consumer for its entries. Raise `BrokerConnectionLost`."""
         with self._lock:
             self._check_open()
             self._consumers[id] = consumer
@@ -253,7 +253,7 @@ class BrokerConnection:
             self._end(error)
         except OSError as error:
             self._end(BrokerConnectionLost(str(error)))
-        except Exception as error:  # a handler's mistake must not leave everybody waiting
+        except Exception as error:  # a handler's mistake must not leave others waiting
             _log.exception("a frame from %s could not be handled", self.address)
             self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
 
@@ -281,11 +281,11 @@ class BrokerConnection:
 
     def _answer(self, name: str, fields: Fields) -> None:
         if name == "producer_success" and not fields.get("producer_ready", True):
-            return  # it waits for the topic; a second answer with the same id says when it has it
+            return  # the producer waits for the topic; a second answer with the same id says when it has it
         with self._lock:
             response = self._requests.pop(fields["request_id"], None)
         if response is None and name == "error":
-            response = self._hello  # of no more interest once it was answered
+            response = self._hello  # no longer needed once it is answered
         if response is not None:
             response.resolve(_refusal(fields) or _unfit(name, response.kind) or fields)
 
@@ -307,7 +307,7 @@ class BrokerConnection:
         authentication = self._options.authentication
         try:
             data = authentication.data()
-        except Exception as error:  # whatever the user's function raises; without an answer the broker hangs up
+        except Exception as error:  # any exception of the user's function; without an answer the broker hangs up
             _log.warning("new credentials could not be had: %s", type(error).__name__)
             return
         response = {"auth_method_name": authentication.method, "auth_data": data}
@@ -361,7 +361,7 @@ class BrokerConnection:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self) -> None:
-        """Hang up. Calls that wait get `ConnectionLost`; this waits for the reading thread only, and for a moment."""
+        """Close. Waiting calls get `BrokerConnectionLost`. Wait a moment for the reading thread only."""
         with self._lock:
             self._reason = self._reason or Closed("it was closed on this side")
         self._transport.interrupt()
@@ -405,7 +405,7 @@ def _unfit(name: str, expected: str) -> PulsarError | None:
 
 
 def _refusal(fields: Fields) -> PulsarError | None:
-    # Presence counts: the code of an unknown error is 0.
+    # Test for presence: the code of an unknown error is 0.
     if "error" in fields:
         return server_error(fields["error"], fields.get("message", ""))
     return None

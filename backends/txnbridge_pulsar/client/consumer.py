@@ -1,8 +1,8 @@
 """A consumer: one subscription to one topic or partition, on one connection at a time.
 
-Entries come to its inbox; permits let the broker send no more than was asked for. Nothing is reconnected behind the
-caller's back: when the connection ends or the topic moves, `lost` says why, and `reopen` subscribes again. The broker
-then delivers anew whatever was not acknowledged, and `generation` has grown, by which older deliveries can be told.
+Entries come to its inbox; permits limit what the broker sends. It never reconnects by itself: when the connection ends
+or the topic moves, `lost` says why, and `reopen` subscribes again. The broker then redelivers everything
+unacknowledged, and a higher `generation` tells new deliveries from older ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
-from .answers import Response
 from .chunks import Chunks
 from .clock import ClientDeadline
 from .codec import Fields
@@ -33,22 +32,23 @@ from .inbox import Inbox
 from .incoming import ReceivedEntry
 from .lookup import Lookup
 from .pool import an_attempt, retrying
+from .responses import Response
 
-# Until it is known how large messages are, so few are asked for that even the largest do no harm.
+# Until the size of messages is known, so few are requested that the largest do no harm.
 FIRST_PERMITS = 16
-# A size once seen is forgotten slowly, or one large message would slow a consumer down for ever.
+# A seen size is forgotten slowly, or one large message would slow the consumer down for ever.
 _FORGETTING = 0.99
-# Ids in one command: it stays far below the size of a frame, also with the bits of large batches.
+# Ids in one command, which keeps it far below the size of a frame, even with the bits of large batches.
 MOST_IDS = 5000
 _INDIVIDUAL, _CUMULATIVE = 0, 1
 
 
 def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
-    """Share ids out to ACK commands: up to 5000 to each, but in a transaction each part of an entry to its own.
+    """Divide ids into ACK commands of up to 5000; in a transaction each part of an entry gets a command of its own.
 
-    A broker that loads a topic anew reads the transactions' ACK commands from its log, and skips a whole command if the
-    subscription's cursor knows one of the command's positions already. The cursor keeps whole entries. Of parts the log
-    alone may know, so a part that shared its command with an entry would be delivered again.
+    A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
+    if the subscription's cursor has one of its positions. The cursor keeps whole entries, and parts may be in the log
+    alone. So a part that shared its command with a whole entry would be redelivered.
     """
     together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
     commands: list[Sequence[Fields]] = [together[at : at + MOST_IDS] for at in range(0, len(together), MOST_IDS)]
@@ -56,7 +56,7 @@ def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fiel
 
 
 class SubscriptionType(IntEnum):
-    """How consumers of one subscription share its messages."""
+    """How the consumers of a subscription share its messages."""
 
     EXCLUSIVE = 0
     SHARED = 1
@@ -65,7 +65,7 @@ class SubscriptionType(IntEnum):
 
 
 class ConsumerOptions(NamedTuple):
-    """How a consumer subscribes; `client.subscribe` says what each means."""
+    """How a consumer subscribes; `PulsarClient.subscribe` explains the fields."""
 
     subscription: str
     type: SubscriptionType
@@ -82,12 +82,12 @@ class ConsumerOptions(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Whether the broker keeps a place in the topic rather than a set of messages."""
+        """Return whether the broker keeps a position in the topic, and not a set of messages."""
         return self.type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
 
 
 class PulsarConsumer:
-    """Subscribed from the moment it exists. One thread receives; acknowledge from any."""
+    """A consumer, subscribed from the start. One thread receives; any thread acknowledges."""
 
     def __init__(
         self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
@@ -97,10 +97,10 @@ class PulsarConsumer:
         self.inbox = Inbox() if inbox is None else inbox
         self.generation = 0
         self.active: bool | None = None
-        # How many times a failover subscription has given it the topic: what comes after is delivered anew.
+        # How often a failover subscription has given it the topic; every time messages are redelivered.
         self.activations = 0
         self.at_end = False
-        # Entries of this generation that have come, and of those that were taken or dropped.
+        # How many entries of this generation have come, and how many of them were taken or dropped.
         self.arrived = 0
         self._taken = 0
         self._lookup = lookup
@@ -112,12 +112,12 @@ class PulsarConsumer:
         self._subscribed = False
         self._was_subscribed = False
         self._state = threading.Lock()
-        self._start = options.start._replace(first_chunk=())  # of a message in chunks, behind its last
+        self._start = options.start._replace(first_chunk=())  # behind the last chunk of a message in chunks
         self._epoch = 0
         self._outstanding = 0
         self._largest = 0.0
         self._held = False
-        self._answers: list[Response] = []  # to acknowledgements
+        self._answers: list[Response] = []  # of acknowledgements
         self._chunks = Chunks()
 
     def __repr__(self) -> str:
@@ -127,23 +127,22 @@ class PulsarConsumer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Why nothing comes any more until it is reopened; None while it is subscribed."""
+        """Return why nothing comes until the consumer is reopened; None while it is subscribed."""
         return self._lost
 
     @property
     def connection(self) -> BrokerConnection | None:
-        """The connection of its last opening."""
+        """Return the connection of the last opening."""
         return self._connection
 
     @property
     def all_taken(self) -> bool:
-        """Whether nothing of it waits in the inbox."""
+        """Return whether none of its entries wait in the inbox."""
         return self._taken == self.arrived
 
     def reopen(self, timeout: float) -> None:
-        """Subscribe again. A durable subscription goes on where its acknowledgements say; one that is not durable
-        behind the last entry that was taken, or behind one before it if a message in chunks is not complete. Raises
-        what `client.subscribe` raises.
+        """Subscribe again. A durable subscription continues after its acknowledgements. Another one continues behind
+        the last entry that was taken, or before an incomplete message in chunks. Raise as `PulsarClient.subscribe`.
         """
         if isinstance(self._lost, Closed) and self._connection is not None:
             raise Closed("the consumer is closed")
@@ -188,7 +187,7 @@ class PulsarConsumer:
             "durable": options.durable,
             "start_message_id": None if options.durable else position_fields(self._start),
             "read_compacted": options.read_compacted or None,
-            # A subscription that is gone when it is asked for again is made anew, with all that came since.
+            # A deleted subscription is created again, with everything that has come since.
             "initial_position": 1 if options.start == EARLIEST or self._was_subscribed else 0,
             "force_topic_creation": None if options.create else False,
             "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
@@ -199,9 +198,9 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ receiving
 
     def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Up to `most` entries; empty if nothing came in time. With an inbox of its own, or all that share it.
+        """Return up to `most` entries of this consumer, or of all that share its inbox; empty if none came in time.
 
-        Raises what `lost` says once everything that had come before is taken.
+        Raise `lost` once everything that had come before it is taken.
         """
         found = self.inbox.take(timeout, most)
         if not found and self._lost is not None:
@@ -209,7 +208,7 @@ class PulsarConsumer:
         return found
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
-        """Read an entry that waited, and let the broker send others for it. None if it is not for the caller."""
+        """Read an entry that waited, and grant permits for others. Return None if the caller does not get the entry."""
         entry = ReceivedEntry(self, generation, fields, tail)
         with self._state:
             if generation != self.generation:
@@ -224,14 +223,16 @@ class PulsarConsumer:
         if not self._options.durable and not self._is_behind_start(entry):
             return None
         place, chunk = entry.id, entry.chunk
-        # With many consumers each has little on its way; a message may be as large as with one.
+        # With many consumers each gets little room, but a message may be as large as with one.
         found = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
-        if not self._chunks.incomplete:  # else the chunks that are held would not come again
+        if not self._chunks.incomplete:  # else the held chunks would not come again
             self._start = place
         return found
 
     def _is_behind_start(self, entry: ReceivedEntry) -> bool:
-        """Whether there is something in it to give: the broker begins with the entry behind whose message we begin."""
+        """Return whether the entry has messages behind the start: the broker sends the whole entry of the start
+        message.
+        """
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -241,18 +242,18 @@ class PulsarConsumer:
         return True
 
     def hold(self, held: bool) -> None:
-        """Let the broker send nothing more than it was asked for already; or again as much as ever."""
+        """Stop granting permits, or start again; what was requested still comes."""
         self._held = held
         self._grant()
 
     def allow(self, messages: int) -> None:
-        """Let the broker send until so many messages are on their way: of itself a consumer without permits asks for
-        none.
+        """Grant permits up to this many messages on their way; a consumer without permits of its own requests none by
+        itself.
         """
         self._let(lambda: messages, 1)
 
     def _grant(self) -> None:
-        """Let the broker send what there is room for, once that is worth a command."""
+        """Grant permits for the room that is left, once that is worth a command."""
         self._let(self._room, 2)
 
     def _room(self) -> int:
@@ -265,7 +266,7 @@ class PulsarConsumer:
     def _let(self, room: Callable[[], int], worth: int) -> None:
         with self._state:
             grant = (wanted := room()) - self._outstanding
-            # What it is told before it has made the consumer a broker forgets.
+            # A broker drops flow permits that arrive before it has created the consumer.
             if self._connection is None or self._lost is not None or not self._subscribed:
                 return
             if grant < 1 or worth * grant < wanted:
@@ -278,10 +279,11 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ acknowledging
 
     def acknowledge(self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge messages by id, of batches those named; in a transaction only if that is given.
+        """Acknowledge messages by id, of a batch only those given; in a transaction if `txn` is given.
 
-        For an entry in several chunks give all its `parts`. Raises `TransactionConflict`, which touches none of the
-        ids of one command (`_commands` says which ids share one); `ConnectionLost`, after which nobody knows.
+        For an entry in several chunks give all its `parts`. Raise `TransactionConflict`, which leaves all ids of its
+        command unacknowledged (`_commands` says which ids share one), or `BrokerConnectionLost`, after which the result
+        is not known.
         """
         deadline = ClientDeadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):
@@ -290,15 +292,15 @@ class PulsarConsumer:
     def start_acknowledge(
         self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
     ) -> list[Response]:
-        """The same without waiting for the answers, which fail as `acknowledge` says."""
+        """Acknowledge without waiting for the answers, which fail as `acknowledge` says."""
         deadline = ClientDeadline(timeout)
         commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
         return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
 
     def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
-        """Acknowledge everything up to and including a message. Only on exclusive and failover subscriptions.
+        """Acknowledge everything up to and including a message, on exclusive and failover subscriptions.
 
-        Raises `ValueError` on others, where the broker would say yes and do nothing; else as `acknowledge`.
+        Raise `ValueError` on others, where the broker would accept it and do nothing; else as `acknowledge`.
         """
         if not self._options.ordered:
             raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
@@ -321,10 +323,10 @@ class PulsarConsumer:
         return answer
 
     def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
-        """Ask for what is not acknowledged once more: all of it, or on shared subscriptions these entries.
+        """Have unacknowledged messages redelivered: all of them, or on shared subscriptions these entries.
 
-        On exclusive and failover subscriptions always all, and what waits in the inbox is dropped first, so that
-        everything comes once and in order. Raises `ConnectionLost`.
+        On exclusive and failover subscriptions always all: waiting entries are dropped first, so that everything comes
+        once and in order. Raise `BrokerConnectionLost`.
         """
         connection = self._open_connection()
         fields: list[Fields] = []
@@ -355,10 +357,10 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ moving and asking
 
     def seek(self, to: MessageId | int, timeout: float) -> None:
-        """Go to a message, to `EARLIEST` or `LATEST`, or to the first published at a time (milliseconds since 1970).
+        """Go to a message, to `EARLIEST` or `LATEST`, or to the first one published at a time (milliseconds since
+        1970).
 
-        Subscribes anew; what waits in the inbox is dropped. Raises `ValueError` for a subscription that is not
-        durable: begin another one.
+        This subscribes again and drops waiting entries. Raise `ValueError` for a subscription that is not durable.
         """
         deadline = ClientDeadline(timeout)
         if not self._options.durable:
@@ -370,19 +372,19 @@ class PulsarConsumer:
         self.reopen(deadline.left)
 
     def last_message_id(self, timeout: float) -> MessageId:
-        """The last message that can be read now: one behind an open transaction cannot. Entry -1 if there is none."""
+        """Return the last message that can be read now, in front of any open transaction; entry -1 if there is none."""
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """The last message that can be read now, and the one up to which the subscription has nothing left to
-        acknowledge, if the broker says.
+        """Return the last message that can be read now, and the subscription's mark-delete position, if the broker
+        tells.
         """
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
 
     def unsubscribe(self, timeout: float, force: bool = False) -> None:
-        """End the subscription itself, for all its consumers, and close this one. With `force` also under others."""
+        """Delete the subscription for all its consumers, and close this one. With `force`, also if others use it."""
         self._ask("unsubscribe", ClientDeadline(timeout), force=force or None)
         self._finish()
 
@@ -426,7 +428,7 @@ class PulsarConsumer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Leave the subscription, which stays if it is durable. Repeating it is harmless."""
+        """Leave the subscription; a durable one stays. Repeating it is harmless."""
         self._leave(ClientDeadline(timeout))
         self._finish()
 
@@ -469,5 +471,7 @@ class _Side:
 
 
 def _unanswered(reason: object) -> BrokerConnectionLost:
-    """A broker that has closed a consumer, because its topic moves, answers nothing that is about it."""
+    """Return the error for unanswered requests: a broker that closes a consumer because its topic
+    moves answers none.
+    """
     return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

@@ -1,4 +1,4 @@
-"""Making connections: a name looked up, one of its addresses reached, TLS spoken; all within one deadline."""
+"""Makes a connection within a deadline: resolves the name, connects to one of its addresses, starts TLS."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from contextlib import suppress
 from .address import Address
 from .clock import ClientDeadline
 
-# A socket takes 0 for "do not wait at all".
+# A socket takes 0 for "do not wait".
 _LEAST_SECONDS = 0.001
 
 
 def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline) -> socket.socket:
-    """A socket to an address, through TLS where that is asked for. Raises `OSError`, `ValueError`."""
+    """Return a socket to an address, with TLS if given. Raise `OSError`, `ValueError`."""
     sock = _any_of(_resolved(address, deadline), deadline)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -31,7 +31,9 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline)
 
 
 def _any_of(found: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
-    """Connected to the first that listens: a name may stand for an IPv6 and an IPv4 address, and one be served."""
+    """Connect to the first address that listens: a name may have an IPv6 and an IPv4 address, with one
+    of them served.
+    """
     for place in found[:-1]:
         with suppress(OSError):
             return socket.create_connection(place, max(deadline.left, _LEAST_SECONDS))
@@ -39,7 +41,7 @@ def _any_of(found: list[tuple[str, int]], deadline: ClientDeadline) -> socket.so
 
 
 def _resolved(address: Address, deadline: ClientDeadline) -> list[tuple[str, int]]:
-    """Where the address's name leads, looked up on a thread of its own: a resolver knows no deadline."""
+    """Resolve an address's name on a thread of its own, because a resolver takes no deadline."""
     found: Future[list[tuple[str, int]]] = Future()
 
     def resolve() -> None:

@@ -1,7 +1,7 @@
-"""What can go wrong, as types: by class a caller can tell "said no", "try again" and "nobody knows".
+"""The client's errors. Their classes tell apart a refusal, passing trouble, and an unknown result.
 
-Every error says in `may_have_had_effect` whether the broker may have done what was asked: False is a promise that it
-has not. Errors survive pickling, and hold no payloads, keys or credentials.
+Every error says in `may_have_had_effect` whether the broker may have acted on the request; False is a promise that it
+has not. Errors can be pickled, and contain no payloads, keys or credentials.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ServerErrorCode(IntEnum):
     PRODUCER_FENCED = 25
 
 
-# Trouble of the broker's stores, of its load, or of who owns what: the same request may succeed a moment later.
+# Trouble of the broker's stores, load or ownership: the same request may succeed a moment later.
 _PASSING = {
     ServerErrorCode.UNKNOWN,
     ServerErrorCode.METADATA,
@@ -53,15 +53,15 @@ _PASSING = {
 
 
 class PulsarError(Exception):
-    """The root of all errors here."""
+    """The base class of all errors here."""
 
     may_have_had_effect = False
-    # Whether trying again may help, as far as the error itself can tell.
+    # Whether a repetition may help, as far as the error itself tells.
     retriable = False
 
 
 class ConnectFailed(PulsarError):
-    """No connection could be made: nothing was asked."""
+    """No connection could be made: nothing was sent."""
 
     retriable = True
 
@@ -80,26 +80,26 @@ class BrokerConnectionLost(PulsarError):
 
 
 class RequestTimedOut(BrokerConnectionLost):
-    """The deadline came first. An answer that comes later is ignored."""
+    """The deadline came first. A later answer is ignored."""
 
     retriable = False
 
 
 class Closed(PulsarError):
-    """The client, producer or consumer was closed by its owner."""
+    """The owner has closed the client, producer or consumer."""
 
 
 class ProtocolError(PulsarError):
-    """The other side sent what the protocol does not allow; the connection is given up."""
+    """The broker violated the protocol; the connection is closed."""
 
 
 class CorruptEntry(PulsarError):
-    """A stored entry cannot be read: its checksum, its compression or its framing is wrong."""
+    """A stored entry cannot be read: its checksum, compression or framing is wrong."""
 
 
 class PerhapsDropped(PulsarError):
-    """The broker could not store an entry, and took it for a duplicate when it came again: it has that one, or it has
-    stored only what followed it the first time.
+    """The broker failed to store an entry, and took its repetition for a duplicate. It has that entry, or only entries
+    that followed it.
     """
 
     may_have_had_effect = True
@@ -109,7 +109,7 @@ class PerhapsDropped(PulsarError):
 
 
 class MessageTooLarge(PulsarError):
-    """More than the broker takes in one entry; nothing was sent."""
+    """The entry is larger than the broker accepts; nothing was sent."""
 
 
 class MissingLibrary(PulsarError):
@@ -117,7 +117,7 @@ class MissingLibrary(PulsarError):
 
 
 class ServerError(PulsarError):
-    """The broker's own "no", with its code and text. Which class, `server_error` decides."""
+    """The broker refused a request, with its code and text. `server_error` chooses the class."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -139,39 +139,39 @@ class ServerError(PulsarError):
 
 
 class ServiceNotReady(ServerError):
-    """The broker does not serve this topic or coordinator (yet, or any more): look it up again."""
+    """The broker does not serve this topic or coordinator now: look it up again."""
 
 
 class NotAuthenticated(ServerError):
-    """The credentials were refused."""
+    """The broker refused the credentials."""
 
 
 class NotAuthorized(ServerError):
-    """The credentials are good, but not for this."""
+    """The credentials are valid, but lack the right."""
 
 
 class NotOwner(NotAuthorized):
-    """The coordinator knows the transaction, and somebody else began it: only they, and superusers, may touch it."""
+    """Another user began the transaction: only that user and superusers may end it."""
 
 
 class TopicNotFound(ServerError):
-    """No such topic, and it is not made by asking for it."""
+    """The topic does not exist, and asking does not create it."""
 
 
 class TopicTerminated(ServerError):
-    """The topic takes no more messages, for ever."""
+    """The topic accepts no messages any more."""
 
 
 class ConsumerBusy(ServerError):
-    """An exclusive subscription has its consumer, or the subscription is of another type."""
+    """The exclusive subscription has a consumer, or the subscription is of another type."""
 
 
 class ProducerBusy(ServerError):
-    """The producer's name is in use on the topic; while a takeover goes on, for a moment only."""
+    """The producer's name is in use on the topic; during a takeover only for a moment."""
 
 
 class ProducerFenced(ServerError):
-    """Another producer owns the topic exclusively, or took it over."""
+    """Another producer holds the topic exclusively, or took it over."""
 
 
 class NotAllowed(ServerError):
@@ -179,11 +179,11 @@ class NotAllowed(ServerError):
 
 
 class CoordinatorNotFound(ServerError):
-    """The coordinator is not loaded where it was asked: connect to it again."""
+    """The broker does not have the coordinator: connect to it again."""
 
 
 class InvalidTransactionStatus(ServerError):
-    """The transaction is not open; `state` is the broker's word for what it is, empty if it does not say."""
+    """The transaction is not open; `state` is the broker's word for its state, empty if it gives none."""
 
     @property
     def state(self) -> str:
@@ -196,11 +196,11 @@ class TransactionNotFound(ServerError):
 
 
 class TransactionConflict(ServerError):
-    """A position is acknowledged already, or pending in an open transaction: this one included."""
+    """A position is acknowledged already, or pending in an open transaction, perhaps in this one."""
 
 
 class DuplicateUndecided(ServerError):
-    """The broker cannot tell yet whether it has this sequence id: send the same again later."""
+    """The broker cannot tell yet whether it has this sequence id: send it again later."""
 
 
 _CLASSES: dict[int, type[ServerError]] = {
@@ -221,7 +221,7 @@ _CLASSES: dict[int, type[ServerError]] = {
 
 
 def server_error(code: int, text: str) -> ServerError:
-    """The error of the right class for what the broker answered."""
+    """Return the error of the right class for a broker's answer."""
     if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
     if (

@@ -1,4 +1,4 @@
-"""Frames: how commands, and the entries behind some of them, are laid out on a connection."""
+"""Frames: the layout of commands, and of entries behind them, on a connection."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .schema import COMMANDS, TYPES
 
 _TWO_SIZES = struct.Struct(">II")
 _SIZE = struct.Struct(">I")
-_CHECKED = struct.Struct(">HII")  # mark, checksum, size of the metadata
+_CHECKED = struct.Struct(">HII")  # magic, checksum, size of the metadata
 _CHECKSUM_MARK = b"\x0e\x01"
 _BROKER_METADATA_MARK = b"\x0e\x02"
 
-# What a broker takes unless it says otherwise, and what it allows a frame to have beyond the message.
+# A broker's default limit for a message, and the room that it allows a frame beyond the message.
 DEFAULT_MAX_MESSAGE = 5 * 1024 * 1024
 FRAME_ALLOWANCE = 10 * 1024
-# One read from the socket takes so much at most; larger frames get a larger buffer, and give it back.
+# The most that one read from the socket takes; larger frames get a larger buffer for a while.
 _BUFFER = 256 * 1024
 
 _TYPE_NAMES = {number: TYPES["BaseCommand"].by_name[name].type for name, number in COMMANDS.items()}
 _NAMES = {number: name for name, number in COMMANDS.items()}
-# A command begins with its type, and then the one field of that number.
+# A command begins with its type, then the one field of that number.
 _PREFIXES = {name: b"\x08" + varint(number) + varint(number << 3 | 2) for name, number in COMMANDS.items()}
 
 
 class Frame(NamedTuple):
-    """One frame as it came: the command's name (empty if we do not know it), its fields, and the entry behind it."""
+    """A received frame: the command's name (empty if unknown), its fields, and the entry behind it."""
 
     name: str
     fields: Fields
@@ -38,13 +38,13 @@ class Frame(NamedTuple):
 
 
 def command(name: str, **fields: Any) -> bytes:
-    """A frame with a command alone."""
+    """Return a frame with a command alone."""
     base = _base(name, fields)
     return _TWO_SIZES.pack(4 + len(base), len(base)) + base
 
 
 def send_command(fields: Fields, metadata: bytes, payload: bytes) -> bytes:
-    """A frame with SEND, and the entry to store behind it."""
+    """Return a SEND frame with the entry to store."""
     base = _base("send", fields)
     size = _SIZE.pack(len(metadata))
     checksum = crc32c(payload, crc32c(size + metadata))
@@ -58,7 +58,7 @@ def _base(name: str, fields: Fields) -> bytes:
 
 
 def parse(data: bytes) -> Frame:
-    """A frame from what follows its first size. Raises `ProtocolError` for what is none."""
+    """Parse a frame, given without its first size. Raise `ProtocolError`."""
     try:
         return _parse(data)
     except (Malformed, IndexError, struct.error) as error:
@@ -103,7 +103,7 @@ def _fields(base: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
-    """An entry's metadata, its payload as stored, and what the broker added. Raises `CorruptEntry`."""
+    """Return an entry's metadata, its payload as stored, and what the broker added. Raise `CorruptEntry`."""
     try:
         return _split_entry(tail)
     except (Malformed, struct.error) as error:
@@ -129,10 +129,9 @@ def _split_entry(tail: bytes) -> tuple[Fields, bytes, Fields]:
 
 
 class FrameReader:
-    """Cuts what comes from a connection into frames; holds at most one frame's worth of bytes.
+    """Cuts received bytes into frames; holds at most one frame of bytes.
 
-    `limit` is the largest frame that is taken. Use: receive into `space()`, then ask `frames(n)` for what n bytes more
-    have completed.
+    `limit` is the largest accepted frame. Receive into `space()`, then take the completed frames from `frames(n)`.
     """
 
     def __init__(self, limit: int = DEFAULT_MAX_MESSAGE + FRAME_ALLOWANCE) -> None:
@@ -141,11 +140,11 @@ class FrameReader:
         self._end = 0
 
     def space(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """Return where the next bytes go; never empty."""
         return memoryview(self._buffer)[self._end :]
 
     def frames(self, received: int) -> list[bytes]:
-        """The frames that are complete now, each without its first size. Raises `ProtocolError`."""
+        """Return the frames that n more bytes have completed, without their first size. Raise `ProtocolError`."""
         self._end += received
         at, found = 0, []
         with memoryview(self._buffer) as view:

@@ -1,4 +1,4 @@
-"""Names of things on a broker: messages, transactions, and the bits that say which of a batch are acknowledged."""
+"""Ids of messages and transactions, and the bits that tell which messages of a batch are acknowledged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOWHERE = 0xFFFFFFFFFFFFFFFF
 
 
 class TxnId(NamedTuple):
-    """A transaction: `most` is its coordinator. (0, 0) is a valid one: test for None, never for truth."""
+    """A transaction; `most` is its coordinator. (0, 0) is valid: test for None, never for truth."""
 
     most: int
     least: int
@@ -25,10 +25,10 @@ class TxnId(NamedTuple):
 
 
 class MessageId(NamedTuple):
-    """Where a message is stored; in a batch `batch_index` of `batch_size`, else -1 of 0.
+    """The position of a message; in a batch `batch_index` of `batch_size`, else -1 of 0.
 
-    Ordered as stored in a partition. `first_chunk` is empty but for a message in several chunks, of which it says where
-    the first is: (ledger, entry).
+    Ids are ordered as stored in a partition. `first_chunk` is the (ledger, entry) of the first chunk of a message in
+    several chunks, else empty.
     """
 
     ledger: int
@@ -40,17 +40,17 @@ class MessageId(NamedTuple):
 
     @property
     def whole_entry(self) -> MessageId:
-        """The same without the place in the batch."""
+        """Return the id without the batch index."""
         return MessageId(self.ledger, self.entry, self.partition)
 
 
-# Where a subscription can begin besides at a message.
+# Where a subscription can begin, besides at a message.
 EARLIEST = MessageId(-1, -1)
 LATEST = MessageId((1 << 63) - 1, (1 << 63) - 1)
 
 
 def message_id(fields: Fields) -> MessageId:
-    """An id as the broker writes it. Raises nothing: both halves are required by the schema."""
+    """Return an id as the broker writes it; the schema requires both halves."""
     ledger, entry = fields["ledger_id"], fields["entry_id"]
     first = fields.get("first_chunk_message_id")
     return MessageId(
@@ -64,7 +64,7 @@ def message_id(fields: Fields) -> MessageId:
 
 
 def position_fields(id: MessageId) -> Fields:
-    """An id as a place to begin at or to seek to: its entry and all behind it, of a batch what is not before it."""
+    """Return an id as a position to begin at or seek to: with everything behind it, and its batch from its index on."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.partition >= 0:
         fields["partition"] = id.partition
@@ -78,11 +78,11 @@ def position_fields(id: MessageId) -> Fields:
 
 
 def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
-    """One id an entry, with bits for those of its batch that these ids do not name.
+    """Return one id for each entry, with bits for the messages of its batch that these ids do not name.
 
-    An id without a place in its batch, but with the batch's size, stands for all of it. The bits say nothing of
-    earlier acknowledgements, which may be another transaction's: only of this one. A batch that is acknowledged as a
-    whole goes without bits, but with its size, which the broker counts by.
+    An id with the batch's size and without an index stands for the whole batch, which goes without bits, but with the
+    size that the broker counts by. The bits describe this acknowledgement alone: earlier ones may be another
+    transaction's.
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}
@@ -107,7 +107,7 @@ def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
 
 
 def cumulative_ack_fields(id: MessageId) -> Fields:
-    """Everything up to and including an id."""
+    """Return the fields that acknowledge everything up to and including an id."""
     fields: Fields = {"ledger_id": id.ledger, "entry_id": id.entry}
     if id.batch_index >= 0:
         fields["ack_set"] = ack_set(id.batch_size, range(id.batch_index + 1))
@@ -116,7 +116,9 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """64 bits a word, the lowest first, where 1 means *not* acknowledged; empty if nothing of the batch is left."""
+    """Return words of 64 bits, lowest first, where 1 means *not* acknowledged; empty if the whole batch is
+    acknowledged.
+    """
     bits = (1 << size) - 1
     for index in acked:
         bits &= ~(1 << index)
@@ -127,5 +129,5 @@ def ack_set(size: int, acked: Iterable[int]) -> list[int]:
 
 
 def delivered_indexes(words: Sequence[int]) -> list[int]:
-    """Which of a batch the broker means to deliver: those whose bits are 1."""
+    """Return the indexes that the broker delivers of a batch: those whose bits are 1."""
     return [64 * at + bit for at, word in enumerate(words) for bit in range(64) if word >> bit & 1]

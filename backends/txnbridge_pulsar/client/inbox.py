@@ -1,4 +1,4 @@
-"""Where entries wait for whoever reads them: one queue for one consumer, or for many at once."""
+"""The queue in which entries wait to be taken, for one consumer or for many."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class EntryAcceptor(Protocol):
 
 _Waiting = tuple[EntryAcceptor, int, Fields, bytes]
 
-# What a program that reads some partitions can spare, and enough to keep a fast network busy.
+# What a program with some partitions can spare, and enough to keep a fast network busy.
 DEFAULT_BYTES = 64 * 1024 * 1024
 
 
 class Inbox:
-    """A queue that consumers share, bounded by what they let the broker send: about `max_bytes` all together.
+    """A queue that consumers share. Permits bound it to about `max_bytes` over all of them.
 
-    Each consumer may hold as much besides, of messages in chunks that are not complete. One thread takes at a time.
+    Each consumer may hold as much again of incomplete messages in chunks. One thread takes at a time.
     """
 
     def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -37,9 +37,9 @@ class Inbox:
         self._woken = False
 
     def take(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
-        """Up to `most` entries, in the order in which they came; empty if nothing came in time.
+        """Return up to `most` entries in the order of arrival; empty if none came in time.
 
-        Also empty, at once, when a consumer of it has been lost: each says so in `lost`.
+        Return an empty list at once when one of its consumers is lost, which `lost` explains.
         """
         deadline = ClientDeadline(timeout)
         while True:
@@ -60,7 +60,7 @@ class Inbox:
 
     @property
     def bytes_each(self) -> int:
-        """What each of its consumers may have on its way."""
+        """Return how many bytes each consumer may have on their way."""
         return self.max_bytes // max(1, len(self._consumers))
 
     def join(self, consumer: EntryAcceptor) -> None:
@@ -68,7 +68,7 @@ class Inbox:
             self._consumers.add(id(consumer))
 
     def leave(self, consumer: EntryAcceptor) -> None:
-        """Also drops what waits of it."""
+        """Remove a consumer, and drop its waiting entries."""
         with self._changed:
             self._consumers.discard(id(consumer))
         self.drop(consumer)
@@ -79,14 +79,14 @@ class Inbox:
             self._changed.notify()
 
     def drop(self, consumer: EntryAcceptor) -> list[tuple[int, Fields, bytes]]:
-        """Take out what waits of one consumer."""
+        """Take out the waiting entries of one consumer."""
         with self._changed:
             dropped = [(item[1], item[2], item[3]) for item in self._waiting if item[0] is consumer]
             self._waiting = deque(item for item in self._waiting if item[0] is not consumer)
         return dropped
 
     def wake(self) -> None:
-        """Let `take` return, and its caller look at its consumers."""
+        """Let `take` return, so that its caller looks at its consumers."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What is received: an entry as the broker stores it, and the messages in it."""
+"""Received entries, as the broker stores them, and their messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .frames import split_entry
 from .ids import MessageId, TxnId, delivered_indexes, message_id
 
 _SIZE = struct.Struct(">I")
-# Bytes of an entry that an entry's metadata cannot go beyond when unpacked; far above any broker's own limit.
+# The most that an entry may claim to unpack to; far above any broker's limit.
 MAX_UNPACKED = 256 * 1024 * 1024
 
 
 class ReceivedMessage:
-    """One message, not copied out of its entry before it is asked for its parts."""
+    """One message, whose parts are read from its entry when they are asked for."""
 
     __slots__ = ("_described", "entry", "index", "payload")
 
@@ -33,7 +33,7 @@ class ReceivedMessage:
 
     @property
     def id(self) -> MessageId:
-        """Where it is stored, with its place in the batch if it came in one."""
+        """Return where the message is stored, with its index in a batch."""
         whole = self.entry.id
         if self.index < 0:
             return whole
@@ -41,12 +41,12 @@ class ReceivedMessage:
 
     @property
     def value(self) -> bytes | None:
-        """The payload, or None for a tombstone."""
+        """Return the payload; None for a tombstone."""
         return None if self._described.get("null_value") else self.payload
 
     @property
     def key(self) -> bytes | None:
-        """The key's bytes, whether it was written as text or as bytes."""
+        """Return the key's bytes, whether it was written as text or as bytes."""
         return _key(self._described)
 
     @property
@@ -60,12 +60,12 @@ class ReceivedMessage:
 
     @property
     def event_time(self) -> int | None:
-        """Milliseconds since 1970 as the sender gave them, or None: 0 is how others write "none"."""
+        """Return the sender's time in milliseconds since 1970; None for 0, which other clients write for none."""
         return self._described.get("event_time") or None
 
     @property
     def sequence_id(self) -> int:
-        """Its own if the batch says so, else counted from the entry's."""
+        """Return its own sequence id if the batch has it, else one counted from the entry's."""
         own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
         return own
 
@@ -83,10 +83,10 @@ def _key(described: Fields) -> bytes | None:
 
 
 class ReceivedEntry:
-    """What a consumer receives: one entry, read as far as is needed to know what it is.
+    """One received entry, read as far as needed to know what it is.
 
-    An entry that cannot be read has a `fault`, which `messages` raises: it is the caller's to decide what becomes of
-    it. `parts` are the ids of all its chunks, in order, for one that was sent in several.
+    An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with it. `parts` are the
+    ids of all chunks, in order, of a message that was sent in several.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class ReceivedEntry:
     def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
         self.consumer = consumer
         self.generation = generation
-        self.arrival = 0  # its number among those that came since its consumer was opened
+        self.arrival = 0  # its number since the consumer was opened
         self.id = message_id(fields["message_id"])
         self.redeliveries: int = fields.get("redelivery_count", 0)
         self.size = len(tail)
@@ -121,7 +121,7 @@ class ReceivedEntry:
         except CorruptEntry as error:
             self.metadata, self._payload, added = {}, b"", {}
             self.refuse(str(error))
-        # Of its last message, counted over the topic; None where the broker does not say.
+        # The topic-wide index of its last message; None where the broker does not tell.
         self.index: int | None = added.get("index")
 
     def __repr__(self) -> str:
@@ -133,12 +133,12 @@ class ReceivedEntry:
 
     @property
     def count(self) -> int:
-        """How many messages are in it, delivered or not."""
+        """Return how many messages the entry has, delivered or not."""
         return max(1, int(self.metadata.get("num_messages_in_batch", 1)))
 
     @property
     def permits(self) -> int:
-        """How many messages the broker counts it for."""
+        """Return how many permits the broker counts for the entry."""
         return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
 
     @property
@@ -149,7 +149,7 @@ class ReceivedEntry:
 
     @property
     def is_marker(self) -> bool:
-        """Whether the broker wrote it for itself: such entries hold nothing for anybody else."""
+        """Return whether the entry is a control marker, which has no messages."""
         return "marker_type" in self.metadata
 
     @property
@@ -162,23 +162,23 @@ class ReceivedEntry:
 
     @property
     def publish_time(self) -> int:
-        """Milliseconds since 1970, by the sender's clock."""
+        """Return milliseconds since 1970 by the sender's clock."""
         return int(self.metadata.get("publish_time", 0))
 
     @property
     def chunk(self) -> tuple[str, int, int] | None:
-        """Of a message in several entries: its id, which chunk this is, of how many."""
+        """Return the message's uuid, the chunk's number and their count; None for an entry that is no chunk."""
         chunks = self.metadata.get("num_chunks_from_msg", 0)
         if chunks < 2 or self.parts:
             return None
         return self.metadata.get("uuid", ""), self.metadata.get("chunk_id", 0), chunks
 
     def refuse(self, why: str) -> None:
-        """Make it an entry that cannot be read."""
+        """Make it an unreadable entry."""
         self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
 
     def join(self, earlier: list[ReceivedEntry]) -> None:
-        """Make this last chunk the whole message. `CorruptEntry` becomes its fault where their sizes do not add up."""
+        """Make this last chunk the whole message. If the sizes do not match, its fault is `CorruptEntry`."""
         first = earlier[0].id
         self.parts = (*(chunk.id for chunk in earlier), self.id)
         self.id = self.id._replace(first_chunk=(first.ledger, first.entry))
@@ -188,15 +188,15 @@ class ReceivedEntry:
             self.fault = CorruptEntry(f"the chunks of a message are not of its size ({first.ledger}:{first.entry})")
 
     def messages(self) -> list[ReceivedMessage]:
-        """The messages that this delivery is about: those of a batch that are not acknowledged already.
+        """Return the messages of this delivery: those of a batch that are not acknowledged yet.
 
-        Raises `CorruptEntry`, `MissingLibrary`.
+        Raise `CorruptEntry`, `MissingLibrary`.
         """
         return [ReceivedMessage(self, *record) for record in self.records()]
 
     def records(self) -> list[tuple[int, bytes, Fields]]:
-        """The same in parts, for who makes messages of its own: each with its place in the batch, its payload, and
-        what is said of it beside the entry, which is mostly nothing. `Message` reads those parts.
+        """Return the messages' parts: the index in the batch, the payload, and the metadata beside the entry's, which
+        are mostly empty. `ReceivedMessage` reads them.
         """
         if self.fault is not None:
             raise self.fault
@@ -213,7 +213,7 @@ class ReceivedEntry:
         return [record for record in found if record[0] >= self._skipped] if self._skipped else found
 
     def skip(self, messages: int) -> None:
-        """Give none of the first so many of its batch."""
+        """Leave out the first messages of the batch."""
         self._skipped = messages
 
     def _unpacked(self) -> bytes:
@@ -223,9 +223,9 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """The messages of a batch of which each says nothing but its size, which is the same; empty if they do not.
+        """Return the messages of a batch without metadata and of equal size, as most are; empty for any other batch.
 
-        Most batches are such, and these few steps are for all of their messages together.
+        Few steps serve all of its messages together.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):
@@ -236,7 +236,7 @@ class ReceivedEntry:
         if any(payload[at::step] != payload[at : at + 1] * count for at in range(start)):
             return []
         nothing: Fields = {}
-        # A last message without bytes begins where the batch ends.
+        # An empty last message begins where the batch ends.
         places = range(start, len(payload) + 1, step)
         return [(index, payload[at : at + length], nothing) for index, at in enumerate(places)]
 
@@ -246,7 +246,7 @@ class ReceivedEntry:
         length = 0
         fields: Fields = {}
         for index in range(self.count):
-            # Messages of one length that have nothing else, or the same, look alike: read once what is said of them.
+            # Consecutive messages of equal size and metadata have equal heads, which are parsed once.
             if head and payload.startswith(head, at):
                 start = at + len(head)
             else:
@@ -263,8 +263,8 @@ class ReceivedEntry:
 
 
 def _described(data: bytes) -> tuple[int, Fields]:
-    """How long a message of a batch is, and what else is said of it."""
-    # Most have nothing but their length, in the one field that has to be there.
+    """Return the size of a message in a batch, and its metadata."""
+    # Most have only the required size field.
     if data[:1] == b"\x18":
         length, end = read_varint(data, 1)
         if end == len(data) and length >> 31 == 0:

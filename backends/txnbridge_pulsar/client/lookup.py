@@ -1,4 +1,4 @@
-"""Finding a topic's broker, through redirects and proxies, and how many partitions the topic has."""
+"""Finds a topic's broker, through redirects and proxies, and the number of its partitions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .pool import ConnectionPool, ConnectionTarget, retrying
 T = TypeVar("T")
 
 _REDIRECT, _CONNECT = 0, 1
-# What the Java client allows; a broker that redirects more often than that goes in circles.
+# As in the Java client; a broker that redirects more often goes in circles.
 MOST_REDIRECTS = 20
-# A broker that does not answer such a question in time will hardly do so later, but another one may.
+# A broker that does not answer by then will hardly answer later, but another one may.
 _SECONDS_AN_ATTEMPT = 10.0
 _LANE = ""
 
 
 class Lookup:
-    """Questions to any broker of the cluster. Each is asked again, elsewhere in turn, until its deadline."""
+    """Questions that any broker answers. Each is repeated at the brokers in turn until its deadline."""
 
     def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
         self._pool = pool
@@ -34,13 +34,13 @@ class Lookup:
         self._current = next(self._turn)
 
     def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """A connection to the broker that serves a topic. One attempt: a caller whose request that broker refuses has
-        to repeat both.
+        """Return a connection to the broker that serves a topic. This is one attempt: if that broker refuses the
+        caller's request, the caller repeats both.
         """
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
-        """How many partitions a topic has now, 0 for one without; it may grow. Raises `TopicNotFound`."""
+        """Return how many partitions a topic has now, 0 for a topic without; it may grow. Raise `TopicNotFound`."""
 
         def ask(connection: BrokerConnection, left: ClientDeadline) -> int:
             answer = connection.ask(
@@ -51,7 +51,7 @@ class Lookup:
         return self._anywhere(deadline, ask)
 
     def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
-        """The full names of a namespace's topics, each partition by itself."""
+        """Return the full names of a namespace's topics, each partition by itself."""
 
         def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
             answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
@@ -104,7 +104,7 @@ class Lookup:
 
     @contextmanager
     def _next_on_failure(self) -> Iterator[None]:
-        """Turns to the next broker of the service URL when what is inside fails."""
+        """Go on to the next broker of the service URL if the block fails."""
         try:
             yield
         except PulsarError:

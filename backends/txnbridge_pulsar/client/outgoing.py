@@ -1,7 +1,7 @@
-"""What is sent: one message, or a batch of them in one entry.
+"""Content to send: one message, or a batch of messages in one entry.
 
-A batch costs few steps a message, because everything that the broker does is by entry: a thousand messages of 100
-bytes are sent some hundred times as fast together as alone.
+A batch costs little for each message, because the broker works by entries: a thousand messages of 100 bytes are about a
+hundred times as fast in one entry as alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Properties = Sequence[tuple[str, str]]
 
 
 def key_fields(key: bytes | str | None) -> Fields:
-    """A key as messages hold it: text as it is, bytes in base64 with a flag that says so."""
+    """Return a key as messages hold it: text unchanged, bytes in base64 with a flag."""
     if key is None:
         return {}
     if isinstance(key, str):
@@ -30,7 +30,7 @@ def _base64(key: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One message in an entry of its own. A payload of None is a tombstone: "this key is gone"."""
+    """One message in an entry of its own. A payload of None is a tombstone."""
 
     payload: bytes | None
     key: bytes | str | None = None
@@ -46,11 +46,11 @@ class Single:
         return 1
 
     def body(self) -> bytes:
-        """The payload before compression."""
+        """Return the payload before compression."""
         return self.payload or b""
 
     def metadata(self) -> Fields:
-        """What the entry's metadata say of the message."""
+        """Return the message's part of the entry's metadata."""
         return {
             "properties": [{"key": name, "value": value} for name, value in self.properties],
             **key_fields(self.key),
@@ -63,8 +63,8 @@ class Single:
 class MessageBatch:
     """Messages that share an entry: stored together or not at all, and in one transaction.
 
-    Append until `size` or `count` is what the caller wants in an entry, then send it, once. The entry is routed by the
-    key of its first message, so on a subscription that shares by key a batch must hold one key only.
+    Append until `size` or `count` suffices, then send it once. The broker routes the entry by the key of its first
+    message, so on a key-shared subscription a batch must have one key only.
     """
 
     __slots__ = ("_first", "_heads", "_parts", "count", "size")
@@ -100,7 +100,7 @@ class MessageBatch:
         self.count += 1
 
     def extend(self, payloads: Iterable[bytes]) -> None:
-        """Add messages that are nothing but payloads: the fastest way, above all where many are of one length."""
+        """Add messages without metadata: the fastest way, above all for payloads of equal size."""
         payloads = payloads if isinstance(payloads, (list, tuple)) else list(payloads)
         lengths = set(map(len, payloads))
         heads = {length: self._heads.get(length) or self._head(length) for length in lengths}
@@ -114,11 +114,11 @@ class MessageBatch:
         self.count += len(payloads)
 
     def body(self) -> bytes:
-        """The payload before compression."""
+        """Return the payload before compression."""
         return b"".join(self._parts)
 
     def metadata(self) -> Fields:
-        """What the entry's metadata say of the messages."""
+        """Return the messages' part of the entry's metadata."""
         return {**self._first, "num_messages_in_batch": self.count}
 
     def _head(self, length: int) -> bytes:
@@ -141,7 +141,7 @@ def _head(
     event_time: int | None,
     ordering_key: bytes | None,
 ) -> bytes:
-    """What stands before a message in a batch. Put together by hand: it is done for every message."""
+    """Return the head of a message in a batch. Encoded by hand, because it is done for every message."""
     parts: list[bytes] = []
     for name, value in properties:
         pair = _NAME + with_length(name.encode()) + _VALUE + with_length(value.encode())

@@ -1,4 +1,4 @@
-"""The connections of a client: one for each broker, lane and proxy, made when asked for and made again when lost."""
+"""The connections of a client: one for each broker, connection key and proxy, made and renewed on demand."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .errors import Closed, PulsarError, RequestTimedOut
 T = TypeVar("T")
 
 
-# A broker that was cut off for a while may never answer who opens a topic that it has lost; by then another serves it.
-# A living one takes less to load a topic, and goes on with that when it is asked again.
+# A broker that was cut off may never answer a request to open a topic that it has lost; by then another one serves it.
+# A healthy broker loads a topic in less time, and continues when asked again.
 _SECONDS_AN_OPENING = 15.0
 
 
 class ConnectionTarget(NamedTuple):
-    """Where to connect to reach a broker: itself, or a proxy that is told which broker is meant."""
+    """Where to connect to reach a broker: itself, or a proxy that is told the broker."""
 
     address: Address
     logical: Address | None = None
 
 
 def retrying(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
-    """Do what may be done twice until it succeeds, fails for good, or the deadline comes; then the last error.
+    """Repeat a call that may safely be made twice until it succeeds, fails for good, or the deadline passes.
 
-    If that is no answer, because little time was left, it says what the last answer was.
+    At the deadline raise the last error; if it is only that time ran out, it names the last answer.
     """
     answer: PulsarError | None = None
     for pause in pauses():
@@ -51,23 +51,23 @@ def retrying(deadline: ClientDeadline, attempt: Callable[[], T]) -> T:
 
 
 def an_attempt(deadline: ClientDeadline) -> ClientDeadline:
-    """When one attempt to open something is over, long before a long deadline."""
+    """Return the deadline of one attempt to open something, well before a long deadline."""
     return ClientDeadline(min(deadline.left, _SECONDS_AN_OPENING))
 
 
 class ConnectionPool:
-    """Connections by target and lane. A lane is any name: what is in different lanes never shares a connection."""
+    """Connections by target and key; different keys never share a connection."""
 
     def __init__(self, options: ConnectionOptions) -> None:
         self._options = options
         self._lock = threading.Lock()
         self._connections: dict[tuple[ConnectionTarget, str], BrokerConnection] = {}
-        # Each as long as somebody uses it: every reader has a lane of its own, and there may be millions.
+        # Kept while in use: every reader has a key of its own, and there may be millions.
         self._opening: WeakValueDictionary[tuple[ConnectionTarget, str], threading.Lock] = WeakValueDictionary()
         self._closed = False
 
     def get(self, target: ConnectionTarget, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
-        """The living connection there, made if there is none: one attempt. Raises what `Connection.open` does."""
+        """Return the open connection, or make it in one attempt. Raise as `BrokerConnection.open`."""
         key = (target, connection_key)
         with self._lock:
             if self._closed:
@@ -89,7 +89,7 @@ class ConnectionPool:
         with self._lock:
             found = self._connections.get(key)
         if found is not None and not found.closed:
-            return found  # while we waited, somebody else made it
+            return found  # another thread made it meanwhile
         target = key[0]
         connection = BrokerConnection.open(target.address, self._options, deadline, target.logical)
         with self._lock:
@@ -100,7 +100,7 @@ class ConnectionPool:
         raise Closed("the client is closed")
 
     def hang_up(self, connection_key: str) -> None:
-        """Close the connections of one lane; it makes others if it is used again."""
+        """Close the connections of one key; it gets new ones if it is used again."""
         with self._lock:
             of_lane = [key for key in self._connections if key[1] == connection_key]
             connections = [self._connections.pop(key) for key in of_lane]
@@ -108,7 +108,7 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Hang up everywhere."""
+        """Close all connections."""
         with self._lock:
             self._closed = True
             connections = list(self._connections.values())

@@ -1,9 +1,9 @@
-"""A producer: sends entries without waiting, and says of each what became of it.
+"""A producer: sends entries without waiting, and reports the result of each.
 
-Nothing is ever sent twice behind the caller's back. When the connection ends, or the broker moves the topic, every
-send without a receipt fails with `ConnectionLost`: it may be stored or not. The caller then decides: `reopen`, and
-`resend` what is unconfirmed (byte for byte, which only where the broker removes duplicates is free of them), or
-`forget` it. Sequence ids are never used again, whatever became of what they were given to.
+It never sends anything twice by itself. When the connection ends, or the broker moves the topic, every send without a
+receipt fails with `BrokerConnectionLost`: it may or may not be stored. The caller decides: `reopen`, and `resend` the
+unconfirmed sends (byte for byte, which makes duplicates unless the broker removes them), or `forget` them. Sequence ids
+are never reused, whatever became of their messages.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from .sending import Budget, Content, Receipt, Send
 
 
 def nobody(send: Send) -> None:
-    """Wants to know what became of it."""
+    """Ignore the result of a send."""
 
 
 class AccessMode(IntEnum):
     """Which other producers the topic may have."""
 
     SHARED = 0
-    EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has it
-    WAIT_FOR_EXCLUSIVE = 2  # none; waits its turn
-    EXCLUSIVE_WITH_FENCING = 3  # none; the one that has it loses it, and with its next send its whole connection
+    EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has the topic
+    WAIT_FOR_EXCLUSIVE = 2  # none; waits for its turn
+    EXCLUSIVE_WITH_FENCING = 3  # none; the other producer is fenced, and its next send loses its whole connection
 
 
 class ProducerOptions(NamedTuple):
-    """How a producer is opened; `client.create_producer` says what each means."""
+    """How a producer is opened; `PulsarClient.create_producer` explains the fields."""
 
     name: str | None
     access: AccessMode
@@ -62,7 +62,7 @@ class ProducerOptions(NamedTuple):
 
 
 class PulsarProducer:
-    """Open from the moment it exists. `send` from any thread; order is the order of the calls."""
+    """A producer, open from the start. Any thread may send; the order is that of the calls."""
 
     def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
         check_installed(options.compression)
@@ -91,30 +91,32 @@ class PulsarProducer:
 
     @property
     def lost(self) -> PulsarError | None:
-        """Why it can send nothing until it is reopened; None while it is open."""
+        """Return why it can send nothing until it is reopened; None while it is open."""
         return self._lost
 
     @property
     def generation(self) -> int:
-        """How many times it was opened anew."""
+        """Return how often it was reopened."""
         return self._epoch
 
     @property
     def connection(self) -> BrokerConnection | None:
-        """The connection of its last opening."""
+        """Return the connection of the last opening."""
         return self._connection
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """What was on its way when the connection ended, in order: stored or not, nobody knows."""
+        """Return the sends that were on their way when the connection ended, in order; each may or may
+        not be stored.
+        """
         with self._state:
             return list(self._unconfirmed)
 
     def reopen(self, timeout: float) -> None:
-        """Open again under the same name, and with the same ownership if the topic is held exclusively.
+        """Open again under the same name, and with the same epoch if it holds the topic exclusively.
 
-        What is unconfirmed stays so. `last_sequence_id` is then what the broker has, -1 if it does not keep count.
-        Raises `ProducerFenced` if another one took the topic over, and what `create_producer` raises.
+        Unconfirmed sends stay unconfirmed. `last_sequence_id` is then the broker's, -1 if it keeps none. Raise
+        `ProducerFenced` if another producer took the topic over, and as `PulsarClient.create_producer`.
         """
         if self._epoch >= 0 and isinstance(self._lost, Closed):
             raise Closed(str(self._lost))
@@ -127,7 +129,7 @@ class PulsarProducer:
     def _open(self, deadline: ClientDeadline) -> None:
         connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
         with self._state:
-            # From now on it may be lost again, even before it is known to be open.
+            # From now on the connection may be lost again, even before the producer is known to be open.
             self._connection, self._lost = None, None
         connection.add_producer(self.id, self)
         try:
@@ -146,11 +148,10 @@ class PulsarProducer:
             self._connection = connection
 
     def _take_topic(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
-        """Ask for the topic as its owner if we are, which fences nobody.
+        """Ask for the topic with our epoch if we own it, which fences nobody.
 
-        Asking to fence with an epoch that is not the newest is refused, but cuts the connection of the owner all the
-        same. So it is done only where who holds the topic is ourselves, on a connection that the broker has not
-        missed yet.
+        The broker refuses to fence with an epoch that is not the newest, but closes the owner's connection all the
+        same. So we only fence where we hold the topic ourselves, on a connection whose end the broker has not noticed.
         """
         access = self._options.access
         if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
@@ -188,11 +189,11 @@ class PulsarProducer:
         timeout: float,
         when_done: Callable[[Send], None] = nobody,
     ) -> Send:
-        """Put an entry on its way. `sequence_id` is its first message's; by default the next after all before.
-        `when_done` is called as `Send.when_done` says, also of one that has gone out though this has raised.
+        """Send an entry. `sequence_id` is its first message's; by default the next one. `when_done` is called as in
+        `Send.when_done`, even for an entry that was sent although this call raised.
 
-        Waits only for room. Raises `MessageTooLarge`; `ConnectionLost` and `TimedOut`, which say whether it may have
-        gone out: if so, it is unconfirmed like others.
+        Wait only for room. Raise `MessageTooLarge`; `BrokerConnectionLost` or `RequestTimedOut`, which say whether the
+        entry may have been sent: if so, it is unconfirmed.
         """
         deadline = ClientDeadline(timeout)
         with self._turn(deadline):
@@ -213,7 +214,7 @@ class PulsarProducer:
 
     @contextmanager
     def _turn(self, deadline: ClientDeadline) -> Iterator[None]:
-        """Ids are given and frames written in one order."""
+        """Inside the block, assign ids and write frames in the same order."""
         if not self._sending.acquire(timeout=deadline.left):
             raise RequestTimedOut(f"other sends are in the way for {deadline.seconds:g} s", may_have_had_effect=False)
         try:
@@ -222,10 +223,10 @@ class PulsarProducer:
             self._sending.release()
 
     def resend(self, timeout: float, when_done: Callable[[Send], None] = nobody) -> list[Send]:
-        """Send what is unconfirmed once more, the same bytes in the same order; each can be waited for anew, and
-        `when_done` is called of each.
+        """Send the unconfirmed entries again, with the same bytes in the same order. Return them; `when_done` is called
+        for each.
 
-        Raises `ConnectionLost` and `TimedOut`, with what was not sent still unconfirmed.
+        Raise `BrokerConnectionLost` or `RequestTimedOut`; what was not sent stays unconfirmed.
         """
         deadline = ClientDeadline(timeout)
         with self._turn(deadline):
@@ -243,14 +244,14 @@ class PulsarProducer:
         return sends
 
     def forget(self) -> None:
-        """Let go of what is unconfirmed; it may still be stored."""
+        """Forget the unconfirmed sends; they may still be stored."""
         with self._state:
             forgotten, self._unconfirmed = self._unconfirmed, []
         for send in forgotten:
             self._budget.give_back(send.size)
 
     def flush(self, timeout: float) -> None:
-        """Wait until nothing is on its way. Raises `TimedOut`; failures are told by each send itself."""
+        """Wait until nothing is on its way. Raise `RequestTimedOut`; each send reports its own failure."""
         with self._state:
             if not self._state.wait_for(lambda: not self._pending, timeout):
                 raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
@@ -299,7 +300,7 @@ class PulsarProducer:
         self._budget.give_back(send.size)
 
     def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
-        """In the order in which they were sent first: others of theirs may come later, when the loss is told."""
+        """Keep sends in the order of their first sending: others may be added later, when the loss is reported."""
         with self._state:
             self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
             for send in self._unconfirmed:
@@ -322,7 +323,7 @@ class PulsarProducer:
         id = fields["sequence_id"]
         error = server_error(fields["error"], fields["message"])
         with self._state:
-            # For a batch the broker names the highest id.
+            # For a batch the broker names the highest sequence id.
             named = [send for send in self._pending.values() if id in (send.sequence_id, send.highest_sequence_id)]
             for send in named:
                 if error.retriable:
@@ -331,7 +332,7 @@ class PulsarProducer:
                     del self._pending[send.sequence_id]
             self._state.notify_all()
         if named and error.retriable:
-            # Its topic moves, or the store has trouble: this and what follows is sent again, in order, or not at all.
+            # The topic moves, or the store has trouble: this and later entries are sent again in order, or not at all.
             self.on_lost(error)
             return
         for send in named:
@@ -353,7 +354,7 @@ class PulsarProducer:
     # ------------------------------------------------------------------------------------------ ending
 
     def close(self, timeout: float) -> None:
-        """Leave the topic. What is still on its way fails with `ConnectionLost`: flush first. May be repeated."""
+        """Close. Entries on their way fail with `BrokerConnectionLost`: flush first. Repeating it is harmless."""
         connection = self._connection
         closed = Closed("the producer is closed")
         self.on_lost(closed)

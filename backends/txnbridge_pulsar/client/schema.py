@@ -1,7 +1,6 @@
-"""The protocol's messages, in the notation of proto2, and the tables that the codec works with.
+"""The protocol's messages in proto2 notation, and the codec's tables made from them.
 
-Only what this client writes or reads is here; fields that are not are skipped when read. Enumerations are written as
-the int32 that they are on the wire.
+It has only what this client writes or reads; other fields are skipped. Enumerations are int32, as they are encoded.
 """
 
 from __future__ import annotations
@@ -435,7 +434,7 @@ SCALARS = frozenset({"uint64", "int64", "uint32", "int32", "bool", "string", "by
 
 @dataclass(frozen=True)
 class Field:
-    """One field; `type` is a scalar's name or that of another message."""
+    """One field; `type` is a scalar's name or another message's."""
 
     label: str
     type: str
@@ -445,7 +444,7 @@ class Field:
 
 @dataclass
 class MessageType:
-    """One message: its fields as written, and the same by name and by number."""
+    """One message: its fields as written, by name and by number."""
 
     name: str
     fields: tuple[Field, ...]

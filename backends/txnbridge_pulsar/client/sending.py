@@ -1,4 +1,4 @@
-"""What is on its way to a broker: each entry until its receipt, and how much of them there may be."""
+"""Entries on their way to the broker, each until its receipt, and the limit on their size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ids import MessageId, TxnId
 
 
 class Content(Protocol):
-    """What can be sent: `Single` and `Batch`."""
+    """Content that can be sent: `Single` or `MessageBatch`."""
 
     @property
     def count(self) -> int: ...
@@ -26,7 +26,7 @@ class Content(Protocol):
 
 
 class Receipt(NamedTuple):
-    """The broker's word that it has an entry; or, if `duplicate`, that it dropped one whose ids it had already."""
+    """The broker has the entry; if `duplicate`, it dropped one with sequence ids that it had already."""
 
     sequence_id: int
     message_id: MessageId
@@ -37,7 +37,7 @@ class Receipt(NamedTuple):
 
 
 class Budget:
-    """Bytes that may be on their way at once, shared by all producers of a client."""
+    """The bytes that may be on their way at once, shared by all producers of a client."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, size: int, deadline: ClientDeadline) -> None:
-        """Wait for room; something larger than the limit goes alone. Raises `TimedOut`."""
+        """Wait for room; an entry larger than the limit goes alone. Raise `RequestTimedOut`."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
                 text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
@@ -64,13 +64,13 @@ class Send:
     __slots__ = ("_receipt", "count", "frame", "highest_sequence_id", "number", "refused", "sequence_id", "txn")
 
     def __init__(self, number: int, sequence_id: int, count: int, txn: TxnId | None, frame: bytes) -> None:
-        self.number = number  # of all sends of its producer
+        self.number = number  # among all sends of its producer
         self.sequence_id = sequence_id
         self.highest_sequence_id = sequence_id + count - 1
         self.count = count
         self.txn = txn
         self.frame = frame
-        self.refused = False  # whether the broker has said once that it could not store it
+        self.refused = False  # whether the broker has said that it could not store it
         self._receipt: Future[Receipt] = Future()
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Send:
 
     @property
     def size(self) -> int:
-        """Bytes of its frame."""
+        """Return the size of its frame."""
         return len(self.frame)
 
     @property
@@ -87,23 +87,27 @@ class Send:
         return self._receipt.done()
 
     def result(self, timeout: float) -> Receipt:
-        """Wait for the receipt. Raises `ConnectionLost`, `ServerError` by class; `TimedOut` leaves it on its way."""
+        """Wait for the receipt. Raise `BrokerConnectionLost` or a `ServerError`; after `RequestTimedOut` it is still on
+        its way.
+        """
         try:
             return self._receipt.result(timeout)
         except FutureTimeout:
             raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
-        """Call when it is known, from the thread that reads (so without blocking), or at once if it is known."""
+        """Have `call` called with the result: by the reading thread, so it may not block, or at once if the result is
+        known.
+        """
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:
-        """What became of it. Once, unless it begins again."""
+        """Set the result. Only the first one counts, unless the send begins again."""
         if isinstance(outcome, PulsarError):
             self._receipt.set_exception(outcome)
         else:
             self._receipt.set_result(outcome)
 
     def begin_again(self) -> None:
-        """Wait for a receipt anew."""
+        """Wait for a receipt again."""
         self._receipt = Future()

@@ -1,9 +1,9 @@
-"""Transactions as their coordinators know them: begin, register what they touch, end.
+"""Transactions at their coordinators: begin, register, end.
 
-Coordinator i is the owner of partition i of an internal topic; a transaction's id names its coordinator. What is
-harmless to repeat is repeated until the deadline, at whichever broker owns the coordinator by then. The end is not:
-an answer lost there is `ConnectionLost` or `TimedOut`, and asking again may be told `TransactionNotFound` of what
-was just done.
+Coordinator i owns partition i of an internal topic, and a transaction's id names its coordinator. Requests that are
+harmless to repeat are repeated until the deadline, at whichever broker owns the coordinator by then. The end is not
+repeated: a lost answer is `BrokerConnectionLost` or `RequestTimedOut`, and a second request may get
+`TransactionNotFound` for what the first one has done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """The coordinators of a cluster. Any thread. A client that knows a transaction's id may do anything with it."""
+    """The transaction coordinators of a cluster. Any thread may call. A client that knows a transaction's id may do
+    anything with it.
+    """
 
     def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup
@@ -46,11 +48,13 @@ class Transactions:
         self._turn = itertools.count()
 
     def coordinators(self, timeout: float) -> int:
-        """How many there are. Raises `NotAllowed` if none come up in time: transactions are off, or not set up."""
+        """Return the number of coordinators. Raise `NotAllowed` if none appears in time: transactions are off, or not
+        set up.
+        """
         return self._coordinators(ClientDeadline(timeout))
 
     def _coordinators(self, deadline: ClientDeadline) -> int:
-        # A broker that has just started makes their topic a moment after it serves its first client.
+        # A broker that has just started creates their topic a moment after it serves its first client.
         for pause in pauses():
             with suppress(TopicNotFound):
                 if count := self._lookup.partitions(ASSIGN_TOPIC, deadline):
@@ -61,8 +65,8 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Load every coordinator, and so let the deadlines of all transactions run: after a restart of the brokers
-        they stand still until somebody does. How many there are.
+        """Load every coordinator, and return their number. After a restart of the brokers no transaction times out
+        before.
         """
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
@@ -71,14 +75,14 @@ class Transactions:
         return count
 
     def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
-        """A new transaction, which the coordinator aborts after `ttl_ms`, at one coordinator or each in turn.
+        """Begin a transaction at one coordinator, or at each in turn. The coordinator aborts it after `ttl_ms`.
 
-        If the answer is lost another one is begun; the first touched nothing and ends by itself.
+        If the answer is lost, another one is begun; the first stays empty and times out.
         """
         deadline = ClientDeadline(timeout)
         if coordinator is None:
             coordinator = next(self._turn) % self._coordinators(deadline)
-        # The field is called seconds, and means milliseconds.
+        # The field is named seconds and holds milliseconds.
         answer = self._repeatable(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
         try:
             return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
@@ -92,11 +96,11 @@ class Transactions:
         topics: Sequence[str] = (),
         subscriptions: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Name the concrete topics (partitions) that a transaction sends to and the (topic, subscription)s that it
-        acknowledges on: before the first send and acknowledgement there, because the broker checks nothing, and what
-        is not named is never ended. Both are asked at once. Repeating it is harmless.
+        """Register the concrete topics that a transaction sends to and the (topic, subscription) pairs that it
+        acknowledges on, both at once. This comes before the first send or acknowledgement there: the broker checks
+        nothing, and an unregistered one never gets an end. Repeating it is harmless.
 
-        Raises `InvalidTransactionStatus` and `TransactionNotFound` if the transaction has ended.
+        Raise `InvalidTransactionStatus` or `TransactionNotFound` if the transaction has ended.
         """
         deadline = ClientDeadline(timeout)
         asked: list[tuple[str, Fields]] = []
@@ -122,12 +126,12 @@ class Transactions:
         retrying(deadline, attempt)
 
     def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
-        """Commit or abort. Done when it returns: markers written, acknowledgements applied.
+        """Commit or abort. When this returns, markers are written and acknowledgements applied.
 
-        Asked once. Raises `TransactionNotFound` (ended before, either way), `InvalidTransactionStatus` (its `state`
-        says what is being done), `CoordinatorNotFound` also where the coordinator lost its store after it had begun
-        (what it had written the next one finds, and carries out), and `ConnectionLost` or `TimedOut`, whose
-        `may_have_had_effect` is True unless nothing was sent.
+        The request is sent once. Raise `TransactionNotFound` (it ended before, in either way),
+        `InvalidTransactionStatus` (`state` says which end is under way), `CoordinatorNotFound` (also if the coordinator
+        lost its store after it began; the next coordinator carries out what was stored), `BrokerConnectionLost` or
+        `RequestTimedOut`, whose `may_have_had_effect` is True unless nothing was sent.
         """
         deadline = ClientDeadline(timeout)
         fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
@@ -143,18 +147,18 @@ class Transactions:
             time.sleep(pause)
 
     def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
-        """Repair: end what a topic holds of a transaction that no coordinator knows. Needs a superuser's rights."""
+        """Repair: end a transaction that no coordinator knows on one topic. It takes a superuser's rights."""
         self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)
 
     def end_on_subscription(self, txn: TxnId, topic: str, subscription: str, commit: bool, timeout: float) -> None:
-        """Repair: the same for acknowledgements that a subscription holds."""
+        """Repair: end a transaction's acknowledgements on one subscription. It takes a superuser's rights."""
         named = {"subscription": {"topic": full_topic_name(topic), "subscription": subscription}}
         self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
 
     def _end_on(self, txn: TxnId, topic: str, name: str, named: Fields, commit: bool, timeout: float) -> None:
         deadline = ClientDeadline(timeout)
         action = _COMMIT if commit else _ABORT
-        # A broker hangs up on who leaves out the low-water mark; 0 says that nothing older is known to have ended.
+        # A broker hangs up without a low water mark; 0 says that no older transaction is known to have ended.
         fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
 
         def attempt() -> None:
@@ -188,7 +192,7 @@ class Transactions:
 
     @contextmanager
     def _rediscovering(self, coordinator: int) -> Iterator[None]:
-        """Forgets where a coordinator is when the broker there says that it has it not, or is gone."""
+        """Forget where a coordinator is when the broker there does not have it, or is gone."""
         try:
             yield
         except PulsarError as error:

@@ -1,7 +1,7 @@
-"""A socket, plain or TLS, that several threads write whole frames to and one reads from.
+"""A socket, plain or TLS, to which several threads write whole frames and from which one reads.
 
-The socket never blocks: a writer waits for it within its deadline, and who cannot wait (the thread that reads, which
-must go on reading) leaves its bytes to whoever writes next, or to itself when the socket takes some again.
+The socket never blocks. A writer waits for it within its deadline. The reading thread cannot wait, so it leaves its
+bytes to the next writer, or writes them itself when the socket takes more.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .clock import ClientDeadline
 
 _READ = select.POLLIN | select.POLLERR | select.POLLHUP
 _WRITE = select.POLLOUT | select.POLLERR | select.POLLHUP
-# A TLS write that waits for the other side's handshake bytes cannot see them when the reader takes them first.
+# A TLS write that waits for handshake bytes does not see them if the reader takes them first.
 _TLS_LOOK_AGAIN = 0.02
 # More milliseconds than fit in a C int are an error.
 _LONGEST_WAIT = 3600.0
-# Small frames of the reading thread (pongs) that nobody could write so far: more means the other side is gone.
+# Small frames (pongs) of the reading thread that could not be written yet; more of them mean a dead peer.
 _MOST_WAITING = 1000
 
 
@@ -34,7 +34,7 @@ class NotWritten(OSError):
 
 
 class Transport:
-    """Frames out, bytes in. All errors are `OSError`; after one, `close` is all that is left."""
+    """Frames out, bytes in. All errors are `OSError`; after one, only `close` is left."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -48,7 +48,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ writing
 
     def write(self, frame: bytes, deadline: ClientDeadline) -> None:
-        """Write a whole frame. Raises `NotWritten` at the deadline."""
+        """Write a whole frame. Raise `NotWritten` at the deadline."""
         if not self._writing.acquire(timeout=deadline.left):
             raise NotWritten(started=False)
         try:
@@ -62,21 +62,21 @@ class Transport:
         self._flush_waiting()
 
     def _withdrawn(self, frame: bytes) -> bool:
-        # What TLS was given once it has to be given again, because a part may be encrypted already.
+        # TLS must be given the same bytes again, because a part of them may be encrypted already.
         if self._tls is not None or len(self._unsent) < len(frame):
             return False
         self._unsent = memoryview(b"")
         return True
 
     def post(self, frame: bytes) -> None:
-        """Write a small frame as soon as that is possible, without waiting for it."""
+        """Write a small frame as soon as possible, without waiting."""
         if len(self._waiting) >= _MOST_WAITING:
             raise OSError("the other side has stopped reading")
         self._waiting.append(frame)
         self._flush_waiting()
 
     def _flush_waiting(self) -> None:
-        # The thread that holds the lock looks again after letting go of it, so nothing is left behind.
+        # The thread that holds the lock looks again after releasing it, so nothing is left behind.
         while self._waiting and self._writing.acquire(blocking=False):
             try:
                 while self._push() and self._waiting:
@@ -94,7 +94,7 @@ class Transport:
         return True
 
     def _push(self) -> bool:
-        """Write what the socket takes now; whether nothing is left."""
+        """Write what the socket takes now. Return whether nothing is left."""
         while self._unsent:
             try:
                 sent = self._send()
@@ -112,7 +112,9 @@ class Transport:
     # ------------------------------------------------------------------------------------------ reading
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
-        """Bytes read, None if none came in that time. Raises `OSError`, also at the end of the stream."""
+        """Return how many bytes were read; None if none came in time. Raise `OSError`, also at the end
+        of the stream.
+        """
         received = self._receive(space)
         if received is None:
             # The reader's own frames go out here if they could not before.
@@ -149,13 +151,13 @@ class Transport:
     # ------------------------------------------------------------------------------------------ ending
 
     def interrupt(self) -> None:
-        """Wake whoever waits: from now on reading and writing fail. From any thread."""
+        """Wake up waiting threads: from now on reading and writing fail. Any thread may call."""
         self._closed = True
         with suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the socket back. Only by the thread that reads, after which nobody may."""
+        """Close the socket. Only the reading thread may call it, as its last act."""
         self.interrupt()
         with self._writing:
             self._sock.close()

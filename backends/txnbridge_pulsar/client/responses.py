@@ -1,4 +1,4 @@
-"""Answers to requests: asked for now, waited for later."""
+"""Responses: a request is sent now, and its answer is waited for later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schema import COMMANDS
 
 
 def answer_to(name: str) -> str:
-    """The command that answers a request."""
+    """Return the command that answers a request."""
     if name == "producer":
         return "producer_success"
     answer = f"{name.removesuffix('_request')}_response"
@@ -21,10 +21,10 @@ def answer_to(name: str) -> str:
 
 
 class Response:
-    """An answer to come."""
+    """The answer to one request."""
 
     def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
-        self.kind = kind  # of command that answers, unless it is an error
+        self.kind = kind  # the command that answers, unless it is an error
         self._future: Future[Fields] = Future()
         self._forget = forget
         self._what = what
@@ -34,8 +34,8 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for its fields. Raises `ServerError` by class for a "no", `ConnectionLost`; and `TimedOut`, after which
-        it never comes.
+        """Wait for the answer's fields. Raise a `ServerError` or `BrokerConnectionLost`; after `RequestTimedOut` the
+        answer is ignored.
         """
         try:
             return self._future.result(timeout)
@@ -44,11 +44,11 @@ class Response:
             raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[], object]) -> None:
-        """Call when it is there, from the thread that reads (so without blocking), or at once if it is there."""
+        """Have `call` called with the answer: by the reading thread, so it may not block, or at once if it is there."""
         self._future.add_done_callback(lambda _: call())
 
     def resolve(self, outcome: Fields | PulsarError) -> None:
-        """Only the first outcome counts."""
+        """Set the result; only the first one counts."""
         with suppress(InvalidStateError):
             if isinstance(outcome, PulsarError):
                 self._future.set_exception(outcome)
