@@ -86,9 +86,7 @@ class PulsarBroker(Broker):
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to the transaction coordinators. After a restart of the brokers no transaction times out until a
-        client has connected to its coordinator.
-        """
+        """Connect to the coordinators: after a restart of the brokers no transaction times out until a client has."""
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:

@@ -57,9 +57,7 @@ class PulsarTopics:
         return found
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """Return `concrete` for a message to this partition, or to any. Raise `NotFound` for a missing partition as
-        well.
-        """
+        """Return `concrete` for a message to this partition, or to any. Raise `NotFound` without that partition."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         found = self.concrete(topic, deadline, (partition or 0) + 1)
@@ -68,9 +66,7 @@ class PulsarTopics:
         return found
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """Return the partitions' names as the broker has them now, without creating the topic; empty if it does not
-        exist.
-        """
+        """Return the partitions as the broker has them now, without creating the topic; empty if it is missing."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 

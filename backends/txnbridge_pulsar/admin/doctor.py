@@ -194,9 +194,7 @@ def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
 
 
 def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
-    """Return the durable subscriptions, as a reader's keeps nothing. Return one with an empty name where they are not
-    known.
-    """
+    """Return the durable subscriptions (a reader's keeps nothing); one with an empty name if not known."""
     try:
         subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
     except RestRefused:

@@ -27,8 +27,7 @@ from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLoca
 _NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
 # A writer's name: the transactional id and the writer's number, with a p for prepared transactions.
 _WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
-# While a registered topic is not loaded, coordinators refuse to list transactions; those of 4.0 never answer. A listing
-# takes milliseconds.
+# While a registered topic is not loaded, coordinators refuse to list, and those of 4.0 never answer.
 _UNLOADED = re.compile(r"Topic not found (persistent://\S+)")
 # In Java's error about a deleted subscription, which does not say which one.
 _DELETED = "PersistentSubscription.getTransactionInPendingAckStats"

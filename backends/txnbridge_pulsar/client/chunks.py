@@ -31,9 +31,7 @@ class Chunks:
         self._dropped: dict[int, None] = {}  # hashes, because names may be long
 
     def add(self, entry: ReceivedEntry, chunk: tuple[str, int, int], max_bytes: int) -> ReceivedEntry | None:
-        """Return the whole message if this is its last chunk, a faulty entry, or None. A chunk out of order starts
-        nothing.
-        """
+        """Return the whole message at its last chunk, a faulty entry, or None. A chunk out of order is dropped."""
         with self._lock:
             return self._add(entry, chunk, max_bytes)
 

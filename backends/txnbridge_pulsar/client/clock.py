@@ -31,9 +31,7 @@ class ClientDeadline:
 
 
 def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each next attempt: up to twice the last, at random so that
-    clients spread out.
-    """
+    """Yield the seconds to wait before each next attempt: up to twice the last, at random to spread clients."""
     pause = FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)

@@ -230,9 +230,7 @@ class PulsarConsumer:
         return found
 
     def _is_behind_start(self, entry: ReceivedEntry) -> bool:
-        """Return whether the entry has messages behind the start: the broker sends the whole entry of the start
-        message.
-        """
+        """Return whether the entry has messages behind the start: the broker sends the start's whole entry."""
         start = self._start
         if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
             return True
@@ -247,9 +245,7 @@ class PulsarConsumer:
         self._grant()
 
     def allow(self, messages: int) -> None:
-        """Grant permits up to this many messages on their way; a consumer without permits of its own requests none by
-        itself.
-        """
+        """Grant permits for this many messages on their way; without `permits` nothing else requests any."""
         self._let(lambda: messages, 1)
 
     def _grant(self) -> None:
@@ -376,9 +372,7 @@ class PulsarConsumer:
         return self.progress(timeout)[0]
 
     def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
-        """Return the last message that can be read now, and the subscription's mark-delete position, if the broker
-        tells.
-        """
+        """Return the last message that can be read now, and the mark-delete position, if the broker tells."""
         answer = self._ask("get_last_message_id", ClientDeadline(timeout))
         acknowledged = answer.get("consumer_mark_delete_position")
         return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
@@ -471,7 +465,5 @@ class _Side:
 
 
 def _unanswered(reason: object) -> BrokerConnectionLost:
-    """Return the error for unanswered requests: a broker that closes a consumer because its topic
-    moves answers none.
-    """
+    """Return the error for unanswered requests: a broker that closes a consumer answers none of its requests."""
     return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

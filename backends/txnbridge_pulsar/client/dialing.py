@@ -31,9 +31,7 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline)
 
 
 def _any_of(found: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
-    """Connect to the first address that listens: a name may have an IPv6 and an IPv4 address, with one
-    of them served.
-    """
+    """Connect to the first address that listens: of a name's IPv6 and IPv4 addresses one may be served."""
     for place in found[:-1]:
         with suppress(OSError):
             return socket.create_connection(place, max(deadline.left, _LEAST_SECONDS))

@@ -98,9 +98,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker failed to store an entry, and took its repetition for a duplicate. It has that entry, or only entries
-    that followed it.
-    """
+    """The broker did not store an entry, and dropped its repetition as a duplicate of it or of later entries."""
 
     may_have_had_effect = True
 

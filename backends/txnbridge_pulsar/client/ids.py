@@ -116,9 +116,7 @@ def cumulative_ack_fields(id: MessageId) -> Fields:
 
 
 def ack_set(size: int, acked: Iterable[int]) -> list[int]:
-    """Return words of 64 bits, lowest first, where 1 means *not* acknowledged; empty if the whole batch is
-    acknowledged.
-    """
+    """Return 64-bit words, lowest first, where 1 means *not* acknowledged; empty if nothing of the batch is left."""
     bits = (1 << size) - 1
     for index in acked:
         bits &= ~(1 << index)

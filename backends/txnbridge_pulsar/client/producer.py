@@ -106,9 +106,7 @@ class PulsarProducer:
 
     @property
     def unconfirmed(self) -> list[Send]:
-        """Return the sends that were on their way when the connection ended, in order; each may or may
-        not be stored.
-        """
+        """Return the sends that were on their way when the connection ended, in order; each may be stored or not."""
         with self._state:
             return list(self._unconfirmed)
 

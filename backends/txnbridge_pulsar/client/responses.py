@@ -34,9 +34,7 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Wait for the answer's fields. Raise a `ServerError` or `BrokerConnectionLost`; after `RequestTimedOut` the
-        answer is ignored.
-        """
+        """Return the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or for good `RequestTimedOut`."""
         try:
             return self._future.result(timeout)
         except FutureTimeout:

@@ -64,9 +64,7 @@ class Rest:
         return self.ask("GET", path, deadline)
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
-        """Send any request, like `get`; return None for an empty answer. A change whose answer is lost may have been
-        made.
-        """
+        """Send any request, like `get`; None for an empty answer. A change without an answer may have been made."""
         _, found = self.look(method, path, deadline, body)
         return json.loads(found) if found else None
 

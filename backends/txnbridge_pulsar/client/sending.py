@@ -87,8 +87,8 @@ class Send:
         return self._receipt.done()
 
     def result(self, timeout: float) -> Receipt:
-        """Wait for the receipt. Raise `BrokerConnectionLost` or a `ServerError`; after `RequestTimedOut` it is still on
-        its way.
+        """Wait for the receipt. Raise `BrokerConnectionLost`, a `ServerError`, or `RequestTimedOut`
+        while on its way.
         """
         try:
             return self._receipt.result(timeout)
@@ -96,9 +96,7 @@ class Send:
             raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
 
     def when_done(self, call: Callable[[Send], None]) -> None:
-        """Have `call` called with the result: by the reading thread, so it may not block, or at once if the result is
-        known.
-        """
+        """Call `call` with the result: from the reading thread, so without blocking, or at once if it is known."""
         self._receipt.add_done_callback(lambda _: call(self))
 
     def resolve(self, outcome: Receipt | PulsarError) -> None:

@@ -36,9 +36,7 @@ _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """The transaction coordinators of a cluster. Any thread may call. A client that knows a transaction's id may do
-    anything with it.
-    """
+    """The transaction coordinators of a cluster. Any thread may call, and any client may end any transaction."""
 
     def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup
@@ -48,9 +46,7 @@ class Transactions:
         self._turn = itertools.count()
 
     def coordinators(self, timeout: float) -> int:
-        """Return the number of coordinators. Raise `NotAllowed` if none appears in time: transactions are off, or not
-        set up.
-        """
+        """Return how many coordinators there are. Raise `NotAllowed` if transactions are off, or not set up."""
         return self._coordinators(ClientDeadline(timeout))
 
     def _coordinators(self, deadline: ClientDeadline) -> int:
@@ -65,9 +61,7 @@ class Transactions:
         raise AssertionError("pauses never end")
 
     def connect(self, timeout: float) -> int:
-        """Load every coordinator, and return their number. After a restart of the brokers no transaction times out
-        before.
-        """
+        """Load every coordinator; return how many. After a restart of the brokers no transaction times out before."""
         deadline = ClientDeadline(timeout)
         count = self._coordinators(deadline)
         for coordinator in range(count):

@@ -112,9 +112,7 @@ class Transport:
     # ------------------------------------------------------------------------------------------ reading
 
     def read_into(self, space: memoryview, seconds: float) -> int | None:
-        """Return how many bytes were read; None if none came in time. Raise `OSError`, also at the end
-        of the stream.
-        """
+        """Return how many bytes were read; None if none came in time. Raise `OSError`, also at the stream's end."""
         received = self._receive(space)
         if received is None:
             # The reader's own frames go out here if they could not before.

@@ -43,9 +43,7 @@ _SIDE_BY_SIDE = 8
 
 
 class Participant(NamedTuple):
-    """A topic that a transaction wrote to, or a subscription on it, with the client that hears of an unload of the
-    topic.
-    """
+    """A topic that a transaction wrote to, or a subscription on it, with the client that hears of an unload."""
 
     topic: str
     subscription: str | None
@@ -62,9 +60,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """All topics and subscriptions of a transaction, for a process that ends it by its token and has
-    no clients there.
-    """
+    """All topics and subscriptions of a transaction, for a process that has no clients there."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()
@@ -167,9 +163,7 @@ class EndDelivery:
         self._thread: threading.Thread | None = None
 
     def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
-        """Keep a transaction whose end its coordinator has confirmed. Return when its end has reached the topics that
-        have moved.
-        """
+        """Keep a transaction whose end is confirmed. Return when the end has reached the topics that have moved."""
         ended = _EndedTransaction(time.monotonic(), txn, commit)
         with self._changed:
             for each in participants:

@@ -56,9 +56,7 @@ def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, dead
 def _release_late_acks(
     transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
 ) -> None:
-    """Have a subscription redeliver what it holds for a transaction that has ended: these
-    acknowledgements came late.
-    """
+    """Have a subscription redeliver what it holds for a transaction that has ended: late acknowledgements."""
     try:
         transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
     except wire.ServerError as error:  # with authorization on, only a superuser has the right
@@ -66,9 +64,7 @@ def _release_late_acks(
 
 
 def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
-    """Return whether late messages are refused. One is sent to the canary topic, where it does no harm if it is
-    accepted.
-    """
+    """Return whether late messages are refused. One is sent to the canary topic, where it does no harm."""
     what = f"looking whether late messages of {txn} are refused"
     with translated(what):
         producer = cluster.client.create_producer(canary, timeout=deadline.left())
@@ -84,9 +80,7 @@ def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: 
 
 
 class LateWriteGuard:
-    """Works in the background until brokers refuse the late messages of all transactions at risk. Any
-    thread may call.
-    """
+    """Makes brokers refuse the late messages of all transactions at risk, in the background. Any thread may call."""
 
     def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
         self._cluster = cluster

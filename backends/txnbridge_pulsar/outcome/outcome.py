@@ -187,8 +187,7 @@ def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Led
     else:
         outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
     if outcome is Outcome.COMMITTED:
-        # Include the proof topic even if the token had no room for the participants: its slot's next transaction ends
-        # there.
+        # The proof topic, too, even if the token had no room for the others: its slot's next transaction ends there.
         deliver_everywhere(
             cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
         )
@@ -251,9 +250,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
 
 
 def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
-    """Return `was_committed`, waiting a few seconds for it, and until the deadline while no broker serves the proof
-    topic.
-    """
+    """Return `was_committed` within seconds, or by the deadline while no broker serves the proof topic."""
     while True:
         try:
             return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
@@ -264,9 +261,7 @@ def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline
 
 
 def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
-    """Return the coordinator's state of a transaction, empty once it has ended. Wait a moment for a transaction that is
-    ending.
-    """
+    """Return the coordinator's state, empty once it has ended. Wait a moment for a transaction that is ending."""
     until = Deadline(min(_MOMENT, deadline.left()))
     while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
         time.sleep(_PAUSE)

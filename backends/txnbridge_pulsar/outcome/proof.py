@@ -146,8 +146,7 @@ def _judge(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | Non
         return True
     if at is not None and (entry.id.ledger, entry.id.entry) > at:
         return False  # an entry behind the proof message can be read
-    # Without the position only our own probe is certainly behind the proof: an older owner may write in front of it
-    # late.
+    # Without the position only our own probe is certainly behind the proof: an older owner may write late.
     return False if record is not None and record.kind == PROBE and record.nonce == probe else None
 
 
@@ -199,9 +198,7 @@ def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
 def _reading(
     cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
 ) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
-    """Yield an iterator of the entries from a position on. It gives None whenever no entry is waiting, and raises
-    `DeadlineExceeded`.
-    """
+    """Yield the entries from a position on: None whenever no entry waits, until `DeadlineExceeded`."""
     start = start_before(wire.MessageId(*since))
     reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
     try:

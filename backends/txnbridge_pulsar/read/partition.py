@@ -66,8 +66,7 @@ class PulsarPartition:
         # entries whose acknowledgement the broker refused: it redelivers them only on request
         self.refused: list[wire.MessageId] = []
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
-        # After a seek to a time: the time, and the end then. Nothing before that end is handed out until a message of
-        # that time.
+        # A time and an end: up to the end nothing is handed out before a message of that time. Set by a seek.
         self.since: tuple[int, Position] | None = None
         self._grouped = grouped
         self._waiting: deque[wire.ReceivedEntry] = deque()
@@ -307,9 +306,7 @@ class PulsarPartition:
         return [id for place, indexes in self._by_entry(positions) for id in self._release(place, indexes)]
 
     def acknowledge(self, positions: Sequence[Position]) -> tuple[list[wire.MessageId], AckedMessages]:
-        """Forget positions that will be acknowledged. Return their message ids, and the record for `acknowledged` or
-        `not_acknowledged`.
-        """
+        """Forget positions that will be acknowledged. Return their message ids, and a record of the acknowledgement."""
         places = {(ledger, entry) for ledger, entry, _ in positions}
         before = {place: self._outstanding[place] for place in places}
         ids = self.let_go(positions)

@@ -45,8 +45,7 @@ _SURE_SECONDS = 0.5
 # for all. A broker says at once which member has a partition, a second after taking it from another member, or later if
 # it is busy. The reader waits for this word at most this long.
 _TOGETHER_SECONDS = 10.0
-# How soon the reader asks again whether open transactions still hold earlier messages, and how long after a timeout the
-# coordinator may take to abort.
+# How soon to ask again whether open transactions hold earlier messages, and how late a coordinator may abort.
 _HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
 # Entries that wait to be handed out have at most this size in all; entries already taken in may have as much again.
 READ_BYTES = 32 * 1024 * 1024
@@ -69,9 +68,7 @@ class _BackgroundResult:
 
 
 class PulsarReader(Reader):
-    """One consumer for each partition, all on one connection of their own. What takes time is done on
-    another thread.
-    """
+    """One consumer for each partition, all on one connection. What takes time is done on another thread."""
 
     def __init__(
         self,
@@ -195,9 +192,7 @@ class PulsarReader(Reader):
         return messages
 
     def _in_turn(self) -> list[PulsarPartition]:
-        """Return all partitions, starting with another one each time, so that a long one does not keep the others
-        waiting.
-        """
+        """Return all partitions, each time starting with another one, so that a long one delays no other."""
         partitions = list(self._partitions.values())
         if len(partitions) > 1:
             self._turn = (self._turn + 1) % len(partitions)
@@ -259,9 +254,7 @@ class PulsarReader(Reader):
             )
 
     def _finish_work(self, deadline: Deadline) -> None:
-        """Wait for running work. It may not run during a call that moves partitions, nor report its result after the
-        call.
-        """
+        """Wait for running work: it may neither run during a call that moves partitions, nor report after it."""
         if self._work is not None and not self._work.join(deadline.left()):
             deadline.check("waiting for a broker")
         with suppress(PositionLost):  # the caller says where to go on
@@ -290,9 +283,7 @@ class PulsarReader(Reader):
                 self._cluster.client.hang_up(self._connection_key)
 
     def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
-        """Return the concrete topics. A group waits for a topic that does not exist yet; a reader without a group
-        creates none.
-        """
+        """Return the concrete topics. A group waits for a missing topic; a reader without a group creates none."""
         create, topics = self._subscription.group is not None, self._cluster.topics
         return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
 
@@ -431,9 +422,7 @@ class PulsarReader(Reader):
 
 
 def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
-    """Return how many entries lie behind one position and up to another; the length of ledgers in
-    between is not known.
-    """
+    """Return how many entries lie between two positions; the length of ledgers in between is not known."""
     if end[1] < 0 or since >= end:
         return 0
     return end[1] - since[1] if end[0] == since[0] else end[1] + 1

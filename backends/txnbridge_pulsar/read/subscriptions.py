@@ -215,8 +215,8 @@ class FailoverMode(SubscriptionMode):
                 return
             passed = _last_before(alone, timestamp, last, deadline)
             if passed is not None:
-                # The answer to a seek says that the position is stored. A broker that unloads the topic right after an
-                # acknowledgement forgets it.
+                # A seek is stored when it is answered. An acknowledgement is lost if the topic is unloaded right after
+                # it.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_behind(passed), deadline.left())
         finally:
@@ -303,9 +303,7 @@ class SharedMode(FailoverMode):
 def _last_before(
     consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
 ) -> wire.MessageId | None:
-    """Return the last message, up to an end, before the first one with that or a later timestamp; None if there is none
-    before it.
-    """
+    """Return the last message before the first one with that or a later timestamp; None without one."""
     passed: wire.MessageId | None = None
     while passed is None or passed[:2] < end[:2]:
         deadline.check("looking for where the group begins")

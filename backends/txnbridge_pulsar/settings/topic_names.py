@@ -8,8 +8,7 @@ from urllib.parse import quote, unquote
 
 from txnbridge.errors import InvalidOption
 
-# The durable subscription of every internal topic. Without a subscription brokers drop records, and delete an idle
-# topic.
+# The durable subscription of every internal topic. Without one brokers drop records, and an idle topic.
 SUBSCRIPTION = "txnbridge"
 
 _PARTITION = re.compile(r"-partition-\d+$")
@@ -26,9 +25,7 @@ class Namespace(NamedTuple):
         return f"{self.tenant}/{self.name}"
 
     def full_name(self, topic: str) -> str:
-        """Return `persistent://tenant/namespace/orders` for `orders`, and a full name unchanged. Raise
-        `InvalidOption`.
-        """
+        """Return `persistent://tenant/namespace/orders` for `orders`; a full name unchanged. Raise `InvalidOption`."""
         full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
         parts = full.removeprefix(_PERSISTENT).split("/")
         if len(parts) != 3 or not all(parts) or not full.isprintable():

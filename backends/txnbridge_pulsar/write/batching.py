@@ -195,9 +195,7 @@ class TransactionProducer:
         return False
 
     def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
-        """Return whether the broker is known to drop duplicates. A broker that remembers the producer's last sequence
-        id does.
-        """
+        """Return whether the broker is known to drop duplicates: it does if it remembers the last sequence id."""
         if self._stored >= 0:
             return producer.last_sequence_id >= self._stored
         return self._cluster.topics.deduplicates(self.concrete, deadline)

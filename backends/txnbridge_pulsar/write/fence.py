@@ -106,8 +106,7 @@ class Fence:
         then ask for the free topic, the broker refuses one.
         """
         with translated(f"opening {self._name}"):
-            # By a new producer name: a broker that still has the old one answers "busy", and drops repeated sequence
-            # ids.
+            # By a new name: a broker that still has the old producer answers "busy", and drops repeated sequence ids.
             self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
 
     def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
@@ -156,8 +155,8 @@ class Fence:
             self._lock.release()
 
     def _stored(self, receipt: wire.Receipt) -> None:
-        """Trim records before this receipt's. Threads may call out of order, so a record goes only when a later one is
-        stored.
+        """Trim records before this receipt's. Receipts may come out of order: only a record before a
+        stored one goes.
         """
         before, id = self._last, receipt.message_id
         self._check_alone(receipt)
@@ -168,9 +167,7 @@ class Fence:
                 self._trim(before)
 
     def _check_alone(self, receipt: wire.Receipt) -> None:
-        """Raise `Fenced` if entry numbers grow faster than our sequence ids: then another producer
-        writes there, too.
-        """
+        """Raise `Fenced` if entry numbers grow faster than our sequence ids: another producer writes there, too."""
         gap = receipt.message_id.entry - receipt.sequence_id
         ledger, known = self._gap
         if receipt.message_id.ledger != ledger or gap < known:  # smaller after each record that was not stored

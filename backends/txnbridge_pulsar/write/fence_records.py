@@ -130,9 +130,7 @@ class FenceRecord:
 
     @classmethod
     def unpack(cls, data: bytes | None) -> FenceRecord:
-        """Read a record. Raise `EvidenceLost` for an unknown one: then it is not known which transactions are
-        unresolved.
-        """
+        """Read a record. Raise `EvidenceLost` for an unknown one: then unresolved transactions are not known."""
         try:
             fields = json.loads(data or b"")
             if fields["v"] != VERSION:

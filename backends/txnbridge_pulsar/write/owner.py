@@ -83,8 +83,7 @@ class PulsarOwner:
         at_risk: Sequence[AnnouncedTransaction] = () if before is None else before.at_risk
         with self._lock:
             self._under_way = {announced.txn: announced for announced in left}
-        # The record repeats all transactions that were left open: the next owner has to find them if this process dies
-        # now.
+        # Repeats all transactions that were left open: the next owner has to find them if this process dies now.
         with self._cluster.events.step("step:announce", opening=self.opening):
             fence.write(lambda: self._fence_record(at_risk), deadline)
         self._fence_identity.record(self._fence_id, deadline)
@@ -147,9 +146,7 @@ class PulsarOwner:
         return True
 
     def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
-        """Return whether the outcome is known of a transaction that its coordinator has forgotten. Complete a commit
-        everywhere.
-        """
+        """Return whether a forgotten transaction's outcome is known. A commit is completed everywhere."""
         if self.in_doubt.resolve(announced, deadline):
             return True
         _log.error(
@@ -160,9 +157,7 @@ class PulsarOwner:
         return False
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """Return a writer for one transaction. Raise `DeadlineExceeded` if too many prepared transactions are
-        unresolved.
-        """
+        """Return a writer for one transaction. Raise `DeadlineExceeded` if too many are unresolved."""
         return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
 
     # --- transactions ---------------------------------------------------------------------------------------------

@@ -25,8 +25,7 @@ _log = logging.getLogger("txnbridge")
 _LOOK_SECONDS = 0.2
 # Ask about this many unresolved transactions before another proof topic is created, which takes longer than asking.
 _ASKED_FIRST = 4
-# Finding out how one of them ended may take this long: its coordinator is asked, then its proof, then the other
-# evidence.
+# Finding out how one ended may take this long: from its coordinator, its proof, then the other evidence.
 _CLEAR_SECONDS = 10.0
 
 
@@ -136,9 +135,7 @@ class PulsarPreparedWriter(PulsarWriter):
         self._prepared = False
 
     def _presence(self, deadline: Deadline) -> ProofLocation:
-        """Write a presence record for each transaction, naming the transaction: its proof topic served another one
-        before.
-        """
+        """Write a presence record that names the transaction: the proof topic served another transaction before."""
         return self._write_presence(self._begin.transaction, deadline)
 
     def _ttl(self, begin: Begin) -> float:

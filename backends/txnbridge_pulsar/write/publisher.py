@@ -131,9 +131,7 @@ class PulsarPublisher(Publisher):
             raise type(self._failed)(str(self._failed)) from self._failed.__cause__
 
     def close(self, deadline: Deadline) -> None:
-        """Flush and close as the contract says. Raise the errors of `flush`; messages not stored by
-        then are given up.
-        """
+        """Flush and close. Raise the errors of `flush`; messages not stored by then are given up."""
         with self._lock:
             if self._closed:
                 return
@@ -266,9 +264,7 @@ class _PartitionProducer:
                 return
 
     def _note_result(self, send: wire.Send, again: bool) -> None:
-        """Note a receipt or a failure. The thread that reads receipts calls it; a lost connection is left to `send` and
-        `settle`.
-        """
+        """Note a receipt or failure, on the reading thread; `send` and `settle` handle a lost connection."""
         try:
             receipt = send.result(0)
         except wire.BrokerConnectionLost:
@@ -283,9 +279,7 @@ class _PartitionProducer:
         self._stored = max(self._stored, send.highest_sequence_id)
 
     def settle(self, deadline: Deadline) -> None:
-        """Return when all is stored. Raise `_SendFailed`, or `DeadlineExceeded` while messages are
-        still on their way.
-        """
+        """Return when all is stored. Raise `_SendFailed`, or `DeadlineExceeded` while messages are on their way."""
         while True:
             if self._is_interrupted:
                 self._recover(deadline)

@@ -45,9 +45,7 @@ class SequenceRecord:
             )
 
     def record_stored(self, stored: int, deadline: Deadline) -> None:
-        """Record that everything up to this sequence is stored. Errors are not raised: the next publisher of the name
-        records it.
-        """
+        """Record that everything up to this sequence is stored. Raise no errors: the next publisher does it then."""
         deadline = Deadline(min(_NOTE_SECONDS, deadline.left()))
         try:
             if not self._blind and self._last < stored:

@@ -382,9 +382,7 @@ class PulsarWriter(Writer):
         self._finish()
 
     def _participants(self, deadline: Deadline) -> list[Participant]:
-        """Return every topic and subscription that the end has to reach. Return when earlier ends have reached those
-        that moved.
-        """
+        """Return what the end has to reach, once earlier ends have reached the participants that moved."""
         if self._txn is None:
             return []
         marker = () if self.proof is None else (self.proof.topic,)
@@ -401,9 +399,7 @@ class PulsarWriter(Writer):
         return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
 
     def _ask_proof(self, deadline: Deadline) -> None:
-        """Read the outcome from the proof topic: an answer was lost, and the coordinator has forgotten
-        the transaction.
-        """
+        """Read the outcome from the proof: an answer was lost, and the coordinator has forgotten the transaction."""
         if self._by_proof(deadline) is Outcome.ABORTED:
             raise self._ended_by_others(deadline)
 
@@ -426,8 +422,7 @@ class PulsarWriter(Writer):
         """Return when the broker has stored everything. Abort the transaction if that will never happen."""
         if deadline.expired and (acks := self._acks):
             self._abort_quietly(deadline)
-            # Asked after the abort: a process that slept beyond its deadline hears only then of partitions that have
-            # left.
+            # Asked after the abort: a process that slept hears only then which partitions have left meanwhile.
             if any(sent.partitions_left for sent in acks):
                 raise _partitions_left()
         deadline.check("the transaction")
@@ -441,9 +436,7 @@ class PulsarWriter(Writer):
             raise DeliveryFailed(str(error)) from (error.__cause__ or error)
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """Abort without raising: the commit was never requested, so it will not happen, even if the broker does not
-        answer.
-        """
+        """Abort without raising: the commit was never requested, so it cannot happen any more."""
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
