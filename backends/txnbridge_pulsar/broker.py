@@ -63,9 +63,7 @@ class PulsarBroker(Broker):
         self._client = open_client(settings)
         self.capabilities = CAPABILITIES
         self.limits = replace(
-            LIMITS,
-            prepared_seconds=settings.longest_transaction,
-            prepared_transactions=settings.prepared_ids,
+            LIMITS, prepared_seconds=settings.longest_transaction, prepared_transactions=settings.prepared_ids
         )
         try:
             rest = Rest(settings) if settings.admin_url else None

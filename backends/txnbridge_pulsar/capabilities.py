@@ -62,7 +62,7 @@ WITHOUT_DEDUPLICATION: Mapping[Capability, Support] = {
     Capability.RESUME_SEQUENCE: absent(
         "brokers do not remove duplicates in this namespace, and only where they do they keep sequences:"
         " brokerDeduplicationEnabled, or pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE"
-    ),
+    )
 }
 _OFF = "transactions are off in this cluster (transactionCoordinatorEnabled)"
 WITHOUT_TRANSACTIONS: Mapping[Capability, Support] = dict.fromkeys(

@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from txnbridge.errors import (
-    BrokerUnavailable,
-    OutcomeUnknown,
-    PositionLost,
-    StorageFailed,
-    TxnBridgeError,
-)
+from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, StorageFailed, TxnBridgeError
 from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.errors import again, translate, translated

@@ -5,14 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 
-from txnbridge.errors import (
-    AccessDenied,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable

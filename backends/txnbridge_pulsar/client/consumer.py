@@ -19,15 +19,7 @@ from .codec import Fields
 from .connection import BrokerConnection
 from .errors import BrokerConnectionLost, Closed, PulsarError
 from .frames import command
-from .ids import (
-    EARLIEST,
-    MessageId,
-    TxnId,
-    cumulative_ack_fields,
-    individual_ack_fields,
-    message_id,
-    position_fields,
-)
+from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
 from .inbox import Inbox
 from .incoming import ReceivedEntry
 from .lookup import Lookup

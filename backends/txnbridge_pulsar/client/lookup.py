@@ -76,11 +76,7 @@ class Lookup:
         authoritative = False
         for _ in range(MOST_REDIRECTS):
             answer = self._pool.get(target, _LANE, deadline).ask(
-                "lookup",
-                deadline,
-                topic=topic,
-                authoritative=authoritative,
-                advertised_listener_name=self._listener,
+                "lookup", deadline, topic=topic, authoritative=authoritative, advertised_listener_name=self._listener
             )
             target = self._named(answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer)
             if answer.get("response") != _REDIRECT:

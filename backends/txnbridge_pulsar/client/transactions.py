@@ -19,14 +19,7 @@ from .address import full_topic_name
 from .clock import ClientDeadline, pauses
 from .codec import Fields
 from .connection import TRANSACTIONS_SINCE, BrokerConnection
-from .errors import (
-    BrokerConnectionLost,
-    NotAllowed,
-    ProtocolError,
-    PulsarError,
-    RequestTimedOut,
-    TopicNotFound,
-)
+from .errors import BrokerConnectionLost, NotAllowed, ProtocolError, PulsarError, RequestTimedOut, TopicNotFound
 from .ids import TxnId
 from .lookup import Lookup
 from .pool import retrying
@@ -84,11 +77,7 @@ class Transactions:
             raise ProtocolError("the coordinator began a transaction without an id") from None
 
     def register(
-        self,
-        txn: TxnId,
-        timeout: float,
-        topics: Sequence[str] = (),
-        subscriptions: Sequence[tuple[str, str]] = (),
+        self, txn: TxnId, timeout: float, topics: Sequence[str] = (), subscriptions: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Register the concrete topics that a transaction sends to and the (topic, subscription) pairs that it
         acknowledges on, both at once. This comes before the first send or acknowledgement there: the broker checks

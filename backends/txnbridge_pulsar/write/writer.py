@@ -21,18 +21,7 @@ from txnbridge.errors import (
     TxnBridgeError,
     UsageError,
 )
-from txnbridge.spi import (
-    Begin,
-    Deadline,
-    Evidence,
-    Item,
-    Outcome,
-    Partition,
-    Position,
-    RawHeaders,
-    Writer,
-    encode_item,
-)
+from txnbridge.spi import Begin, Deadline, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer, encode_item
 from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.capabilities import LIMITS
 from txnbridge_pulsar.cluster import ClusterAccess
