@@ -11,20 +11,17 @@ Pulsar's model, as far as our promises rest on it:
 - A coordinator forgets a transaction that has ended. Then it gives the same answer for committed, aborted and never
   begun ones. So each transaction stores a proof message inside itself on a proof topic, which is read instead:
   `outcome/proof`, `outcome/outcome`; `outcome/in_doubt` keeps those whose proof cannot be read.
-- Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each
-  transaction there before it writes, so that the next owner can end the open ones: `write/owner`, `write/fence`,
-  `write/fence_records`. The decision log knows which topic that is, so a deleted one is noticed:
-  `write/fence_identity`.
+- Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each transaction
+  there before it writes, so that the next owner can end the open ones: `write/owner`, `write/fence`,
+  `write/fence_records`. The decision log knows which topic it is, so a deleted one is noticed: `write/fence_identity`.
 - A subscription keeps acknowledgements of a transaction as pending acks until the end arrives, and delivers aborted
   ones again. An end may miss a topic that is being unloaded, and is then sent there again: `outcome/end_delivery`.
-- After a restart of the brokers no transaction times out until a client connects to the coordinators:
-  `outcome/coordinator_keepalive`.
+- After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
 - A broker forgets the sequences of a producer name that is unused for hours: `write/sequences`.
 
 The rooms: `client/` is the protocol client (imported as `wire`) and `rest`, for clusters with an `admin_url`. `write/`
 sends, `read/` delivers, `outcome/` ends transactions and finds out how they ended, `admin/` is for people.
-`capabilities` says what is promised; `cluster` is what the parts of one bridge share; `decision_log` keeps decision
-logs.
+`capabilities` says what is promised, `cluster` is what the parts of a bridge share, `decision_log` keeps decision logs.
 """
 
 from __future__ import annotations

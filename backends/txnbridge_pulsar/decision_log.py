@@ -229,8 +229,7 @@ def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: Puls
     """Return a name that is unique to the cluster: Pulsar's own cluster names are the same everywhere.
 
     The name is the first record of an internal topic. A bridge that finds no record writes one, unless other internal
-    topics exist: then a record has been lost, and a new name would make every token one of another cluster. In that
-    case raise `StorageFailed`.
+    topics exist: then a record was lost, and a new name would invalidate every token. Then raise `StorageFailed`.
     """
     log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
     try:

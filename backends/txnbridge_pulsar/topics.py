@@ -39,8 +39,7 @@ class PulsarTopics:
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
         """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
 
-        The answer is cached for a second, but not if it has fewer than `at_least` partitions. Raise `NotFound`,
-        `InvalidOption`.
+        The answer is cached for a second if it has `at_least` so many partitions. Raise `NotFound`, `InvalidOption`.
         """
         at, found = self._known.get(topic, (0.0, ()))
         if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:

@@ -36,8 +36,7 @@ def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadli
     """Drop expired records from a proof topic, given by its full name. Delete the topic if nothing else is left and it
     belongs to no transactional id.
 
-    Raise `NotFound` for a missing topic. A topic with a producer is not deleted. What does not fit in the time is left
-    for the next run.
+    Raise `NotFound` for a missing topic. A topic with a producer is not deleted. What does not fit in the time is left.
     """
     with translated(f"clearing up {topic}"):
         try:

@@ -39,7 +39,6 @@ _QUOTA = "the backlog quota drops what is not acknowledged, the decision log's r
 
 
 def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
-    """Check the brokers' settings."""
     config: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
     yield from _unless_set(
         config,
@@ -75,7 +74,7 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
             "managedLedgerDefaultAckQuorum is 1: what was committed is lost with one disk",
             "set it to 2 with a write quorum of 3, where there are three bookies",
         )
-    yield from _check_loss("the brokers", config, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
+    yield from _losses("the brokers", config, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
     limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
     evicts = config.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
     if evicts and any(_int_of(config, name, -1) > 0 for name in limits):
@@ -83,12 +82,9 @@ def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
 
 
 def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) -> Iterator[Advice]:
-    """Check the namespace's policies."""
     name = settings.namespace
     policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
-    yield from _check_loss(
-        f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes"
-    )
+    yield from _losses(f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes")
     for quota in (policies.get("backlog_quota_map") or {}).values():
         if quota.get("policy") == _EVICTING:
             yield Advice(
@@ -309,7 +305,7 @@ def _unless_set(config: Mapping[str, str], name: str, otherwise: Advice) -> Iter
         yield otherwise
 
 
-def _check_loss(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
+def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
     if _int_of(config, ttl, 0) > 0:
         yield Advice(
             "problem",

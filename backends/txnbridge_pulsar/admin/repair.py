@@ -67,8 +67,8 @@ def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline)
 def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
     """Commit such a transaction wherever it holds readers back, if it was committed. Return what proves the commit.
 
-    Raise `InvalidState` without a proof, and for a transaction that a coordinator knows; `NotFound` if it holds nothing
-    back; `AccessDenied`.
+    Raise `InvalidState` without proof or if a coordinator knows it, `NotFound` if it holds nothing back,
+    `AccessDenied`.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     where = ", ".join(map(cluster.settings.namespace.short_name, held))
@@ -84,8 +84,8 @@ def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadl
 
 
 def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
-    """End such a transaction as an administrator says that it had ended, but commit it if it was committed. Raise as
-    `repair`, but not for a missing proof.
+    """End such a transaction as an administrator says that it ended, but commit it if it was committed. Raise as
+    `repair`, except for a missing proof.
     """
     txn, held = _find_held(cluster, rest, transaction, deadline)
     committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None

@@ -55,7 +55,6 @@ def full_topic_name(topic: str) -> str:
 
 
 def partition_name(topic: str, partition: int) -> str:
-    """Return the full name of one partition of a topic."""
     return f"{full_topic_name(topic)}-partition-{partition}"
 
 

@@ -55,7 +55,6 @@ def _remainder(exponent: int) -> tuple[int, ...]:
 
 
 def crc32c_in_python(data: bytes, before: int = 0) -> int:
-    """Return the checksum of data, or continue from the checksum `before`."""
     start = before ^ _ALL_ONES
     if len(data) * 8 <= 2 * _SHORT:
         return _by_table(start, data) ^ _ALL_ONES

@@ -97,7 +97,7 @@ class PulsarClient:
         `name` identifies it for the broker's deduplication; the default is unique. With `transactions`, wait until the
         topic accepts transactional sends. Passing trouble is retried until the timeout. Raise `ProducerBusy` if the
         name is in use, `ProducerFenced` if another producer holds the topic, `MissingLibrary`, `NotAuthorized`, and
-        other refusals.
+        others.
         """
         options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
         producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
@@ -130,8 +130,8 @@ class PulsarClient:
         ones; with 0, only as many as `allow` says. `hash_ranges` are a key-shared consumer's; the broker chooses by
         default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by themselves.
 
-        Passing trouble is retried until the timeout. Raise `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and other
-        refusals.
+        Passing trouble is retried until the timeout. Raise `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and
+        others.
         """
         if durable and start not in (EARLIEST, LATEST):
             raise ValueError("a durable subscription begins at EARLIEST or LATEST; seek from there")

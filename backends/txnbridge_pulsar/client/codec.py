@@ -73,8 +73,8 @@ def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
 def decode(type_name: str, data: bytes) -> Fields:
     """Decode the fields that are present; unknown fields are skipped.
 
-    The last value of a field counts, unless it is repeated. Invalid UTF-8 is made readable, as one odd property must
-    not make a topic unreadable.
+    The last value of a field counts, unless it is repeated. Invalid UTF-8 is made readable, or one odd property would
+    make a topic unreadable.
     """
     try:
         return _decode(TYPES[type_name], data, 0)

@@ -124,7 +124,6 @@ class PulsarConsumer:
 
     @property
     def connection(self) -> BrokerConnection | None:
-        """Return the connection of the last opening."""
         return self._connection
 
     @property
@@ -270,8 +269,7 @@ class PulsarConsumer:
         """Acknowledge messages by id, of a batch only those given; in a transaction if `txn` is given.
 
         For an entry in several chunks give all its `parts`. Raise `TransactionConflict`, which leaves all ids of its
-        command unacknowledged (`_commands` says which ids share one), or `BrokerConnectionLost`, after which the result
-        is not known.
+        command unacknowledged (see `_commands`), or `BrokerConnectionLost`, after which the result is not known.
         """
         deadline = ClientDeadline(timeout)
         for response in self.start_acknowledge(ids, txn, timeout=timeout):

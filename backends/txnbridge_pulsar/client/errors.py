@@ -11,8 +11,6 @@ from enum import IntEnum
 
 
 class ServerErrorCode(IntEnum):
-    """The broker's error codes."""
-
     UNKNOWN = 0
     METADATA = 1
     PERSISTENCE = 2

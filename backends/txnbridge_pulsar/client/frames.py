@@ -38,7 +38,6 @@ class Frame(NamedTuple):
 
 
 def command(name: str, **fields: Any) -> bytes:
-    """Return a frame with a command alone."""
     base = _base(name, fields)
     return _TWO_SIZES.pack(4 + len(base), len(base)) + base
 

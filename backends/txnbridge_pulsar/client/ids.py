@@ -27,8 +27,7 @@ class TxnId(NamedTuple):
 class MessageId(NamedTuple):
     """The position of a message; in a batch `batch_index` of `batch_size`, else -1 of 0.
 
-    Ids are ordered as stored in a partition. `first_chunk` is the (ledger, entry) of the first chunk of a message in
-    several chunks, else empty.
+    Ids are ordered as stored in a partition. `first_chunk` is the (ledger, entry) of a chunked message's first chunk.
     """
 
     ledger: int
@@ -80,9 +79,8 @@ def position_fields(id: MessageId) -> Fields:
 def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
     """Return one id for each entry, with bits for the messages of its batch that these ids do not name.
 
-    An id with the batch's size and without an index stands for the whole batch, which goes without bits, but with the
-    size that the broker counts by. The bits describe this acknowledgement alone: earlier ones may be another
-    transaction's.
+    An id with a size and no index stands for the whole batch, which goes without bits, but with the size that the
+    broker counts by. The bits describe this acknowledgement alone: earlier ones may be another transaction's.
     """
     indexes: dict[tuple[int, int], set[int]] = {}
     sizes: dict[tuple[int, int], int] = {}

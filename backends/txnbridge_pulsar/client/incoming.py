@@ -223,9 +223,8 @@ class ReceivedEntry:
         return decompress(kind, self._payload, size, MAX_UNPACKED)
 
     def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        """Return the messages of a batch without metadata and of equal size, as most are; empty for any other batch.
-
-        Few steps serve all of its messages together.
+        """Return the messages of a batch without metadata and of equal size, as most are, in few steps for all of them;
+        empty for any other batch.
         """
         count, step = self.count, len(payload) // self.count
         if payload[4:5] != b"\x18" or step * count != len(payload):

@@ -40,7 +40,6 @@ class Lookup:
         return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
 
     def partitions(self, topic: str, deadline: ClientDeadline) -> int:
-        """Return how many partitions a topic has now, 0 for a topic without; it may grow. Raise `TopicNotFound`."""
 
         def ask(connection: BrokerConnection, left: ClientDeadline) -> int:
             answer = connection.ask(
@@ -51,7 +50,6 @@ class Lookup:
         return self._anywhere(deadline, ask)
 
     def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
-        """Return the full names of a namespace's topics, each partition by itself."""
 
         def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
             answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)

@@ -1,7 +1,6 @@
 """Content to send: one message, or a batch of messages in one entry.
 
-A batch costs little for each message, because the broker works by entries: a thousand messages of 100 bytes are about a
-hundred times as fast in one entry as alone.
+Brokers work by entries, so messages in a batch cost little: a thousand of 100 bytes are about a hundred times as fast.
 """
 
 from __future__ import annotations
@@ -114,11 +113,9 @@ class MessageBatch:
         self.count += len(payloads)
 
     def body(self) -> bytes:
-        """Return the payload before compression."""
         return b"".join(self._parts)
 
     def metadata(self) -> Fields:
-        """Return the messages' part of the entry's metadata."""
         return {**self._first, "num_messages_in_batch": self.count}
 
     def _head(self, length: int) -> bytes:

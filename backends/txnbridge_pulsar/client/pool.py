@@ -108,7 +108,6 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Close all connections."""
         with self._lock:
             self._closed = True
             connections = list(self._connections.values())

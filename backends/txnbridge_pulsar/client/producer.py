@@ -101,7 +101,6 @@ class PulsarProducer:
 
     @property
     def connection(self) -> BrokerConnection | None:
-        """Return the connection of the last opening."""
         return self._connection
 
     @property

@@ -13,7 +13,6 @@ from .schema import COMMANDS
 
 
 def answer_to(name: str) -> str:
-    """Return the command that answers a request."""
     if name == "producer":
         return "producer_success"
     answer = f"{name.removesuffix('_request')}_response"

@@ -79,7 +79,6 @@ class Send:
 
     @property
     def size(self) -> int:
-        """Return the size of its frame."""
         return len(self.frame)
 
     @property

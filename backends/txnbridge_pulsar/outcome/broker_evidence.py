@@ -80,8 +80,7 @@ def proof_of_commit(
 ) -> str | None:
     """Return a sentence that names the evidence that a transaction was committed; None without evidence.
 
-    Nothing proves an abort, not even an abort marker: brokers also write one when they drop what a commit has not
-    reached.
+    Nothing proves an abort: brokers write an abort marker also when they drop what a commit has not reached.
     """
     short_name = cluster.settings.namespace.short_name
     markers_read_by = Deadline(deadline.left() / 4)
@@ -103,10 +102,9 @@ def proof_of_commit(
 def had_committed(
     cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
 ) -> bool | None:
-    """Return whether a transaction that its coordinator has forgotten was committed.
+    """Return whether a transaction that its coordinator has forgotten was committed; None without evidence.
 
-    Return False if it is open on none of its topics any more: then nothing can take it back. Return None without
-    evidence.
+    Return False if it is open on none of its topics any more: then nothing can take it back.
     """
     try:
         for topic in topics:  # a topic that is not loaded does not tell what is open there

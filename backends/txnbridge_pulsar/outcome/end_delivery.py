@@ -143,11 +143,9 @@ class _EndedTransaction(NamedTuple):
     commit: bool
 
 
-def participant_of(
-    topic: str, subscription: str | None, user: wire.PulsarProducer | wire.PulsarConsumer
-) -> Participant:
+def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
     """Return a participant; call this before the end is requested."""
-    return Participant(topic, subscription, user, user.generation)
+    return Participant(topic, subscription, via, via.generation)
 
 
 class EndDelivery:

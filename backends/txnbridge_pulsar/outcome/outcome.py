@@ -1,8 +1,7 @@
 """Ends transactions by their number, and finds out how they ended: from the coordinator, then from the proof message.
 
 A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
-never begun ones. An unanswered request is repeated; but once the transaction is forgotten, only the proof message
-inside the transaction tells how it ended.
+never begun ones. An unanswered request is repeated; but then only the proof message tells how it ended.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class TokenEvidence:
 def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
     """Ask the coordinator to end a transaction until it answers. The decision never changes on the way.
 
-    `topics` are the registered topics, as far as they are known: a terminated one may keep the coordinator from ever
-    answering, see `_is_stuck_abort`.
+    `topics` are the registered topics, as far as known: a terminated one may keep the coordinator from ever answering.
 
     Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
     sent, `AccessDenied`.
@@ -271,8 +269,7 @@ def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, dead
 def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
     """Return "OPEN", or the coordinator's other word for the state; empty for a transaction that has ended.
 
-    The protocol has no such question. But registering a topic again changes nothing, and is refused unless the
-    transaction is open.
+    The protocol has no such question. But registering a topic again changes nothing, and is refused if it is not open.
     """
     return _register_again(cluster, txn, deadline, topics=[proof.topic])
 

@@ -1,8 +1,7 @@
 """Proof topics: each transaction stores a proof message inside itself there, which readers see once it is committed.
 
 A proof that cannot be read means an abort only if a plain record behind it can be read: an open transaction hides
-everything behind its first message. So each writer has a proof topic of its own, where one transaction at a time is
-open.
+everything behind its first message. So each writer has its own proof topic, with one open transaction at a time.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
 @dataclass(frozen=True)
 class ProofRecord:
     """A record on a proof topic: `PRESENCE` before a writer's first transaction, `PROOF` inside each transaction,
-    `PROBE` by a process that asks how one ended. A prepared transaction has a `PRESENCE` record of its own, which names
-    it.
+    `PROBE` by a process that asks how one ended. Each prepared transaction has a `PRESENCE` record, which names it.
     """
 
     kind: str
@@ -102,8 +100,7 @@ def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tup
 def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
     """Return whether a transaction that has ended was committed; None if that cannot be seen yet.
 
-    The answer is right only after the coordinator has said that the transaction ended. Raise `EvidenceLost` if the
-    topic has lost records.
+    Call this after the coordinator has said that it ended. Raise `EvidenceLost` if the topic has lost records.
     """
     try:
         with (

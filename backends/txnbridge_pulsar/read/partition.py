@@ -132,8 +132,7 @@ class PulsarPartition:
         return len(self._rest) + sum(entry.permits for entry in self._waiting)
 
     def take(self, limit: int) -> tuple[list[Message], int]:
-        """Return up to `limit` messages of the next entry, and about how many bytes they are; none if the entry has
-        none to hand out.
+        """Return up to `limit` messages of the next entry, which may have none, and about how many bytes they are.
 
         A fault is kept in `fault`, not raised.
         """
@@ -284,8 +283,7 @@ class PulsarPartition:
     def give_up(self, places: Iterable[_EntryPlace], delivered_again: bool) -> list[wire.MessageId]:
         """Forget all messages of these entries, handed out or waiting. Return the ids of the entries that had any.
 
-        With `delivered_again` the broker is about to redeliver the entries, so older deliveries on their way do not
-        count.
+        With `delivered_again` the broker is about to redeliver the entries, so older deliveries do not count.
         """
         given_up: list[wire.MessageId] = []
         for place in set(places):

@@ -241,11 +241,7 @@ class PulsarReader(Reader):
         partitions = self._partitions.values()
         lost = [partition for partition in partitions if partition.consumer.lost is not None]
         known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
-        due = [
-            partition
-            for partition in partitions
-            if known and not partition.is_assigned and self._mode.is_due(partition)
-        ]
+        due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
         look = time.monotonic() >= self._look_at
         if lost or due or look:
             deadline = Deadline(self._timeout)
@@ -289,8 +285,7 @@ class PulsarReader(Reader):
 
     def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
         """Return whether a partition has to start later. Messages that open transactions have acknowledged come again
-        after an abort, and later ones must not come before them. The wait is limited, as unprepared transactions time
-        out.
+        after an abort, and later ones must not come first. The wait is limited, as unprepared transactions time out.
         """
         if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
             return False
@@ -388,11 +383,7 @@ class PulsarReader(Reader):
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         with translated("asking for the lag"):
-            return {
-                p: self._lag_of(partition, deadline)
-                for p, partition in self._partitions.items()
-                if partition.is_assigned
-            }
+            return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
 
     def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
         """Return how far behind the end the reader is: in messages where they are known, else in entries."""

@@ -130,8 +130,7 @@ class UngroupedMode(SubscriptionMode):
 
         A broker does not say what it has trimmed, nor that a topic was deleted and created anew under its name. But it
         trims whole ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than
-        the deleted one's. The length of a trimmed ledger is not known, so a position behind its last entry is lost as
-        well.
+        the deleted one's. A trimmed ledger's length is not known, so a position behind its last entry is lost as well.
         """
         if position[0] == BEGIN[0]:
             return
@@ -202,8 +201,7 @@ class FailoverMode(SubscriptionMode):
     def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
         """Have a group that has never acknowledged a message start at a time, before it has any members.
 
-        Meanwhile this client holds the subscription exclusively, so the position does not move under a member.
-        Repeating it changes nothing.
+        This client holds the subscription exclusively meanwhile, so no member is moved. Repeating it changes nothing.
         """
         try:
             alone = self._subscribe(topic, deadline, start=wire.EARLIEST)

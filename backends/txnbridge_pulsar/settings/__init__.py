@@ -63,7 +63,6 @@ class PulsarSettings:
         return self.longest_transaction if self.hold is None else self.timeout + self.hold
 
     def log_topic(self, application: str) -> str:
-        """Return the name of the topic that holds an application's decision log."""
         return f"{self.prefix}log-{encoded(application)}"
 
     @property

@@ -12,8 +12,7 @@ A writer uses a reader only so:
 Acknowledgements are individual, and by batch index inside entries. A cumulative one in a transaction makes the broker
 skip individual ones on the same subscription, and does nothing on shared subscriptions. A lost answer cannot be asked
 for again: the repetition conflicts with the first request, so the transaction can only abort. The broker redelivers
-what an aborted transaction acknowledged. An acknowledgement that arrives after the end of its transaction stays pending
-for ever, so answers are waited for.
+what an aborted transaction acknowledged. An acknowledgement after the end stays pending, so answers are waited for.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class PulsarAckContext:
     ) -> SentAcks:
         """Send acknowledgements. Errors after the first byte is sent are raised by `SentAcks.settle`.
 
-        Raise `Conflict`, with nothing sent, for a position that this reader does not hold: it was given back, or
-        delivered under an assignment that has ended.
+        Raise `Conflict`, with nothing sent, for a position that was given back, or delivered under an ended assignment.
         """
         with self._guard:
             partitions = {self._partition(key): given for key, given in positions.items()}
@@ -111,8 +109,8 @@ class SentAcks:
 
     @property
     def partitions_left(self) -> bool:
-        """Return whether an assignment of these deliveries has ended. It tells why a transaction may have failed of
-        which the broker only says that it has ended.
+        """Return whether an assignment of these deliveries has ended: a cause if the broker only says that the
+        transaction ended.
         """
         return any(
             each.partition.assignment is not each.assignment
@@ -123,7 +121,6 @@ class SentAcks:
 
     @property
     def participants(self) -> list[Participant]:
-        """Return the subscriptions to which these acknowledgements were sent."""
         return [
             participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
         ]
@@ -185,8 +182,7 @@ class SentAcks:
         """Acknowledge the messages again one by one, although the transaction is lost. The abort brings back all of
         them but those that another transaction holds.
 
-        A shared subscription forgets that it has delivered the messages of a refused acknowledgement, and would never
-        deliver them again.
+        A shared subscription never redelivers the messages of an acknowledgement that it has refused.
         """
         answers = []
         with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
@@ -209,13 +205,10 @@ def require_whole_entries(acks: Iterable[SentAcks]) -> None:
     """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
 
     Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
-    entry whole to another member, while the first may still acknowledge the rest of it: brokers do not detect all
-    conflicts between the two.
+    entry whole to another member, while the first may still acknowledge the rest: brokers do not detect all conflicts.
     """
-    acknowledged_of = Counter(
-        (topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts()
-    )
-    for (topic, ledger, entry, size), acknowledged in acknowledged_of.items():
+    counts = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
+    for (topic, ledger, entry, size), acknowledged in counts.items():
         if acknowledged < size:
             raise NotSupported(
                 f"with sharing by message or key a prepared transaction acknowledges entries of the broker whole, and"

@@ -208,15 +208,6 @@ class TransactionProducer:
         except wire.PulsarError as error:
             raise translate(error, f"reopening a producer on {self.concrete}") from error
 
-    def drop(self) -> None:
-        """Forget the producer. The next use opens another one, under a name that is new to the broker."""
-        self._producer = None
-
-    def close(self, deadline: Deadline) -> None:
-        if self._producer is not None:
-            self._producer.close(deadline.left())
-            self._producer = None
-
 
 class EntryBuffer:
     """Messages for one partition that wait to be sent together, in order.
@@ -301,10 +292,9 @@ class NotBareValue(Exception):
 
 
 class TopicBatcher:
-    """One topic of a writer: chooses partitions, and keeps the messages that wait for each.
+    """One topic of a writer: chooses partitions, keeps the waiting messages of each, and `ship`s batches.
 
-    Messages without a key go to one partition until its entry is full, then to the next. `ship` sends a batch to a
-    concrete topic.
+    Messages without a key go to one partition until its entry is full, then to the next.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
 """Notices that a fence topic was deleted and created anew.
 
 A deleted fence topic takes along which transactions older owners have left unresolved, and the broker counts the epochs
-of the next topic of that name from the start. So the first fence record of a transactional id gets a random fence id.
-All later records repeat it, and the decision log keeps it, too. A topic that was created anew has no fence id, or
-another one.
+of the next topic of that name from the start. So the first fence record of a transactional id gets a random fence id,
+which all later records and the decision log repeat. A topic that was created anew has none, or another one.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ _PAUSE = 0.05  # with less time left nothing is started
 class PulsarOwner:
     """Opens the id, announces its transactions on the fence topic, and knows when a newer owner has taken over.
 
-    A made-up name has no fence topic: no other process can hold the name, and transactions that a dead process leaves
-    open end at their own deadlines.
+    A made-up name has no fence topic: no other process can hold it, and what a dead process leaves open times out.
     """
 
     def __init__(self, cluster: ClusterAccess, identity: Identity, fence_ledger: Ledger) -> None:
@@ -165,7 +164,7 @@ class PulsarOwner:
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
         """Begin a transaction, at each coordinator in turn. A lost answer leaves an empty transaction, which times out.
 
-        `seconds` returns how long the transaction may stay open. It is called before each try, as earlier tries take
+        `seconds` returns how long the transaction may stay open, and is called before each try, as earlier ones take
         time.
         """
         transactions = self._cluster.client.transactions
@@ -186,10 +185,9 @@ class PulsarOwner:
         self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
 
     def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
-        """Return when the next owner of the id would find the transaction.
+        """Return when the next owner of the id would find the transaction. Raise `Fenced` if a newer owner exists.
 
-        Raise `Fenced` if a newer owner exists. Raise `DeliveryFailed`, with nothing announced, if one record cannot
-        hold all unresolved transactions.
+        Raise `DeliveryFailed`, with nothing announced, if one record cannot hold all unresolved transactions.
         """
         with self._lock:
             before = self._under_way.get(announced.txn)

@@ -37,13 +37,11 @@ class PreparedSlots:
     the topic, and the token of a committed transaction would then read as aborted.
     """
 
-    def __init__(
-        self, cluster: ClusterAccess, count: int, in_doubt: InDoubt, resolved: Callable[[TxnId], None]
-    ) -> None:
+    def __init__(self, cluster: ClusterAccess, count: int, in_doubt: InDoubt, on_end: Callable[[TxnId], None]) -> None:
         self._cluster = cluster
         self._count = count
         self._in_doubt = in_doubt
-        self._report_resolved = resolved
+        self._report_resolved = on_end
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._unresolved: dict[int, AnnouncedTransaction] = {}

@@ -218,8 +218,6 @@ class _SequencedTopic:
 
 
 class _PartitionProducer:
-    """A producer on one concrete topic."""
-
     def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
         self._cluster = cluster
         self._concrete = concrete

@@ -100,7 +100,7 @@ class PulsarWriter(Writer):
         self._since_presence = 0
         self._presence_at = 0.0
         self._turn = 0
-        self._last_topics: tuple[str, ...] = ()  # the topics of the last transaction
+        self._last: tuple[str, ...] = ()  # the topics of the last transaction
         self._begin = Begin("", Deadline(0), False, None)
         self._forget()
         self._evidence = TokenEvidence(None, None, False)
@@ -254,9 +254,7 @@ class PulsarWriter(Writer):
             self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
         self._evidence = TokenEvidence(self._txn, self.proof, False)
         # Only topics that the broker still serves: one may have been terminated since.
-        last = tuple(
-            topic for topic in self._last_topics if topic in self._producers and self._producers[topic].is_open
-        )
+        last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
         is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
         guessed = last if is_right else ()
         self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
@@ -395,8 +393,7 @@ class PulsarWriter(Writer):
     def _by_proof(self, deadline: Deadline) -> Outcome:
         """Return how a transaction ended whose commit was requested.
 
-        Raise `OutcomeUnknown` for whatever keeps the proof from being read: any other error would say that the
-        transaction is undecided.
+        Raise `OutcomeUnknown` if the proof cannot be read: any other error would say that the transaction is undecided.
         """
         assert self._txn is not None and self._evidence.proof is not None
         self.unknown = True
@@ -507,7 +504,7 @@ class PulsarWriter(Writer):
         """Forget a transaction that has ended."""
         if self._txn is not None:
             self._owner.forget(self._txn)
-            self._last_topics = tuple(self._sent)
+            self._last = tuple(self._sent)
         self._forget()
 
     # --- the writer itself ----------------------------------------------------------------------------------------
