@@ -1,4 +1,4 @@
-"""What Pulsar promises through this backend, and the promises that a cluster's settings take away."""
+"""The capabilities and limits of Pulsar through this backend, and the ones that a cluster's settings take away."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPABILITIES = Capabilities(
         ),
         Capability.RESOLVE_ANYWHERE: emulated("anybody may end a transaction whose number the token carries"),
         Capability.STATUS_LOOKUP: emulated(
-            "each transaction has a message on a marker topic of its writer, which is visible if it was committed"
+            "each transaction has a message on a proof topic of its writer, which is visible if it was committed"
         ),
         Capability.SHARE_MESSAGE: Support(
             Level.NATIVE,

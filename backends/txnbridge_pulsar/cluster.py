@@ -1,4 +1,4 @@
-"""What all parts of a bridge to one cluster share."""
+"""The things that all parts of a bridge to one cluster share."""
 
 from __future__ import annotations
 

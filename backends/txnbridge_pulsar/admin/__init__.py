@@ -1,1 +1,1 @@
-"""What administrators see and do: topics, open transactions, repairs, advice; and the cleanup of proof topics."""
+"""Administration: topics, open transactions, repairs and advice; and the cleanup of proof topics."""

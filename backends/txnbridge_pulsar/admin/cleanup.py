@@ -119,7 +119,7 @@ class ProofTopicCleanup:
             try:
                 self.sweep()
             except TxnBridgeError as error:
-                _log.debug("marker topics are not cleared up: %s", error)
+                _log.debug("proof topics are not cleared up: %s", error)
             pause = _EVERY_SECONDS
 
     def sweep(self) -> None:

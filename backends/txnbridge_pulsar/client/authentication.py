@@ -17,7 +17,7 @@ class Authentication(Protocol):
 
 
 class NoAuthentication:
-    """For brokers without authentication."""
+    """Authenticates at brokers without authentication."""
 
     method = "none"
 

@@ -50,7 +50,7 @@ CONNECT_SECONDS = 10.0
 
 
 class ProducerSide(Protocol):
-    """What the reading thread tells a producer; these methods may not block."""
+    """A producer, as the reading thread calls it; these methods may not block."""
 
     def on_receipt(self, fields: Fields) -> None: ...
 
@@ -60,7 +60,7 @@ class ProducerSide(Protocol):
 
 
 class ConsumerSide(Protocol):
-    """What the reading thread tells a consumer; these methods may not block."""
+    """A consumer, as the reading thread calls it; these methods may not block."""
 
     def on_message(self, fields: Fields, tail: bytes) -> None: ...
 
@@ -73,7 +73,7 @@ class ConsumerSide(Protocol):
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """What all connections of a client have in common. `tls` decides whether they are encrypted."""
+    """The options of all connections of a client. `tls` decides whether they are encrypted."""
 
     authentication: Authentication = field(default_factory=NoAuthentication)
     tls: ssl.SSLContext | None = None

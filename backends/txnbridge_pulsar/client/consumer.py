@@ -48,7 +48,7 @@ def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fiel
 
 
 class SubscriptionType(IntEnum):
-    """How the consumers of a subscription share its messages."""
+    """The way in which a subscription's consumers share its messages."""
 
     EXCLUSIVE = 0
     SHARED = 1
@@ -57,7 +57,7 @@ class SubscriptionType(IntEnum):
 
 
 class ConsumerOptions(NamedTuple):
-    """How a consumer subscribes; `PulsarClient.subscribe` explains the fields."""
+    """The options of a consumer; `PulsarClient.subscribe` explains them."""
 
     subscription: str
     type: SubscriptionType

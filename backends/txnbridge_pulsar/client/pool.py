@@ -22,7 +22,7 @@ _SECONDS_AN_OPENING = 15.0
 
 
 class ConnectionTarget(NamedTuple):
-    """Where to connect to reach a broker: itself, or a proxy that is told the broker."""
+    """The address that reaches a broker: its own, or that of a proxy, which is told the broker."""
 
     address: Address
     logical: Address | None = None
@@ -102,8 +102,8 @@ class ConnectionPool:
     def hang_up(self, connection_key: str) -> None:
         """Close the connections of one key; it gets new ones if it is used again."""
         with self._lock:
-            of_lane = [key for key in self._connections if key[1] == connection_key]
-            connections = [self._connections.pop(key) for key in of_lane]
+            of_key = [key for key in self._connections if key[1] == connection_key]
+            connections = [self._connections.pop(key) for key in of_key]
         for connection in connections:
             connection.close()
 

@@ -42,7 +42,7 @@ def nobody(send: Send) -> None:
 
 
 class AccessMode(IntEnum):
-    """Which other producers the topic may have."""
+    """The claim on a topic: which other producers it may have."""
 
     SHARED = 0
     EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has the topic
@@ -51,7 +51,7 @@ class AccessMode(IntEnum):
 
 
 class ProducerOptions(NamedTuple):
-    """How a producer is opened; `PulsarClient.create_producer` explains the fields."""
+    """The options of a producer; `PulsarClient.create_producer` explains them."""
 
     name: str | None
     access: AccessMode

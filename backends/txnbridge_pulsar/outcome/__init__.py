@@ -1,1 +1,1 @@
-"""How transactions end, how they ended, and what makes sure that every topic and subscription knows of it."""
+"""The ends of transactions: requested, found out later, and delivered to every topic and subscription."""

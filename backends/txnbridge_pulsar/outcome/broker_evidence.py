@@ -1,4 +1,4 @@
-"""What brokers still tell by REST of a transaction that its coordinator has forgotten: whether it was committed."""
+"""Evidence, asked for by REST, that a transaction was committed which its coordinator has forgotten."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Participant(NamedTuple):
 
 @dataclass(frozen=True)
 class Participants:
-    """All topics and subscriptions of a transaction, for a process that has no clients there."""
+    """The topics and subscriptions of a transaction, for a process that has no clients there."""
 
     topics: tuple[str, ...] = ()
     subscriptions: tuple[tuple[str, str], ...] = ()

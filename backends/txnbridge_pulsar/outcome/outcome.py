@@ -54,7 +54,7 @@ class EndResult(Enum):
 
 @dataclass(frozen=True)
 class TokenEvidence:
-    """What a token states about its transaction. `txn` is None if nothing was ever asked of the broker."""
+    """The backend's part of a token. `txn` is None if nothing was ever asked of the broker."""
 
     txn: TxnId | None
     proof: ProofLocation | None
@@ -81,7 +81,7 @@ class TokenEvidence:
                 raise TypeError("not numbers")
             return cls(TxnId(most, least), ProofLocation.read(fields), fields["a"] is True, Participants.read(fields))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidToken("this token is damaged: it does not name a transaction and its marker topic") from error
+            raise InvalidToken("this token is damaged: it does not name a transaction and its proof topic") from error
 
 
 # --- ending ---------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: De
     except EvidenceLost as lost:
         return Status(TokenState.UNKNOWN, reason=str(lost), permanent=True)
     if committed is None:
-        return Status(TokenState.UNKNOWN, reason="an open transaction hides its marker; ask later")
+        return Status(TokenState.UNKNOWN, reason="an open transaction hides its proof message; ask later")
     return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
 
 

@@ -109,7 +109,7 @@ def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId,
         ):
             return _search_proof(cluster, entries, proof, txn, deadline)
     except NotFound as error:
-        gone = f"the marker topic {proof.topic} is gone, and with it what told how transactions ended"
+        gone = f"the proof topic {proof.topic} is gone, and with it what told how transactions ended"
         raise EvidenceLost(gone) from error
 
 
@@ -151,7 +151,7 @@ def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
     record = record_of(entry)
     there = (entry.id.ledger, entry.id.entry) == proof.since
     if not there or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
-        raise EvidenceLost(f"the marker topic {proof.topic} has lost records: nobody can tell how transactions ended")
+        raise EvidenceLost(f"the proof topic {proof.topic} has lost records: nobody can tell how transactions ended")
 
 
 def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:

@@ -61,7 +61,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _BackgroundResult:
-    """What the background work of a reader found: partitions that start, and partitions that were added."""
+    """The result of a reader's background work: partitions that start, and partitions that were added."""
 
     starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
     added: Sequence[PulsarPartition] = ()

@@ -22,7 +22,7 @@ _BUSY_SECONDS = 0.05
 
 
 class SubscriptionMode(ABC):
-    """How partitions are read. Methods with a deadline may ask the broker."""
+    """A mode of reading partitions. Methods with a deadline may ask the broker."""
 
     grouped = True
     in_order = False  # whether a group's messages stay in order, whichever member has the partition
@@ -81,7 +81,7 @@ class SubscriptionMode(ABC):
 
 
 class UngroupedMode(SubscriptionMode):
-    """Without a group: a reader that leaves nothing at the broker, and starts where it is told."""
+    """Reads without a group: leaves nothing at the broker, and starts where it is told."""
 
     grouped = False
 
@@ -152,7 +152,7 @@ class UngroupedMode(SubscriptionMode):
 
 
 class FailoverMode(SubscriptionMode):
-    """In a group, each partition at one member at a time and in order: a failover subscription."""
+    """Reads in a group, each partition at one member at a time and in order: a failover subscription."""
 
     in_order = True
 
@@ -253,10 +253,7 @@ class FailoverMode(SubscriptionMode):
 
 
 class SharedMode(FailoverMode):
-    """In a group, each partition at many members: a shared or key-shared subscription.
-
-    Only as many messages are requested as a poll wants: no other member gets the messages that wait here.
-    """
+    """Reads in a group, each partition at many members: a shared or key-shared subscription."""
 
     in_order = False
 

@@ -21,7 +21,7 @@ _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}  # the ports of hosts without one,
 
 @dataclass(frozen=True)
 class PulsarSettings:
-    """How to reach and use a cluster: the settings of one bridge."""
+    """The settings of one bridge: how to reach and use a cluster."""
 
     service: str  # "pulsar://host:port,host:port"
     namespace: Namespace

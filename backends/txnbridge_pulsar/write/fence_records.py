@@ -19,12 +19,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ProofLocation:
-    """Where to find a transaction's proof message, which the transaction stores inside itself.
-
-    `since` is the position of a presence record with a random `nonce`, which the writer stored there outside any
-    transaction: a topic that does not begin with that record has lost records, or was created anew. `at` is the
-    position of the proof message, once its receipt has come.
-    """
+    """The location of a transaction's proof message, which the transaction stores inside itself."""
 
     topic: str  # full name
     since: tuple[int, int]
