@@ -63,7 +63,7 @@ class PulsarPartition:
         # Deadline of the wait for open transactions that hold earlier messages; None without a wait.
         self.waits_until: float | None = None
         self.received: _EntryPlace = (-1, -1)  # the last entry that came
-        # entries whose acknowledgement the broker refused: it redelivers them only on request
+        # Entries whose acknowledgement the broker refused: it redelivers them only on request.
         self.refused: list[wire.MessageId] = []
         self.fault: TxnBridgeError | None = None  # why the next entry cannot be read
         # A time and an end: up to the end nothing is handed out before a message of that time. Set by a seek.
@@ -75,7 +75,7 @@ class PulsarPartition:
         self._outstanding: _Bits = {}
         self._acked: list[AckedMessages] = []
         self._sizes: dict[_EntryPlace, int] = {}  # batch sizes of outstanding entries
-        # chunk ids of outstanding messages that came in chunks
+        # Chunk ids of outstanding messages that came in chunks.
         self._parts: dict[_EntryPlace, tuple[wire.MessageId, ...]] = {}
         self._skipped: list[tuple[Position, Position]] = []  # ranges that seeks have skipped
         self._handed: _EntryPlace = (-1, -1)

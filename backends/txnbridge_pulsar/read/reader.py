@@ -88,7 +88,7 @@ class PulsarReader(Reader):
         self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
         self._guard = threading.Lock()  # other threads acknowledge
         self._partitions: dict[Partition, PulsarPartition] = {}
-        self._by_consumer: dict[object, PulsarPartition] = {}  # by consumer
+        self._by_consumer: dict[object, PulsarPartition] = {}
         shared = subscription.sharing != "partition"
         self._early: list[wire.ReceivedEntry] = []  # entries of partitions that are being opened
         self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
@@ -138,7 +138,7 @@ class PulsarReader(Reader):
             for topic in begun:
                 self._registry.record(topic, len(topics[topic]), deadline)
         except BaseException:
-            # the next try opens them again, and the broker could assign the partition to this consumer
+            # The next try opens them again, and the broker could assign the partition to this consumer.
             for partition in opened:
                 partition.consumer.close(deadline.left())
             raise
@@ -357,7 +357,7 @@ class PulsarReader(Reader):
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for key, given in positions.items():
             partition = self._partitions.get(key)
-            # else they come again at the member that has the partition now
+            # Else they come again at the member that has the partition now.
             if partition is not None and partition.is_assigned:
                 with self._guard:
                     self._mode.nack(partition, given)

@@ -38,7 +38,7 @@ class PendingReceipts:
         self._changed = threading.Condition()
         self._out: Counter[TransactionProducer] = Counter()
         self.failure: wire.PulsarError | None = None
-        # producers with entries that may or may not be stored
+        # Producers with entries that may or may not be stored.
         self.lost: dict[TransactionProducer, wire.PulsarError] = {}
 
     def sent(self, producer: TransactionProducer) -> None:

@@ -69,7 +69,7 @@ class Fence:
         self._cluster = cluster
         self._name = name
         self._opening = opening
-        # of its own, because the broker closes the whole connection of a fenced producer
+        # Of its own, because the broker closes the whole connection of a fenced producer.
         self._connection_key = f"fence {opening}"
         self._lock = threading.Lock()
         self._producer: wire.PulsarProducer | None = None
@@ -93,7 +93,7 @@ class Fence:
                     raise translate(error, f"opening {self._name}") from error
             except wire.PulsarError as error:
                 raise translate(error, f"opening {self._name}") from error
-            # another process opens the id at this moment; one of them will be last
+            # Another process opens the id at this moment; one of them will be last.
             time.sleep(random.uniform(0, _BUSY_SECONDS))
         last = last_fence_record(self._cluster, self.topic, deadline)
         self._last = None if last is None else last[0]

@@ -90,11 +90,8 @@ class PulsarOwner:
         # First come transactions that their coordinators have forgotten, and late messages are refused only when all
         # have been looked at: any end on a topic takes back a commit that has not reached the topic.
         in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
-        ended = [
-            announced
-            for announced in in_order
-            if self._end_left_open(announced, "" if before is None else before.host, deadline)
-        ]
+        host = "" if before is None else before.host
+        ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
         self._refuse_late_writes(ended, deadline)
         for announced in at_risk:
             self.late_write_guard.add(announced, deadline)
@@ -164,8 +161,7 @@ class PulsarOwner:
     def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
         """Begin a transaction, at each coordinator in turn. A lost answer leaves an empty transaction, which times out.
 
-        `seconds` returns how long the transaction may stay open, and is called before each try, as earlier ones take
-        time.
+        `seconds` returns how long the transaction may stay open; it is called before each try.
         """
         transactions = self._cluster.client.transactions
         with translated("beginning a transaction"):

@@ -296,7 +296,7 @@ class _PartitionProducer:
 
     def _recover(self, deadline: Deadline) -> None:
         """Reopen the producer, and resend messages without a receipt where the broker removes duplicates."""
-        # else it was reopened before, and a repeated open may be refused as a second producer of the name
+        # Else it was reopened before, and the broker may take a second reopening for the first.
         if self._producer.lost is not None:
             again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
         if not self._producer.unconfirmed:
@@ -313,7 +313,7 @@ class _PartitionProducer:
         except wire.RequestTimedOut as error:
             raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
         except wire.BrokerConnectionLost:
-            return  # else it was reopened before, and the broker may take a second reopening for the first
+            return  # the next call finds the connection lost, and sends the rest
 
     def _is_remembered(self, deadline: Deadline) -> bool:
         """Return whether the broker remembers what this producer has sent, and so drops duplicates."""

@@ -77,8 +77,7 @@ class TransactionOwner(Protocol):
 
 
 class PulsarWriter(Writer):
-    """Registers topics with the transaction, writes to them, and asks for the end once the broker has stored
-    everything.
+    """Registers topics with the transaction, writes to them, and requests the end once everything is stored.
 
     The broker does not check this order: a message that arrives after the commit takes committed messages back.
     """
@@ -235,8 +234,8 @@ class PulsarWriter(Writer):
         self._registered.update(named)
         self._acked_on.update(pairs)
         if first:
-            mark = wire.Single(ProofRecord(PROOF, transaction=self._begin.transaction).pack())
-            self._producer(self.proof.topic).send(mark, self._txn, self._receipts, deadline)
+            message = wire.Single(ProofRecord(PROOF, transaction=self._begin.transaction).pack())
+            self._producer(self.proof.topic).send(message, self._txn, self._receipts, deadline)
 
     def _announce(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
         before = self._announced, self._subscriptions
@@ -372,11 +371,9 @@ class PulsarWriter(Writer):
         """Return what the end has to reach, once earlier ends have reached the participants that moved."""
         if self._txn is None:
             return []
-        marker = () if self.proof is None else (self.proof.topic,)
-        used = [producer.participant for topic in (*marker, *self._sent) if (producer := self._producers.get(topic))]
-        participants = [participant for participant in used if participant] + [
-            participant for sent in self._acks for participant in sent.participants
-        ]
+        proof = () if self.proof is None else (self.proof.topic,)
+        used = [producer.participant for topic in (*proof, *self._sent) if (producer := self._producers.get(topic))]
+        participants = [each for each in used if each] + [each for sent in self._acks for each in sent.participants]
         self._owner.end_delivery.settle({participant.topic for participant in participants}, deadline)
         return participants
 
