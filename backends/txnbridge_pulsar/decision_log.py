@@ -53,10 +53,10 @@ class PulsarLog(DecisionLog):
             return _position(self._next(reader, deadline))
 
     def end(self, deadline: Deadline) -> Position | None:
-        last = self._again(lambda: self._asking(deadline).last_message_id(deadline.left()), "its end", deadline)
+        last = self._again(lambda: self._open_asker(deadline).last_message_id(deadline.left()), "its end", deadline)
         return None if last.entry < 0 else (last.ledger, last.entry)
 
-    def _asking(self, deadline: Deadline) -> wire.PulsarConsumer:
+    def _open_asker(self, deadline: Deadline) -> wire.PulsarConsumer:
         """Return the consumer that only answers where the log ends."""
         with self._lock:
             if self._asker is None:
@@ -68,7 +68,7 @@ class PulsarLog(DecisionLog):
     # --- appending ------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
-        send = self._again(lambda: self._sent(record, deadline), "appending to it", deadline)
+        send = self._again(lambda: self._start_send(record, deadline), "appending to it", deadline)
         try:
             receipt = send.result(deadline.left())
         except _NOT_STORED as error:
@@ -79,9 +79,9 @@ class PulsarLog(DecisionLog):
             raise self._unknown("the broker took it for one that it has already")
         return receipt.message_id.ledger, receipt.message_id.entry
 
-    def _sent(self, record: bytes, deadline: Deadline) -> wire.Send:
+    def _start_send(self, record: bytes, deadline: Deadline) -> wire.Send:
         """Start sending a record. Raise an error of the protocol client if nothing was sent, else `OutcomeUnknown`."""
-        producer = self._producing(deadline)
+        producer = self._open_producer(deadline)
         try:
             return producer.send(wire.Single(record), timeout=deadline.left())
         except wire.BrokerConnectionLost as error:
@@ -89,7 +89,7 @@ class PulsarLog(DecisionLog):
                 raise self._unknown(str(error)) from error
             raise
 
-    def _producing(self, deadline: Deadline) -> wire.PulsarProducer:
+    def _open_producer(self, deadline: Deadline) -> wire.PulsarProducer:
         with self._lock:
             if self._producer is None:
                 self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
@@ -135,11 +135,11 @@ class PulsarLog(DecisionLog):
                 return
             expected = position[0], position[1] + 1
 
-    def _check_gap(self, expected: Position, found: Position, deadline: Deadline) -> None:
+    def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
         """Raise `PositionLost` if records are missing between two positions. Entries of a ledger have no gaps, and
         brokers drop whole ledgers from the log's begin on.
         """
-        if expected[1] > 0 and found[0] > expected[0] and found[1] == 0:
+        if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
             before = expected[0], expected[1] - 1
             begin = self.begin(deadline)
             if begin is not None and begin <= before:
@@ -150,11 +150,11 @@ class PulsarLog(DecisionLog):
         """Return the next entry, which is known to exist."""
         while True:
             deadline.check(f"reading the decision log {self._name}")
-            found = self._again(lambda: self._received(reader, deadline), "reading it", deadline)
-            if found:
-                return found[0]
+            entries = self._again(lambda: self._receive(reader, deadline), "reading it", deadline)
+            if entries:
+                return entries[0]
 
-    def _received(self, reader: wire.PulsarConsumer, deadline: Deadline) -> list[wire.ReceivedEntry]:
+    def _receive(self, reader: wire.PulsarConsumer, deadline: Deadline) -> list[wire.ReceivedEntry]:
         if reader.lost is not None:
             reader.reopen(deadline.left())
         return reader.receive(deadline.left(), most=1)
@@ -233,12 +233,12 @@ def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: Puls
     """
     log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
     try:
-        return _named(log, deadline) or _name_it(log, settings, topics, deadline)
+        return _read_name(log, deadline) or _write_name(log, settings, topics, deadline)
     finally:
         log.close()
 
 
-def _named(log: PulsarLog, deadline: Deadline) -> str | None:
+def _read_name(log: PulsarLog, deadline: Deadline) -> str | None:
     begin = log.begin(deadline)
     if begin is None:
         return None
@@ -249,9 +249,9 @@ def _named(log: PulsarLog, deadline: Deadline) -> str | None:
         raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix") from error
 
 
-def _name_it(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
+def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
     others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
-    if others != [settings.cluster_topic] and (named := _named(log, deadline)):
+    if others != [settings.cluster_topic] and (named := _read_name(log, deadline)):
         return named  # another process was quicker
     if others != [settings.cluster_topic]:
         raise StorageFailed(
@@ -260,7 +260,7 @@ def _name_it(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, dea
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)
-    named = _named(log, deadline)
+    named = _read_name(log, deadline)
     if named is None:
         raise BrokerUnavailable(f"the record that names this cluster could not be written to {settings.cluster_topic}")
     return named

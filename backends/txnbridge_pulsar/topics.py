@@ -41,34 +41,34 @@ class PulsarTopics:
 
         The answer is cached for a second if it has `at_least` so many partitions. Raise `NotFound`, `InvalidOption`.
         """
-        at, found = self._known.get(topic, (0.0, ()))
-        if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
-            return found
-        found = self._found_or_created(topic, deadline, at_least, create)
-        self._known[topic] = time.monotonic(), found
-        return found
+        at, names = self._known.get(topic, (0.0, ()))
+        if len(names) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
+            return names
+        names = self._find_or_create(topic, deadline, at_least, create)
+        self._known[topic] = time.monotonic(), names
+        return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
         """Return `concrete` for a message to this partition, or to any. Raise `NotFound` without that partition."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
-        found = self.concrete(topic, deadline, (partition or 0) + 1)
-        if partition is not None and partition >= len(found):
-            raise NotFound(f"{topic} has {len(found)} partitions, so there is no partition {partition}")
-        return found
+        names = self.concrete(topic, deadline, (partition or 0) + 1)
+        if partition is not None and partition >= len(names):
+            raise NotFound(f"{topic} has {len(names)} partitions, so there is no partition {partition}")
+        return names
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
         """Return the partitions as the broker has them now, without creating the topic; empty if it is missing."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 
-        def found() -> tuple[str, ...]:
+        def find() -> tuple[str, ...]:
             with needing("produce,consume", full):
-                return self._found(full, deadline)
+                return self._find(full, deadline)
 
-        return again(found, lambda error: translate(error, what), deadline)
+        return again(find, lambda error: translate(error, what), deadline)
 
-    def _found(self, full: str, deadline: Deadline) -> tuple[str, ...]:
+    def _find(self, full: str, deadline: Deadline) -> tuple[str, ...]:
         if count := self._partitions(full, deadline):
             return partitions_of(full, count)
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
@@ -90,36 +90,36 @@ class PulsarTopics:
 
     def all(self, deadline: Deadline) -> dict[str, int]:
         """Return every persistent topic of the namespace by its short name, with the number of its partitions."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
             name = self._settings.namespace.short_name(full)
-            if name not in found:  # a broker may not list partitions that nobody uses
-                found[name] = 1 if full == concrete else len(self.look(full, deadline))
-        return found
+            if name not in counts:  # a broker may not list partitions that nobody uses
+                counts[name] = 1 if full == concrete else len(self.look(full, deadline))
+        return counts
 
     def partition_of(self, concrete: str) -> Partition:
         """Return a concrete topic as its topic's user name and its partition number."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
+    def _find_or_create(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
-            found = self.look(topic, deadline)
-            if len(found) >= at_least:
-                return found
-            if not found and create and self._settings.create_topics:
+            names = self.look(topic, deadline)
+            if len(names) >= at_least:
+                return names
+            if not names and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
             time.sleep(_LOOK_SECONDS)
-        if not found:
+        if not names:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
                 f" --url {self._settings.service}/{self._settings.namespace}"
             )
-        return found
+        return names
 
     # --- changing --------------------------------------------------------------------------------------------------
 
@@ -142,15 +142,15 @@ class PulsarTopics:
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
         """Add partitions. Raise `NotFound`, `NotSupported`, and `InvalidOption` for fewer partitions than there are."""
-        found = self.look(topic, deadline)
-        if not found:
+        names = self.look(topic, deadline)
+        if not names:
             raise NotFound(f"there is no topic {topic!r}")
-        if partitions < len(found):
-            raise InvalidOption(f"topic {topic!r} has {len(found)} partitions; they cannot become fewer")
-        if partitions == len(found):
+        if partitions < len(names):
+            raise InvalidOption(f"topic {topic!r} has {len(names)} partitions; they cannot become fewer")
+        if partitions == len(names):
             return
         full = self._settings.namespace.full_name(topic)
-        if found == (full,):
+        if names == (full,):
             raise NotSupported(f"topic {topic!r} was made without partitions, and Pulsar gives it none later")
         if self._rest is None:
             raise NotSupported(f"topic {topic!r} cannot grow here: {NEEDS_REST}")
@@ -169,13 +169,13 @@ class PulsarTopics:
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
         """Delete a topic. Raise `NotFound`, `NotSupported`, and without `force` `InvalidState` for a topic in use."""
-        found = self.look(topic, deadline)
-        if not found:
+        names = self.look(topic, deadline)
+        if not names:
             raise NotFound(f"there is no topic {topic!r}")
         if self._rest is None:
             raise NotSupported(f"topic {topic!r} cannot be deleted here: {NEEDS_REST}")
         full = self._settings.namespace.full_name(topic)
-        kind = "" if found == (full,) else "/partitions"
+        kind = "" if names == (full,) else "/partitions"
         try:
             self._rest.ask("DELETE", f"/admin/v2/persistent/{path_of(full)}{kind}?force={str(force).lower()}", deadline)
         except RestRefused as refused:

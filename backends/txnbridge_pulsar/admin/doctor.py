@@ -273,7 +273,7 @@ def check_at_risk(
     them, and no other process can tell whether it has done so.
     """
     oldest: dict[int, ListedTransaction] = {}
-    for each in sorted(transactions, key=lambda found: found.txn):
+    for each in sorted(transactions, key=lambda each: each.txn):
         oldest.setdefault(each.txn.most, each)
     for ended in at_risk(cluster, deadline) if oldest else ():
         older = oldest.get(ended.txn.most)

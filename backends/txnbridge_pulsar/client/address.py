@@ -36,10 +36,10 @@ def service_url(text: str) -> ServiceUrl:
 
 
 def _address(text: str, port: int) -> Address:
-    found = _HOST.fullmatch(text)
-    if found is None or int(found["port"] or port) > 65535:
+    match = _HOST.fullmatch(text)
+    if match is None or int(match["port"] or port) > 65535:
         raise ValueError("each broker of a Pulsar service URL is host or host:port")
-    return Address(found["host"].strip("[]"), int(found["port"] or port))
+    return Address(match["host"].strip("[]"), int(match["port"] or port))
 
 
 def full_topic_name(topic: str) -> str:
@@ -60,5 +60,5 @@ def partition_name(topic: str, partition: int) -> str:
 
 def partition_of(topic: str) -> int:
     """Return the partition number in a full name; -1 for a topic without partitions."""
-    found = re.search(r"-partition-(\d+)$", topic)
-    return int(found[1]) if found else -1
+    match = re.search(r"-partition-(\d+)$", topic)
+    return int(match[1]) if match else -1

@@ -42,14 +42,14 @@ def decompress(kind: int, data: bytes, size: int, limit: int) -> bytes:
     if size > limit:
         raise CorruptEntry(f"an entry claims {size} bytes unpacked; at most {limit} are taken")
     try:
-        found = _decompressors[Compression(kind)](data, size)
+        unpacked = _decompressors[Compression(kind)](data, size)
     except MissingLibrary:
         raise
     except Exception as error:  # each library has its own
         raise CorruptEntry(f"an entry cannot be unpacked: {type(error).__name__}") from error
-    if len(found) != size:
+    if len(unpacked) != size:
         raise CorruptEntry("an entry is not of the size that it claims")
-    return found
+    return unpacked
 
 
 def check_installed(kind: Compression) -> None:

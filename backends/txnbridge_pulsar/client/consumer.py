@@ -193,10 +193,10 @@ class PulsarConsumer:
 
         Raise `lost` once everything that had come before it is taken.
         """
-        found = self.inbox.take(timeout, most)
-        if not found and self._lost is not None:
+        entries = self.inbox.take(timeout, most)
+        if not entries and self._lost is not None:
             self._open_connection()
-        return found
+        return entries
 
     def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
         """Read an entry that waited, and grant permits for others. Return None if the caller does not get the entry."""
@@ -215,10 +215,10 @@ class PulsarConsumer:
             return None
         place, chunk = entry.id, entry.chunk
         # With many consumers each gets little room, but a message may be as large as with one.
-        found = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
+        whole = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
         if not self._chunks.incomplete:  # else the held chunks would not come again
             self._start = place
-        return found
+        return whole
 
     def _is_behind_start(self, entry: ReceivedEntry) -> bool:
         """Return whether the entry has messages behind the start: the broker sends the start's whole entry."""

@@ -30,27 +30,27 @@ def dial(address: Address, tls: ssl.SSLContext | None, deadline: ClientDeadline)
         raise
 
 
-def _any_of(found: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
+def _any_of(places: list[tuple[str, int]], deadline: ClientDeadline) -> socket.socket:
     """Connect to the first address that listens: of a name's IPv6 and IPv4 addresses one may be served."""
-    for place in found[:-1]:
+    for place in places[:-1]:
         with suppress(OSError):
             return socket.create_connection(place, max(deadline.left, _LEAST_SECONDS))
-    return socket.create_connection(found[-1], max(deadline.left, _LEAST_SECONDS))
+    return socket.create_connection(places[-1], max(deadline.left, _LEAST_SECONDS))
 
 
 def _resolved(address: Address, deadline: ClientDeadline) -> list[tuple[str, int]]:
     """Resolve an address's name on a thread of its own, because a resolver takes no deadline."""
-    found: Future[list[tuple[str, int]]] = Future()
+    resolved: Future[list[tuple[str, int]]] = Future()
 
     def resolve() -> None:
         try:
             infos = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            found.set_result([(str(info[4][0]), address.port) for info in infos])
+            resolved.set_result([(str(info[4][0]), address.port) for info in infos])
         except (OSError, UnicodeError) as error:
-            found.set_exception(OSError(f"its name leads nowhere: {error}"))
+            resolved.set_exception(OSError(f"its name leads nowhere: {error}"))
 
     threading.Thread(target=resolve, name=f"pulsar resolve {address.host}", daemon=True).start()
     try:
-        return found.result(deadline.left)
+        return resolved.result(deadline.left)
     except FutureTimeout:
         raise OSError("its name was not resolved in time") from None

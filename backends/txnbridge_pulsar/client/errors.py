@@ -183,8 +183,8 @@ class InvalidTransactionStatus(ServerError):
 
     @property
     def state(self) -> str:
-        found = re.search(r"but it is in (\w+) status", self.text)
-        return found[1] if found else ""
+        match = re.search(r"but it is in (\w+) status", self.text)
+        return match[1] if match else ""
 
 
 class TransactionNotFound(ServerError):

@@ -145,7 +145,7 @@ class FrameReader:
     def frames(self, received: int) -> list[bytes]:
         """Return the frames that n more bytes have completed, without their first size. Raise `ProtocolError`."""
         self._end += received
-        at, found = 0, []
+        at, frames = 0, []
         with memoryview(self._buffer) as view:
             while self._end - at >= 4:
                 (size,) = _SIZE.unpack_from(view, at)
@@ -153,10 +153,10 @@ class FrameReader:
                     raise ProtocolError(f"the broker sent a frame of {size} bytes; at most {self.limit} are taken")
                 if at + 4 + size > self._end:
                     break
-                found.append(bytes(view[at + 4 : at + 4 + size]))
+                frames.append(bytes(view[at + 4 : at + 4 + size]))
                 at += 4 + size
         self._make_room(at)
-        return found
+        return frames
 
     def _make_room(self, at: int) -> None:
         rest = self._end - at

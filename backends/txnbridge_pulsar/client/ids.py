@@ -93,15 +93,15 @@ def individual_ack_fields(ids: Iterable[MessageId]) -> list[Fields]:
             indexes[place].add(id.batch_index)
         elif id.batch_size:
             indexes[place].update(range(id.batch_size))
-    found = []
+    acks = []
     for place, acked in indexes.items():
         fields: Fields = {"ledger_id": place[0], "entry_id": place[1]}
         if acked:
             size = sizes[place]
             fields["ack_set"] = [] if len(acked) == size else ack_set(size, acked)
             fields["batch_size"] = size
-        found.append(fields)
-    return found
+        acks.append(fields)
+    return acks
 
 
 def cumulative_ack_fields(id: MessageId) -> Fields:

@@ -45,9 +45,9 @@ class Inbox:
         while True:
             taken, woken = self._taken(deadline, most)
             accepted = (consumer.accept(generation, fields, tail) for consumer, generation, fields, tail in taken)
-            found = [entry for entry in accepted if entry is not None]
-            if found or woken or deadline.expired:
-                return found
+            entries = [entry for entry in accepted if entry is not None]
+            if entries or woken or deadline.expired:
+                return entries
 
     def _taken(self, deadline: ClientDeadline, most: int) -> tuple[list[_Waiting], bool]:
         with self._changed:

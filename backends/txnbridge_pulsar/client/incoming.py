@@ -204,13 +204,13 @@ class ReceivedEntry:
         if not self.is_batch:
             return [(-1, payload, self.metadata)]
         try:
-            found = self._alike(payload) or self._batched(payload)
+            records = self._alike(payload) or self._batched(payload)
         except (Malformed, IndexError, struct.error) as error:
             raise CorruptEntry(f"a batch cannot be read ({self.id.ledger}:{self.id.entry})") from error
         if self._index_words:
             wanted = set(delivered_indexes(self._index_words))
-            found = [record for record in found if record[0] in wanted]
-        return [record for record in found if record[0] >= self._skipped] if self._skipped else found
+            records = [record for record in records if record[0] in wanted]
+        return [record for record in records if record[0] >= self._skipped] if self._skipped else records
 
     def skip(self, messages: int) -> None:
         """Leave out the first messages of the batch."""
@@ -240,7 +240,7 @@ class ReceivedEntry:
         return [(index, payload[at : at + length], nothing) for index, at in enumerate(places)]
 
     def _batched(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
-        found: list[tuple[int, bytes, Fields]] = []
+        records: list[tuple[int, bytes, Fields]] = []
         at, head = 0, b""
         length = 0
         fields: Fields = {}
@@ -257,8 +257,8 @@ class ReceivedEntry:
             if length < 0 or at > len(payload):
                 raise Malformed("a message is longer than its batch")
             if not fields.get("compacted_out"):
-                found.append((index, payload[start:at], fields))
-        return found
+                records.append((index, payload[start:at], fields))
+        return records
 
 
 def _described(data: bytes) -> tuple[int, Fields]:

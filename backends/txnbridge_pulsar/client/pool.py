@@ -72,9 +72,9 @@ class ConnectionPool:
         with self._lock:
             if self._closed:
                 raise Closed("the client is closed")
-            found = self._connections.get(key)
-            if found is not None and not found.closed:
-                return found
+            connection = self._connections.get(key)
+            if connection is not None and not connection.closed:
+                return connection
             opening = self._opening.setdefault(key, threading.Lock())
         if not opening.acquire(timeout=deadline.left):
             raise RequestTimedOut(
@@ -87,9 +87,9 @@ class ConnectionPool:
 
     def _open(self, key: tuple[ConnectionTarget, str], deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:
-            found = self._connections.get(key)
-        if found is not None and not found.closed:
-            return found  # another thread made it meanwhile
+            connection = self._connections.get(key)
+        if connection is not None and not connection.closed:
+            return connection  # another thread made it meanwhile
         target = key[0]
         connection = BrokerConnection.open(target.address, self._options, deadline, target.logical)
         with self._lock:

@@ -65,8 +65,8 @@ class Rest:
 
     def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
         """Send any request, like `get`; None for an empty answer. A change without an answer may have been made."""
-        _, found = self.look(method, path, deadline, body)
-        return json.loads(found) if found else None
+        _, answer = self.look(method, path, deadline, body)
+        return json.loads(answer) if answer else None
 
     def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
         """Return the headers of an answer by their lower-case names."""
@@ -135,8 +135,8 @@ def _reason(body: bytes) -> str:
         text = body.decode(errors="replace")
     if text.lstrip().startswith("<"):
         return ""
-    told = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
-    return " ".join((told[-1] if told else text).split())[:_MOST_TEXT]
+    messages = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
+    return " ".join((messages[-1] if messages else text).split())[:_MOST_TEXT]
 
 
 def _was_refused(error: Exception) -> bool:

@@ -461,8 +461,8 @@ class MessageType:
 def _parse(text: str) -> dict[str, MessageType]:
     types = {}
     for name, body in re.findall(r"message (\w+) \{(.*?)\}", text, re.DOTALL):
-        found = re.findall(r"(required|optional|repeated) (\w+) (\w+) = (\d+);", body)
-        fields = tuple(Field(label, type, field_name, int(number)) for label, type, field_name, number in found)
+        lines = re.findall(r"(required|optional|repeated) (\w+) (\w+) = (\d+);", body)
+        fields = tuple(Field(label, type, field_name, int(number)) for label, type, field_name, number in lines)
         types[name] = MessageType(name, fields)
     return types
 

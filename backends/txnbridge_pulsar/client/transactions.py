@@ -161,8 +161,8 @@ class Transactions:
 
     def _coordinator(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
         with self._lock:
-            found = self._connections.get(coordinator)
-        return found if found is not None and not found.closed else self._connect(coordinator, deadline)
+            connection = self._connections.get(coordinator)
+        return connection if connection is not None and not connection.closed else self._connect(coordinator, deadline)
 
     def _connect(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
         connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._connection_key, deadline)

@@ -149,8 +149,8 @@ def _judge(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | Non
 
 def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
     record = record_of(entry)
-    there = (entry.id.ledger, entry.id.entry) == proof.since
-    if not there or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
+    is_expected = (entry.id.ledger, entry.id.entry) == proof.since
+    if not is_expected or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
         raise EvidenceLost(f"the proof topic {proof.topic} has lost records: nobody can tell how transactions ended")
 
 

@@ -49,10 +49,10 @@ def partitions_of(full: str, count: int) -> tuple[str, ...]:
 
 def whole_topic(concrete: str) -> tuple[str, int]:
     """Return the topic and the partition number of a concrete topic; 0 for a topic without partitions."""
-    found = _PARTITION.search(concrete)
-    if found is None:
+    match = _PARTITION.search(concrete)
+    if match is None:
         return concrete, 0
-    return concrete[: found.start()], int(found[0].rpartition("-")[2])
+    return concrete[: match.start()], int(match[0].rpartition("-")[2])
 
 
 def namespace_of(full: str) -> str:
