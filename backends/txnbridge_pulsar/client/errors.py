@@ -96,7 +96,7 @@ class CorruptEntry(PulsarError):
 
 
 class PerhapsDropped(PulsarError):
-    """The broker did not store an entry, and dropped its repetition as a duplicate of it or of later entries."""
+    """The broker failed to store an entry, then dropped its repetition: it has the entry, or only later ones."""
 
     may_have_had_effect = True
 

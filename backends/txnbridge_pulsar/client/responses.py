@@ -33,7 +33,7 @@ class Response:
         return self._future.done()
 
     def result(self, timeout: float) -> Fields:
-        """Return the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or for good `RequestTimedOut`."""
+        """Wait for the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or finally `RequestTimedOut`."""
         try:
             return self._future.result(timeout)
         except FutureTimeout:

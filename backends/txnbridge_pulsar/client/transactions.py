@@ -29,7 +29,7 @@ _COMMIT, _ABORT = 0, 1
 
 
 class Transactions:
-    """The transaction coordinators of a cluster. Any thread may call, and any client may end any transaction."""
+    """The coordinators of a cluster. Any thread may call; a client may act on any transaction whose id it knows."""
 
     def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
         self._lookup = lookup

@@ -35,8 +35,7 @@ _SECONDS_A_TURN = 10.0
 
 
 def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
-    """End an empty transaction over the same topics and subscriptions. Return whether late messages are refused there
-    now.
+    """End an empty transaction over the same topics and subscriptions. Return whether late messages are refused.
 
     Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
     """

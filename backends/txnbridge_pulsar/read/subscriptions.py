@@ -213,8 +213,7 @@ class FailoverMode(SubscriptionMode):
                 return
             passed = _last_before(alone, timestamp, last, deadline)
             if passed is not None:
-                # A seek is stored when it is answered. An acknowledgement is lost if the topic is unloaded right after
-                # it.
+                # A seek is stored when it is answered. An acknowledgement is lost if the topic is unloaded at once.
                 with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
                     alone.seek(_position_behind(passed), deadline.left())
         finally:
