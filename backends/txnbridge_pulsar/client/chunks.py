@@ -44,7 +44,7 @@ class Chunks:
             repeated = earlier is not None and 0 <= number < len(earlier) and earlier[number].id == entry.id
             if not repeated:
                 self._forget(uuid)
-            return entry if self._is_of_a_dropped_one(uuid, entry) else None
+            return entry if self._is_of_dropped_message(uuid, entry) else None
         size = self._sizes[uuid] + entry.size + CHUNK_BYTES
         claimed = entry.metadata.get("total_chunk_msg_size", 0) + of * CHUNK_BYTES
         if max(size, claimed) > max_bytes:
@@ -76,7 +76,7 @@ class Chunks:
             if len(self._dropped) > _REMEMBERED:
                 del self._dropped[next(iter(self._dropped))]
 
-    def _is_of_a_dropped_one(self, uuid: str, entry: ReceivedEntry) -> bool:
+    def _is_of_dropped_message(self, uuid: str, entry: ReceivedEntry) -> bool:
         """Return whether the chunk is of a dropped message; True once for each message."""
         if hash(uuid) not in self._dropped:
             return False

@@ -220,8 +220,7 @@ def server_error(code: int, text: str) -> ServerError:
     """Return the error of the right class for a broker's answer."""
     if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
         return DuplicateUndecided(code, text)
-    if (
-        code == ServerErrorCode.TRANSACTION_NOT_FOUND and "super user" in text
-    ):  # the code says that there is none, and it knows it
+    # The code says that the transaction does not exist, and the text that it does.
+    if code == ServerErrorCode.TRANSACTION_NOT_FOUND and "super user" in text:
         return (NotOwner if "neither the owner" in text else NotAuthorized)(code, text)
     return _CLASSES.get(code, ServerError)(code, text)
