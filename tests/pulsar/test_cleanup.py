@@ -22,9 +22,9 @@ from tests.pulsar.writing_kit import (
     connect_to,
     flush,
     how_of,
-    marker_topic_of,
     new_topic,
     owner_of,
+    proof_topic_of,
     read_all,
     unique,
 )
@@ -50,7 +50,7 @@ def as_if_long_ago(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def marker_of(token: str) -> str:
+def proof_of(token: str) -> str:
     proof = how_of(token).proof
     assert proof is not None
     return proof.topic
@@ -109,8 +109,8 @@ def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_th
         child.kill()
     for later in (0, NOT_YET):
         for token in (prepared, plain):
-            clean_up(bridge, marker_of(token), later)
-    clean_up(bridge, marker_of(prepared), LATER)  # as if the coordinator had stood still all the time
+            clean_up(bridge, proof_of(token), later)
+    clean_up(bridge, proof_of(prepared), LATER)  # as if the coordinator had stood still all the time
     assert (state_of(bridge, prepared), state_of(bridge, plain)) == (TokenState.PREPARED, TokenState.COMMITTED)
     assert bridge.commit(prepared) is Outcome.COMMITTED
     for token in (prepared, plain):
@@ -125,11 +125,11 @@ def wait_until_cleared(bridge: Bridge, token: str) -> None:
     """Which it is as soon as the broker has noticed that its writer has gone."""
 
     def is_gone() -> bool:
-        if is_there(bridge, marker_of(token)):
-            clean_up(bridge, marker_of(token), LATER)
-        return not is_there(bridge, marker_of(token))
+        if is_there(bridge, proof_of(token)):
+            clean_up(bridge, proof_of(token), LATER)
+        return not is_there(bridge, proof_of(token))
 
-    eventually(is_gone, "the marker topic is deleted")
+    eventually(is_gone, "the proof topic is deleted")
 
 
 def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_write(
@@ -138,7 +138,7 @@ def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_w
     bridge, other = open_bridge(), open_bridge()
     topic = new_topic(bridge)
     token = commit(bridge, topic, b"1")
-    clean_up(other, marker_of(token), LATER)
+    clean_up(other, proof_of(token), LATER)
     assert state_of(other, token) is TokenState.COMMITTED
     assert state_of(other, commit(bridge, topic, b"2")) is TokenState.COMMITTED
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
@@ -151,10 +151,10 @@ def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(
     topic = new_topic(bridge)
     first = prepare(bridge, topic, b"1")
     assert bridge.commit(first) is Outcome.COMMITTED
-    marker = marker_of(first)
+    marker = proof_of(first)
     wait_until_cleared(other, first)
     second = prepare(bridge, topic, b"2")
-    assert marker_of(second) == marker
+    assert proof_of(second) == marker
     assert kept_from(pulsar_broker, marker)  # so it has its subscription again
     assert bridge.commit(second) is other.commit(second) is Outcome.COMMITTED
     assert read_all(client, concrete(topic)) == [b"1", b"2"]
@@ -180,7 +180,7 @@ def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_tru
     with as_if_long_ago(monkeypatch):
         long_ago = [commit(bridge, topic, b"%d" % number) for number in range(3)]
     young = commit(bridge, topic, b"young")
-    marker = marker_of(young)
+    marker = proof_of(young)
     clean_up(bridge, marker)
     since = how_of(young).proof
     last = how_of(long_ago[-1]).proof
@@ -202,7 +202,7 @@ def test_an_unresolved_transaction_keeps_what_its_slot_needs(
     ended.append(prepare(bridge, topic))
     assert bridge.commit(ended[1]) is Outcome.COMMITTED
     unresolved = prepare(bridge, topic)
-    clean_up(bridge, marker_of(unresolved), LATER)
+    clean_up(bridge, proof_of(unresolved), LATER)
     proof = how_of(unresolved).proof
     assert proof is not None and kept_from(pulsar_broker, proof.topic) <= proof.since
     assert state_of(bridge, unresolved) is TokenState.PREPARED
@@ -239,8 +239,8 @@ def test_whoever_opens_clears_up_after_the_dead(
     monkeypatch.setattr(cleanup, "_EVERY_SECONDS", 0.2)
     monkeypatch.setattr(cleanup, "KEPT_SECONDS", -(proof.PRESENCE_SECONDS + 900))
     open_bridge(url, transactional_id=unique("owner"))
-    eventually(lambda: not is_there(bridge, marker_of(plain)), "the marker topic of the dead bridge is deleted")
-    assert is_there(bridge, marker_of(prepared))  # it is open
+    eventually(lambda: not is_there(bridge, proof_of(plain)), "the proof topic of the dead bridge is deleted")
+    assert is_there(bridge, proof_of(prepared))  # it is open
     assert bridge.abort(prepared) is Outcome.ABORTED
 
 
@@ -271,10 +271,10 @@ def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs
         with as_if_long_ago(monkeypatch):
             old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
         young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
-        clean_up(bridge, marker_of(young[0]))
+        clean_up(bridge, proof_of(young[0]))
         eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")
         assert [state_of(bridge, token) for token in young] == [TokenState.COMMITTED] * 4
         with bridge.transaction() as txn:
             txn.send(topic, b"5")
             flush(txn)
-            assert marker_topic_of(txn) == marker_of(young[0])
+            assert proof_topic_of(txn) == proof_of(young[0])

@@ -13,7 +13,7 @@ from txnbridge import EvidenceLost
 
 pytestmark = pytest.mark.offline
 
-MARKED = ProofLocation("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
+PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
 ANNOUNCED = AnnouncedTransaction(
     transaction="billing/1/2",
     txn=TxnId(0, 0),
@@ -23,7 +23,7 @@ ANNOUNCED = AnnouncedTransaction(
         "persistent://public/default/orders-partition-3",
     ),
     subscriptions=(("persistent://public/default/input-partition-1", "shipping"),),
-    proof=MARKED,
+    proof=PROOF_LOCATION,
     slot=0,
     expires_at=1_700_000_030_000,
     prepared=True,
@@ -49,9 +49,9 @@ def test_a_notice_is_read_as_it_was_written() -> None:
 
 
 def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
-    at = replace(MARKED, at=(7, 9))
-    assert at.fields() == {**MARKED.fields(), "p": [7, 9]}
-    assert (ProofLocation.read(at.fields()), ProofLocation.read(MARKED.fields())) == (at, MARKED)
+    at = replace(PROOF_LOCATION, at=(7, 9))
+    assert at.fields() == {**PROOF_LOCATION.fields(), "p": [7, 9]}
+    assert (ProofLocation.read(at.fields()), ProofLocation.read(PROOF_LOCATION.fields())) == (at, PROOF_LOCATION)
 
 
 def test_a_notice_of_before_there_were_lineages_is_read() -> None:

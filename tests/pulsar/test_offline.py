@@ -45,7 +45,7 @@ pytestmark = pytest.mark.offline
 
 SOON = 60.0
 TXN = TxnId(0, 7)
-MARKED = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
+PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 
 
 def cluster_with(**parts: Any) -> Any:
@@ -72,12 +72,12 @@ def ready() -> PulsarWriter:
     )
     found = PulsarWriter(cluster_with(), owner, "w")
     found.begin(Begin("app/host/1", Deadline(SOON), False, None))
-    found._txn, found.proof, found._evidence = TXN, MARKED, TokenEvidence(TXN, MARKED, False)
+    found._txn, found.proof, found._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
     return found
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | TxnBridgeError | None) -> None:
-    """The coordinator's answer to every end, and what the marker topic shows."""
+    """The coordinator's answer to every end, and what the proof topic shows."""
 
     def look(*_: object) -> bool | None:
         if isinstance(marker, TxnBridgeError):
@@ -119,7 +119,7 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | TxnBridgeError | None, refused: bool
 ) -> None:
     answering(monkeypatch, EndResult.BEFORE, marker)
-    ready._evidence = TokenEvidence(TXN, MARKED, True)
+    ready._evidence = TokenEvidence(TXN, PROOF_LOCATION, True)
     if refused:
         with pytest.raises(OutcomeUnknown):
             ready.abort(Deadline(SOON))
@@ -138,10 +138,10 @@ def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypat
         "deliver_everywhere",
         lambda _, txn, commit, participants, deadline: told.extend(participants.topics),
     )
-    token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, MARKED).fields(), True)
+    token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
     ledger: Any = None
     assert outcome_module.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
-    assert told == [MARKED.topic]
+    assert told == [PROOF_LOCATION.topic]
 
 
 AWAY = BrokerUnavailable("its broker is away")
@@ -168,7 +168,9 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
     unclear: Any = SimpleNamespace(resolve=resolve)
     slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
-    slots.keep(AnnouncedTransaction("app/host/1", TXN, (MARKED.topic,), (), MARKED, slot=0, prepared=True))
+    slots.keep(
+        AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION, slot=0, prepared=True)
+    )
     slots.release(0)
     is_free = (state, told) == ("", True)
     assert slots.take("id", Deadline(SOON)) == (0 if is_free else 1)
@@ -228,7 +230,9 @@ def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[PulsarOwner, list[Fence
 
 
 def over(number: int, *topics: str) -> AnnouncedTransaction:
-    return AnnouncedTransaction(f"app/host/{number}", TxnId(0, number), (*topics, MARKED.topic), (), MARKED)
+    return AnnouncedTransaction(
+        f"app/host/{number}", TxnId(0, number), (*topics, PROOF_LOCATION.topic), (), PROOF_LOCATION
+    )
 
 
 def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alone(
@@ -249,11 +253,11 @@ def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkey
     owner, written = announcing(monkeypatch)
     monkeypatch.setattr(TransactionProducer, "ready", lambda *_: None)
     found = PulsarWriter(owner._cluster, owner, "w")
-    found._txn, found.proof = TXN, MARKED
-    found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
+    found._txn, found.proof = TXN, PROOF_LOCATION
+    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
     with pytest.raises(DeliveryFailed):
         found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
-    assert list(found._announced) == [MARKED.topic] and not written
+    assert list(found._announced) == [PROOF_LOCATION.topic] and not written
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
     end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
     cluster = cluster_with()
     found = LateWriteGuard(cluster, end_delivery, InDoubt(cluster))
-    found.add(AnnouncedTransaction("app/host/1", TXN, (MARKED.topic,), (), MARKED), Deadline(SOON))
+    found.add(AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION), Deadline(SOON))
     assert asked.wait(SOON)
     yield found
     answer.set()

@@ -22,8 +22,8 @@ from tests.pulsar.writing_kit import (
     connect_to,
     flush,
     how_of,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     read_all,
     unique,
 )
@@ -189,7 +189,7 @@ def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
     with bridge.transaction(timeout=30) as txn:
         txn.send(topic, b"1")
         flush(txn)
-        marker = marker_topic_of(txn)
+        marker = proof_topic_of(txn)
     hiding = client.transactions.begin(60_000, SOON)
     client.transactions.register(hiding, SOON, [marker])
     producer = client.create_producer(marker, timeout=SOON, transactions=True)
@@ -217,7 +217,7 @@ def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_brid
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)
-        marker = marker_topic_of(txn)
+        marker = proof_topic_of(txn)
     write_plain(cluster_of(bridge), marker, ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), Deadline(SOON))
     tokens = [unknown(bridge, topic, b"x", happened) for happened in (True, False)]
     assert [state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]

@@ -43,8 +43,8 @@ from tests.pulsar.writing_kit import (
     fence_topic,
     flush,
     how_of,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     proxied,
     read_all,
     unique,
@@ -366,8 +366,8 @@ def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_
         open_one.send(topic, b"x")
         flush(open_one)
         assert fence_topic(bridge) not in announced(bridge).topics
-        assert marker_topic_of(open_one) in announced(bridge).topics
-        assert read_all(client, marker_topic_of(open_one), patience=1) is None
+        assert proof_topic_of(open_one) in announced(bridge).topics
+        assert read_all(client, proof_topic_of(open_one), patience=1) is None
 
 
 def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(

@@ -21,8 +21,8 @@ from tests.pulsar.writing_kit import (
     concrete,
     fence_topic,
     flush,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     proxied,
     read_all,
     unique,
@@ -166,7 +166,7 @@ def test_nothing_is_sent_before_it_was_announced_and_registered(open_bridge: Con
         txn.send(topic, b"0", partition=0)
         flush(txn)
         txn.send(topic, b"2", partition=2)
-    marker = marker_topic_of(txn)
+    marker = proof_topic_of(txn)
     assert known == [
         ("step:register", {marker, concrete(topic, 0)}),
         ("step:register", {marker, concrete(topic, 0), concrete(topic, 2)}),
@@ -387,7 +387,7 @@ def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, cl
     topic = new_topic(onlooker)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    marker = marker_topic_of(txn)
+    marker = proof_topic_of(txn)
     assert cluster_of(onlooker).topics.look(marker, Deadline(SOON))
     bridge.close()
     assert not cluster_of(onlooker).topics.look(marker, Deadline(SOON))
@@ -398,6 +398,6 @@ def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    for ours in (fence_topic(bridge), marker_topic_of(txn)):
+    for ours in (fence_topic(bridge), proof_topic_of(txn)):
         stats = admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")
         assert SUBSCRIPTION in stats["subscriptions"]

@@ -93,8 +93,8 @@ def fence_topic(bridge: Bridge) -> str:
     return fence.topic
 
 
-def marker_topic_of(txn: Transaction) -> str:
-    """The full name of the marker topic of a transaction's writer."""
+def proof_topic_of(txn: Transaction) -> str:
+    """The full name of the proof topic of a transaction's writer."""
     proof = writer_of(txn).proof
     assert proof is not None
     return proof.topic
