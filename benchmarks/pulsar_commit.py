@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from txnbridge_pulsar.wire import Client, Single, partition_name
+from txnbridge_pulsar.client import PulsarClient, Single, partition_name
 
 from benchmarks._harness import Contender, Lap, Report, Settings, alternate, at_least, lap_quantile, run, speed
 from benchmarks._pulsar import broker, new_topic, service
@@ -23,7 +23,7 @@ def bare(url: str, topic: str) -> Contender:
 
     @contextmanager
     def contender() -> Iterator[Lap]:
-        with Client(service(url)) as client:
+        with PulsarClient(service(url)) as client:
             producer = client.create_producer(partition, timeout=_SOON, transactions=True)
 
             def lap() -> int:

@@ -1,29 +1,27 @@
-"""Apache Pulsar, by a client of its binary protocol of our own (`wire`): the official one has no transactions.
+"""Apache Pulsar, through our own client of its binary protocol: the official Python client has no transactions.
 
-Pulsar's model, as far as the promises stand on it:
+Pulsar's model, as far as our promises rest on it:
 
-- A coordinator gives each transaction a number. Topics and subscriptions are added to it before anything is sent or
-  acknowledged there: the coordinator tells no other of the end. From then on `writer`, `outgoing`, `acks`.
-- A topic's TransactionBuffer hides what is behind the first open transaction from every reader. END is decided at the
-  coordinator and passed on to each topic. A message that arrives after that opens its transaction again on its topic:
-  so a commit waits for every receipt, and what may come late is made to be refused (`refusal`, `repair`).
-- A coordinator forgets what it has ended, and then answers the same for committed, aborted and never begun. So each
-  transaction puts a record inside itself on a marker topic, which is read instead: `markers`, `endings`.
-- Nobody owns a transaction. A transactional id is a fence topic that one process holds, on which each transaction is
-  named before it writes, so that the next owner finds the ones that it has to end: `fence`, `notices`, `owner`. The
-  decision log knows which topic that is, so that a deleted one is noticed: `lineage`.
-- Acknowledgements in a transaction are kept by the subscription as pending until the end comes; aborted ones come again
-  by themselves. The end may miss a topic that is being unloaded, and is then sent there again: `confirming`.
-- After a restart of the brokers no time-out runs until a client has connected to the coordinators: `coordinators`.
+- A transaction coordinator (TC) numbers each transaction. Topics and subscriptions are registered with the transaction
+  before the first message or acknowledgement: the coordinator tells only registered ones of the end. Then come
+  `write/writer`, `write/batching`, `write/acks`.
+- A topic's TransactionBuffer hides everything behind the first open transaction from all readers. The coordinator
+  decides the end and passes it on to each topic. A message that arrives later opens its transaction again on its topic.
+  So a commit waits for every receipt, and brokers are made to refuse late messages: `outcome/late_writes`.
+- A coordinator forgets a transaction that has ended. Then it gives the same answer for committed, aborted and never
+  begun ones. So each transaction stores a proof message inside itself on a proof topic, which is read instead:
+  `outcome/proof`, `outcome/outcome`; `outcome/in_doubt` keeps those whose proof cannot be read.
+- Brokers know no owner of a transaction. Our owner of a transactional id holds a fence topic and names each transaction
+  there before it writes, so that the next owner can end the open ones: `write/owner`, `write/fence`,
+  `write/fence_records`. The decision log knows which topic it is, so a deleted one is noticed: `write/fence_identity`.
+- A subscription keeps acknowledgements of a transaction as pending acks until the end arrives, and delivers aborted
+  ones again. An end may miss a topic that is being unloaded, and is then sent there again: `outcome/end_delivery`.
+- After a restart of the brokers no transaction times out before a client connects: `outcome/coordinator_keepalive`.
+- A broker forgets the sequences of a producer name that is unused for hours: `write/sequences`.
 
-- A broker forgets a publisher's name that nobody uses for hours, and its sequences with it: `sequences`.
-
-A message: `broker` hands out a `writer`; `outgoing` gathers entries and counts receipts. A `reader` gets entries by one
-of the `ways`, each partition through its `cursor`. A token: `prepared` makes its transaction, `endings` ends it.
-
-`cluster` holds the ways to ask: the wire client, `topics`, and `rest` where an administrator's URL was given. `log`
-keeps decision logs, `begun` what groups have begun to read, `tidying` clears up marker topics; `admin`, `listing` and
-`doctor` are for people.
+The rooms: `client/` is the protocol client (imported as `wire`) and `rest`, for clusters with an `admin_url`. `write/`
+sends, `read/` delivers, `outcome/` ends transactions and finds out how they ended, `admin/` is for people.
+`capabilities` says what is promised, `cluster` is what the parts of a bridge share, `decision_log` keeps decision logs.
 """
 
 from __future__ import annotations

@@ -26,45 +26,48 @@ from txnbridge.spi import (
     Token,
     Writer,
 )
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.backend import WITHOUT_DEDUPLICATION, WITHOUT_REST, WITHOUT_TRANSACTIONS
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.coordinators import Watch
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.capabilities import (
+    CAPABILITIES,
+    LIMITS,
+    WITHOUT_DEDUPLICATION,
+    WITHOUT_REST,
+    WITHOUT_TRANSACTIONS,
+)
+from txnbridge_pulsar.client.rest import Rest
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.decision_log import PulsarLog, cluster_id
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.log import PulsarLog, cluster_id
-from txnbridge_pulsar.rest import Rest
-from txnbridge_pulsar.settings import Settings
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar.outcome.coordinator_keepalive import CoordinatorKeepalive
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.topics import PulsarTopics
 
 if TYPE_CHECKING:
-    from txnbridge_pulsar.backend import PulsarBackend
-    from txnbridge_pulsar.owner import Owner
-    from txnbridge_pulsar.publisher import PulsarPublisher
+    from txnbridge_pulsar.write.owner import PulsarOwner
+    from txnbridge_pulsar.write.publisher import PulsarPublisher
 
 _log = logging.getLogger("txnbridge")
 
-# Connecting waits no longer for this, because each topic is asked again before a sequence is sent there.
+# Connecting waits at most this long for the answer: each topic is asked again before a sequence is sent there.
 _ASK_SECONDS = 1.0
-# Coordinators are looked up like the partitions of a topic there.
+# Clients look up the transaction coordinators under this name, as if each were a partition of a topic.
 COORDINATORS = "pulsar/system"
 
 
 class PulsarBroker(Broker):
-    """Opened by `PulsarBackend.open`."""
+    """An open connection of one bridge; made by `PulsarBackend.open`."""
 
-    def __init__(self, settings: Settings, context: Context, backend: PulsarBackend, deadline: Deadline) -> None:
+    def __init__(self, settings: PulsarSettings, context: Context, deadline: Deadline) -> None:
         self._settings = settings
         self._context = context
         self._client = open_client(settings)
-        self.capabilities = backend.capabilities
+        self.capabilities = CAPABILITIES
         self.limits = replace(
-            backend.limits,
-            prepared_seconds=settings.longest_transaction,
-            prepared_transactions=settings.prepared_ids,
+            LIMITS, prepared_seconds=settings.longest_transaction, prepared_transactions=settings.prepared_ids
         )
         try:
             rest = Rest(settings) if settings.admin_url else None
-            topics = Topics(settings, self._client, rest)
+            topics = PulsarTopics(settings, self._client, rest)
             self._load_coordinators(deadline)
             self.cluster = cluster_id(settings, self._client, topics, deadline)
             keeps_no_sequences = rest is not None and _is_deduplication_off(settings, topics, deadline)
@@ -75,15 +78,13 @@ class PulsarBroker(Broker):
             self.capabilities = self.capabilities.but(WITHOUT_REST)
         if keeps_no_sequences:
             self.capabilities = self.capabilities.but(WITHOUT_DEDUPLICATION)
-        self._cluster = Cluster(self.cluster, settings, self._client, topics, rest, context.events)
-        self._watch = Watch(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
-        self._owner: Owner | None = None
+        self._cluster = ClusterAccess(self.cluster, settings, self._client, topics, rest, context.events)
+        self._keepalive = CoordinatorKeepalive(self._client) if self.capabilities[Capability.ATOMIC_TOPICS] else None
+        self._owner: PulsarOwner | None = None
         self._publishers: WeakSet[PulsarPublisher] = WeakSet()
 
     def _load_coordinators(self, deadline: Deadline) -> None:
-        """Connect to the coordinators: until a client has, the deadlines of all transactions stand still after each
-        restart of the brokers.
-        """
+        """Connect to the coordinators: after a restart of the brokers no transaction times out until a client has."""
         what = f"connecting to {self._settings.service}"
 
         def load() -> None:
@@ -105,16 +106,16 @@ class PulsarBroker(Broker):
         self.capabilities.require(Capability.PREPARE)
         return self._owner_of(identity).prepare_writer(deadline)
 
-    def _owner_of(self, identity: Identity) -> Owner:
-        from txnbridge_pulsar.owner import Owner
+    def _owner_of(self, identity: Identity) -> PulsarOwner:
+        from txnbridge_pulsar.write.owner import PulsarOwner
 
         if self._owner is None:
             ledger = self._context.ledger(identity.application, f"fence/{self.cluster}/{identity.name}")
-            self._owner = Owner(self._cluster, identity, ledger)
+            self._owner = PulsarOwner(self._cluster, identity, ledger)
         return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        from txnbridge_pulsar.publisher import PulsarPublisher
+        from txnbridge_pulsar.write.publisher import PulsarPublisher
 
         application = self._context.application
         publisher = PulsarPublisher(self._cluster, name, lambda id: self._context.ledger(application, id))
@@ -124,24 +125,24 @@ class PulsarBroker(Broker):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        from txnbridge_pulsar.reader import PulsarReader
+        from txnbridge_pulsar.read.reader import PulsarReader
 
         return PulsarReader(self._cluster, subscription, listener, self._context, deadline)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_pulsar.endings import end_prepared
+        from txnbridge_pulsar.outcome.outcome import end_prepared
 
         return end_prepared(self._cluster, token, True, ledger, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_pulsar.endings import end_prepared
+        from txnbridge_pulsar.outcome.outcome import end_prepared
 
         return end_prepared(self._cluster, token, False, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        from txnbridge_pulsar.endings import status_of
+        from txnbridge_pulsar.outcome.outcome import status_of
 
         return status_of(self._cluster, token, ledger, deadline)
 
@@ -149,7 +150,7 @@ class PulsarBroker(Broker):
 
     @property
     def admin(self) -> Admin:
-        from txnbridge_pulsar.admin import PulsarAdmin
+        from txnbridge_pulsar.admin.admin import PulsarAdmin
 
         return PulsarAdmin(self._cluster, self._context)
 
@@ -165,14 +166,14 @@ class PulsarBroker(Broker):
                 _log.warning("closing a publisher: %s", error)
         if self._owner is not None:
             self._owner.close(deadline)
-        if self._watch is not None:
-            self._watch.close()
+        if self._keepalive is not None:
+            self._keepalive.close()
         self._client.close()
 
 
-def _is_deduplication_off(settings: Settings, topics: Topics, deadline: Deadline) -> bool:
-    """Whether brokers remove no duplicates in the namespace, as a topic of our own there tells: to ask about a topic
-    needs no more rights than to use it.
+def _is_deduplication_off(settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> bool:
+    """Return whether brokers do not remove duplicates in the namespace. The question is asked about an internal topic,
+    because it needs no more rights there than using the topic.
     """
     topic = settings.namespace.full_name(settings.cluster_topic)
     try:
@@ -182,10 +183,10 @@ def _is_deduplication_off(settings: Settings, topics: Topics, deadline: Deadline
         return False
 
 
-def open_client(settings: Settings) -> wire.Client:
-    """A client of the cluster; nothing is connected yet. Raises `InvalidOption`."""
+def open_client(settings: PulsarSettings) -> wire.PulsarClient:
+    """Return a client of the cluster that has not connected yet. Raise `InvalidOption` for a wrong address."""
     try:
-        return wire.Client(
+        return wire.PulsarClient(
             settings.service,
             authentication=settings.authentication(),
             tls=settings.tls_context() if settings.tls else None,

@@ -1,28 +1,27 @@
-"""The parts that everything in a bridge to one cluster shares."""
+"""The things that all parts of a bridge to one cluster share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from txnbridge.spi import Emitter
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.rest import Rest
-from txnbridge_pulsar.settings import Settings
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client.rest import Rest
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.topics import PulsarTopics
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The settings, and the ways to ask.
+class ClusterAccess:
+    """The settings, the protocol client, the topics and, with an `admin_url`, the REST client (else `rest` is None).
 
-    Producers and consumers in one lane of `client` share no connection with those in other lanes: each producer that
-    may be fenced has a lane of its own.
-    `rest` is None without an `admin_url`.
+    Producers and consumers with one connection key of `client` share connections, and share none with other keys. Each
+    producer that may be fenced has a key of its own, because a broker closes the whole connection of a fenced producer.
     """
 
-    id: str  # stable, and nobody else's
-    settings: Settings
-    client: wire.Client
-    topics: Topics
+    id: str  # stable and unique among all clusters
+    settings: PulsarSettings
+    client: wire.PulsarClient
+    topics: PulsarTopics
     rest: Rest | None
     events: Emitter

@@ -1,4 +1,4 @@
-"""The wire client's errors in our words."""
+"""The protocol client's errors as errors of `txnbridge.errors`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.names import whole_topic
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.settings.topic_names import whole_topic
 
 T = TypeVar("T")
 
-# A broker that has just started refuses for a moment.
+# A broker that has just started refuses requests for a moment.
 _PAUSE = 0.05
 _REMEDIES: Mapping[type[wire.PulsarError], str] = {
     wire.NotAuthenticated: "; look at the options token, token_file, user, password and tls_certificate",
     wire.NotOwner: ": the user who began it has to do this, or a superuser",
 }
-_QUOTA = (wire.Code.QUOTA_EXCEEDED_ERROR, wire.Code.QUOTA_EXCEEDED_EXCEPTION)
+_QUOTA = (wire.ServerErrorCode.QUOTA_EXCEEDED_ERROR, wire.ServerErrorCode.QUOTA_EXCEEDED_EXCEPTION)
 
 
 def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
-    """An error of the wire client as ours; `what` says what was being done. To be raised `from` the client's own.
+    """Return a client error as one of ours; `what` says what was being done. Raise the result `from` the client's
+    error.
 
-    Right for calls that decide nothing about a transaction, and for reads.
+    Use it for reads, and for calls that decide nothing about a transaction.
     """
     text = f"{what}: {error}"
     if isinstance(error, wire.NotAuthenticated | wire.NotAuthorized):
@@ -52,7 +53,7 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
         return InvalidOption(text)
     if isinstance(error, wire.CorruptEntry):
         return StorageFailed(text)
-    if isinstance(error, wire.TimedOut):
+    if isinstance(error, wire.RequestTimedOut):
         return DeadlineExceeded(text)
     if isinstance(error, wire.Closed):
         return InvalidState(text)
@@ -62,20 +63,20 @@ def translate(error: wire.PulsarError, what: str) -> TxnBridgeError:
 
 
 def _refusal(error: wire.ServerError, text: str) -> TxnBridgeError:
-    if error.code == wire.Code.INVALID_TOPIC_NAME:
+    if error.code == wire.ServerErrorCode.INVALID_TOPIC_NAME:
         return InvalidOption(text)
-    if error.code == wire.Code.INCOMPATIBLE_SCHEMA:
+    if error.code == wire.ServerErrorCode.INCOMPATIBLE_SCHEMA:
         return NotSupported(
             f"{text}; messages of a bridge carry no schema: switch isSchemaValidationEnforced off there"
         )
-    if error.code == wire.Code.PERSISTENCE or error.code in _QUOTA:
+    if error.code == wire.ServerErrorCode.PERSISTENCE or error.code in _QUOTA:
         return StorageFailed(text)
     return BrokerUnavailable(text)
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Raises errors of the wire client from inside as ours."""
+    """Raise errors of the protocol client from inside the block as ours."""
     try:
         yield
     except wire.PulsarError as error:
@@ -84,9 +85,9 @@ def translated(what: str) -> Iterator[None]:
 
 @contextmanager
 def needing(actions: str, place: str) -> Iterator[None]:
-    """Raises `AccessDenied` with what an administrator grants, where a right is missing inside.
+    """Raise `AccessDenied` with the command that grants the right, where a right is missing inside the block.
 
-    `place` is a topic's full name, or a namespace; `actions` as Pulsar calls them.
+    `place` is a topic's full name or a namespace; `actions` are named as in Pulsar.
     """
     try:
         yield
@@ -100,9 +101,9 @@ def needing(actions: str, place: str) -> Iterator[None]:
 
 
 def again(attempt: Callable[[], T], words: Callable[[wire.PulsarError], TxnBridgeError], deadline: Deadline) -> T:
-    """Do what may be done twice until it succeeds, fails for good, or the deadline comes.
+    """Repeat a call that may safely be made twice until it succeeds, fails for good, or the deadline passes.
 
-    Raises what `words` makes of the wire client's error, and `DeadlineExceeded`.
+    Raise what `words` makes of the client's error, or `DeadlineExceeded`.
     """
     answer: TxnBridgeError | None = None
     while True:

@@ -1,26 +1,19 @@
-"""Topics: looked at, created, changed; the binary protocol where it can, REST for the rest."""
+"""Topics are listed, created and changed here: through the binary protocol where possible, else by REST."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
 
-from txnbridge.errors import (
-    AccessDenied,
-    InvalidOption,
-    InvalidState,
-    NotFound,
-    NotSupported,
-    TxnBridgeError,
-)
+from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported, TxnBridgeError
 from txnbridge.spi import Deadline, Partition
-from txnbridge_pulsar import wire
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
 from txnbridge_pulsar.errors import again, needing, translate
-from txnbridge_pulsar.names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
-from txnbridge_pulsar.rest import Refused, Rest, path_of, unavailable
-from txnbridge_pulsar.settings import Settings
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, namespace_of, partitions_of, whole_topic
 
-# Partitions may be added while we write and read; asking takes a millisecond.
+# Partitions may be added while we write and read; asking the broker takes a millisecond.
 _FRESH_SECONDS = 1.0
 # A broker that has just started answers before it knows its topics.
 _SURE_SECONDS = 0.5
@@ -28,14 +21,13 @@ _LOOK_SECONDS = 0.02
 NEEDS_REST = "it needs the option admin_url, because the binary protocol has no word for it"
 
 
-class Topics:
+class PulsarTopics:
     """The topics of a cluster. Any thread may call.
 
-    A topic is, for the broker, as many topics as it has partitions, or one of its own name if it is not partitioned.
-    These are called concrete here.
+    For the broker each partition is a topic, and so is a topic without partitions. We call these concrete topics.
     """
 
-    def __init__(self, settings: Settings, client: wire.Client, rest: Rest | None) -> None:
+    def __init__(self, settings: PulsarSettings, client: wire.PulsarClient, rest: Rest | None) -> None:
         self._settings = settings
         self._client = client
         self._rest = rest
@@ -45,51 +37,51 @@ class Topics:
     # --- looking ---------------------------------------------------------------------------------------------------
 
     def concrete(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[str, ...]:
-        """The full names of a topic's partitions; a missing topic is created where that is allowed.
+        """Return the full names of a topic's partitions. A missing topic is created where the settings allow it.
 
-        Known for a moment, but asked anew if it has less than `at_least`. Raises `NotFound`, `InvalidOption`.
+        The answer is cached for a second if it has `at_least` so many partitions. Raise `NotFound`, `InvalidOption`.
         """
-        at, found = self._known.get(topic, (0.0, ()))
-        if len(found) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
-            return found
-        found = self._found_or_created(topic, deadline, at_least, create)
-        self._known[topic] = time.monotonic(), found
-        return found
+        at, names = self._known.get(topic, (0.0, ()))
+        if len(names) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
+            return names
+        names = self._find_or_create(topic, deadline, at_least, create)
+        self._known[topic] = time.monotonic(), names
+        return names
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[str, ...]:
-        """As `concrete`, for a message to this partition, or to any. Raises `NotFound` also for a missing partition."""
+        """Return `concrete` for a message to this partition, or to any. Raise `NotFound` without that partition."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
-        found = self.concrete(topic, deadline, (partition or 0) + 1)
-        if partition is not None and partition >= len(found):
-            raise NotFound(f"{topic} has {len(found)} partitions, so there is no partition {partition}")
-        return found
+        names = self.concrete(topic, deadline, (partition or 0) + 1)
+        if partition is not None and partition >= len(names):
+            raise NotFound(f"{topic} has {len(names)} partitions, so there is no partition {partition}")
+        return names
 
     def look(self, topic: str, deadline: Deadline) -> tuple[str, ...]:
-        """The same as the broker has it now, without creating anything; empty if it has no such topic."""
+        """Return the partitions as the broker has them now, without creating the topic; empty if it is missing."""
         full = self._settings.namespace.full_name(topic)
         what = f"looking at topic {topic!r}"
 
-        def found() -> tuple[str, ...]:
+        def find() -> tuple[str, ...]:
             with needing("produce,consume", full):
-                return self._found(full, deadline)
+                return self._find(full, deadline)
 
-        return again(found, lambda error: translate(error, what), deadline)
+        return again(find, lambda error: translate(error, what), deadline)
 
-    def _found(self, full: str, deadline: Deadline) -> tuple[str, ...]:
+    def _find(self, full: str, deadline: Deadline) -> tuple[str, ...]:
         if count := self._partitions(full, deadline):
             return partitions_of(full, count)
         return (full,) if full in self._client.topics(namespace_of(full), deadline.left()) else ()
 
     def _partitions(self, full: str, deadline: Deadline) -> int:
-        """0 for a topic that has none, or is not there: brokers answer the one or the other."""
+        """Return 0 for a topic that has no partitions or does not exist: brokers answer in either way."""
         try:
             return self._client.partitions(full, deadline.left())
         except wire.TopicNotFound:
             return 0
 
     def all_concrete(self, deadline: Deadline) -> list[str]:
-        """The full names of the namespace's persistent topics, each partition by itself."""
+        """Return the full names of all persistent topics of the namespace, each partition by itself."""
         namespace = str(self._settings.namespace)
         words = "listing topics"
         return again(
@@ -97,44 +89,44 @@ class Topics:
         )
 
     def all(self, deadline: Deadline) -> dict[str, int]:
-        """Every persistent topic of the namespace with the number of its partitions, by its short name."""
-        found: dict[str, int] = {}
+        """Return every persistent topic of the namespace by its short name, with the number of its partitions."""
+        counts: dict[str, int] = {}
         for concrete in self.all_concrete(deadline):
             full, _ = whole_topic(concrete)
             name = self._settings.namespace.short_name(full)
-            if name not in found:  # of partitions that nobody uses a broker may have none in its list
-                found[name] = 1 if full == concrete else len(self.look(full, deadline))
-        return found
+            if name not in counts:  # a broker may not list partitions that nobody uses
+                counts[name] = 1 if full == concrete else len(self.look(full, deadline))
+        return counts
 
     def partition_of(self, concrete: str) -> Partition:
-        """The topic and the number of a partition, as users name it."""
+        """Return a concrete topic as its topic's user name and its partition number."""
         full, number = whole_topic(concrete)
         return self._settings.namespace.short_name(full), number
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
+    def _find_or_create(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> tuple[str, ...]:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
-            found = self.look(topic, deadline)
-            if len(found) >= at_least:
-                return found
-            if not found and create and self._settings.create_topics:
+            names = self.look(topic, deadline)
+            if len(names) >= at_least:
+                return names
+            if not names and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
             time.sleep(_LOOK_SECONDS)
-        if not found:
+        if not names:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
                 f" --url {self._settings.service}/{self._settings.namespace}"
             )
-        return found
+        return names
 
     # --- changing --------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic; False if it was there already, with however many partitions.
+        """Create a topic. Return False if it exists already, with any number of partitions.
 
-        Without `admin_url` it has one partition that can never become more. Raises `InvalidOption`, `NotSupported`.
+        Without an `admin_url` a topic has one partition for ever. Raise `InvalidOption`, `NotSupported`.
         """
         full = self._settings.namespace.full_name(topic)
         if partitions < 1:
@@ -149,16 +141,16 @@ class Topics:
         return self._changed("PUT", full, partitions, deadline, f"creating topic {topic!r}")
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Raises `NotFound`, `InvalidOption` for fewer partitions than there are, and `NotSupported`."""
-        found = self.look(topic, deadline)
-        if not found:
+        """Add partitions. Raise `NotFound`, `NotSupported`, and `InvalidOption` for fewer partitions than there are."""
+        names = self.look(topic, deadline)
+        if not names:
             raise NotFound(f"there is no topic {topic!r}")
-        if partitions < len(found):
-            raise InvalidOption(f"topic {topic!r} has {len(found)} partitions; they cannot become fewer")
-        if partitions == len(found):
+        if partitions < len(names):
+            raise InvalidOption(f"topic {topic!r} has {len(names)} partitions; they cannot become fewer")
+        if partitions == len(names):
             return
         full = self._settings.namespace.full_name(topic)
-        if found == (full,):
+        if names == (full,):
             raise NotSupported(f"topic {topic!r} was made without partitions, and Pulsar gives it none later")
         if self._rest is None:
             raise NotSupported(f"topic {topic!r} cannot grow here: {NEEDS_REST}")
@@ -169,24 +161,24 @@ class Topics:
         assert self._rest is not None
         try:
             self._rest.ask(method, f"/admin/v2/persistent/{path_of(full)}/partitions", deadline, partitions)
-        except Refused as refused:
+        except RestRefused as refused:
             if refused.status == 409 and method == "PUT":
                 return False
             raise _refusal(refused, what) from refused
         return True
 
     def delete(self, topic: str, deadline: Deadline, force: bool = True) -> None:
-        """Raises `NotFound`, `NotSupported`; without `force` `InvalidState` while somebody reads or writes there."""
-        found = self.look(topic, deadline)
-        if not found:
+        """Delete a topic. Raise `NotFound`, `NotSupported`, and without `force` `InvalidState` for a topic in use."""
+        names = self.look(topic, deadline)
+        if not names:
             raise NotFound(f"there is no topic {topic!r}")
         if self._rest is None:
             raise NotSupported(f"topic {topic!r} cannot be deleted here: {NEEDS_REST}")
         full = self._settings.namespace.full_name(topic)
-        kind = "" if found == (full,) else "/partitions"
+        kind = "" if names == (full,) else "/partitions"
         try:
             self._rest.ask("DELETE", f"/admin/v2/persistent/{path_of(full)}{kind}?force={str(force).lower()}", deadline)
-        except Refused as refused:
+        except RestRefused as refused:
             if refused.status == 412:
                 raise InvalidState(f"deleting topic {topic!r}: {refused}") from refused
             raise _refusal(refused, f"deleting topic {topic!r}") from refused
@@ -195,10 +187,10 @@ class Topics:
     # --- our own ---------------------------------------------------------------------------------------------------
 
     def internal(self, name: str, deadline: Deadline) -> str:
-        """The full name of a topic of our own, which is there and loses nothing from now on.
+        """Return the full name of an internal topic, which exists from now on and loses no record.
 
-        It has a durable subscription before its first record: without one a broker as it comes drops records, and an
-        idle topic with all that is in it. Raises `AccessDenied` with what an administrator has to do.
+        A durable subscription is made before the first record. Without one a broker with default settings drops
+        records, and deletes an idle topic. Raise `AccessDenied` with what an administrator has to do.
         """
         full = f"persistent://{self._settings.namespace}/{name}"
         if full in self._internal:
@@ -211,19 +203,19 @@ class Topics:
         return full
 
     def keep(self, full: str, deadline: Deadline) -> None:
-        """The same for a topic that was there before, and may have been deleted and made anew since."""
+        """Make an internal topic and its subscription exist again: it may have been deleted since `internal`."""
         what = f"opening the topic {self._settings.namespace.short_name(full)!r}"
         again(lambda: self._keep(full, deadline), lambda error: translate(error, what), deadline)
 
     def _keep(self, full: str, deadline: Deadline) -> None:
         if self._partitions(full, deadline):
             raise InvalidOption(f"topic {full} has partitions and must have none: it is not ours")
-        with suppress(wire.ConsumerBusy):  # then another process has the subscription, so it is there
+        with suppress(wire.ConsumerBusy):  # another process holds the subscription, so it exists
             keeper = self._client.subscribe(full, SUBSCRIPTION, timeout=deadline.left(), start=wire.EARLIEST)
             keeper.close(deadline.left())
 
     def _make_by_producing(self, full: str, deadline: Deadline) -> None:
-        """Have the broker make a topic for a producer, where its settings allow that."""
+        """Have the broker create a topic by opening a producer, where its settings allow that."""
         what = f"creating topic {full}"
         try:
             self._client.create_producer(full, timeout=deadline.left()).close(deadline.left())
@@ -243,21 +235,21 @@ class Topics:
         )
 
     def deduplicates(self, concrete: str, deadline: Deadline) -> bool:
-        """Whether it is known that the broker drops what a producer sends it twice; only REST tells."""
+        """Return whether the broker is known to remove duplicates on a topic; only REST tells."""
         return self.deduplication(concrete, deadline) == "Enabled"
 
     def deduplication(self, concrete: str, deadline: Deadline) -> str:
-        """The broker's word for it, among them "Enabled" and "Disabled"; empty where nobody tells."""
+        """Return the broker's deduplication status, such as "Enabled" or "Disabled"; empty where it is not known."""
         if self._rest is None:
             return ""
         try:
             stats = self._rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)
-        except (Refused, AccessDenied):
+        except (RestRefused, AccessDenied):
             return ""
         return str(stats.get("deduplicationStatus", ""))
 
 
-def _refusal(refused: Refused, what: str) -> TxnBridgeError:
+def _refusal(refused: RestRefused, what: str) -> TxnBridgeError:
     text = f"{what}: {refused}"
     if refused.status == 404:
         return NotFound(text)

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.rest import Refused, Rest, path_of
-from txnbridge_pulsar.wire.transactions import ASSIGN_TOPIC
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.client.transactions import ASSIGN_TOPIC
 
 from tests.pulsar.kit import SOON, settings_for
 from tests.pulsar.writing_kit import concrete, unique
@@ -86,7 +86,7 @@ class Cluster:
         while True:
             try:
                 return self._rest.ask(method, path, until)
-            except Refused as refused:
+            except RestRefused as refused:
                 if refused.status < 500 or until.expired:
                     raise
             time.sleep(_PAUSE)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import PulsarClient
 
+from tests.pulsar.client_kit import fresh_topic, service
 from tests.pulsar.kit import url_of
-from tests.pulsar.wire_kit import fresh_topic, service
 from tests.pulsar.writing_kit import Connect, connect_to
 
-HERE = Path(__file__).parent
+PRESENCE = Path(__file__).parent
 
 # Of the suite: kill walks take minutes, because each step starts clients anew, and one test waits until the timeout of
 # a transaction is over, which test_writing.py asks of a short one.
@@ -25,16 +25,16 @@ MANY = re.compile(r"what_does_not_count\[200|reads_stay_short")
 @pytest.hookimpl(tryfirst=True)  # before those marked `full` are skipped
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(HERE):
+        if item.path.is_relative_to(PRESENCE):
             rare = {"test_suite.py": SLOW, "test_log_decisions.py": MANY}.get(item.path.name)
             if rare and rare.search(item.name):
                 item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture
-def client(pulsar_broker: brokers.Pulsar) -> Iterator[Client]:
+def client(pulsar_broker: brokers.Pulsar) -> Iterator[PulsarClient]:
     """A wire client of the broker that all tests share."""
-    with Client(service(pulsar_broker)) as client:
+    with PulsarClient(service(pulsar_broker)) as client:
         yield client
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_conformance import brokers
-from txnbridge_pulsar import wire
+from txnbridge_pulsar import client as wire
 from txnbridge_pulsar.broker import open_client
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.names import Namespace
-from txnbridge_pulsar.rest import Rest
-from txnbridge_pulsar.settings import Settings
-from txnbridge_pulsar.topics import Topics
+from txnbridge_pulsar.client.rest import Rest
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.topic_names import Namespace
+from txnbridge_pulsar.topics import PulsarTopics
 
 from txnbridge.spi import Deadline, Emitter
 
@@ -34,17 +34,18 @@ class Kept:
     def newest_opening(self, deadline: Deadline) -> Any:
         return self.newest
 
-    def opened(self, data: Any, deadline: Deadline) -> str:
+    def open_behind(self, before: str | None, data: Any, deadline: Deadline) -> bool:
+        assert before == (self.newest[0] if self.newest else None)
         self.newest = ("opening", data)
-        return "opening"
+        return True
 
 
-def settings_for(url: str, **given: Any) -> Settings:
+def settings_for(url: str, **given: Any) -> PulsarSettings:
     """As a bridge to this URL has them."""
     service, _, path = url.partition("://")[2].partition("/")
     tenant, _, namespace = path.partition("?")[0].partition("/")
     defaults: dict[str, Any] = {"timeout": SOON, "hold": None, "application": "tests", "create_topics": 0}
-    return Settings(f"pulsar://{service}", Namespace(tenant, namespace), **{**defaults, **given})
+    return PulsarSettings(f"pulsar://{service}", Namespace(tenant, namespace), **{**defaults, **given})
 
 
 class Connection:
@@ -52,15 +53,15 @@ class Connection:
 
     def __init__(self, url: str, **given: Any) -> None:
         self.settings = settings_for(url, **given)
-        self.client: wire.Client = open_client(self.settings)
+        self.client: wire.PulsarClient = open_client(self.settings)
         self.rest = Rest(self.settings) if self.settings.admin_url else None
-        self.topics = Topics(self.settings, self.client, self.rest)
+        self.topics = PulsarTopics(self.settings, self.client, self.rest)
 
     def close(self) -> None:
         self.client.close()
 
 
-def open_cluster(connection: Connection) -> Cluster:
+def open_cluster(connection: Connection) -> ClusterAccess:
     """What the parts of a backend are given."""
     rest, events = connection.rest, Emitter("tests", ())
-    return Cluster("tests", connection.settings, connection.client, connection.topics, rest, events)
+    return ClusterAccess("tests", connection.settings, connection.client, connection.topics, rest, events)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.reader import PulsarReader
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.read.reader import PulsarReader
 
 from tests.core.decisions_kit import MemoryLog
 from tests.core.reading_kit import Listener, Polling, by_partition
@@ -28,7 +28,7 @@ class Member(Polling):
         self.connection = Connection(url, **given)
         self.client = self.connection.client
         events = Emitter("tests", ())
-        cluster = Cluster(
+        cluster = ClusterAccess(
             "cluster", self.connection.settings, self.client, self.connection.topics, self.connection.rest, events
         )
         topics = (topics,) if isinstance(topics, str) else topics
@@ -47,7 +47,7 @@ class Member(Polling):
 
     def cut(self):
         """The connection on which it reads breaks."""
-        self.client.hang_up(self.reader._lane)
+        self.client.hang_up(self.reader._connection_key)
 
     def leave(self):
         self.reader.close(Deadline(SOON))
@@ -79,7 +79,7 @@ class Member(Polling):
         self.end(txn, commit=True)
 
 
-def write(client: wire.Client, topic: str, *contents: Any, **options: Any) -> list[wire.Receipt]:
+def write(client: wire.PulsarClient, topic: str, *contents: Any, **options: Any) -> list[wire.Receipt]:
     """Write to a concrete topic: bytes, singles or batches, each an entry of its own."""
     producer = client.create_producer(topic, timeout=SOON, **options)
     sends = [
@@ -91,7 +91,9 @@ def write(client: wire.Client, topic: str, *contents: Any, **options: Any) -> li
     return receipts
 
 
-def write_chunks(client: wire.Client, topic: str, chunks: list[bytes], first: int = 0, of: int | None = None) -> None:
+def write_chunks(
+    client: wire.PulsarClient, topic: str, chunks: list[bytes], first: int = 0, of: int | None = None
+) -> None:
     """Write chunks of one message, from that number on, as other clients write what is too large for one entry."""
     described = {
         "uuid": "one",

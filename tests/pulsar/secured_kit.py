@@ -17,10 +17,10 @@ from typing import Any
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._ports import free_ports
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
-from txnbridge_pulsar.wire import Authentication, Client, tls_context
+from txnbridge_pulsar.client import Authentication, PulsarClient, tls_context
 
 from tests.kafka.certificates import Authority, Certificate
-from tests.pulsar.wire_kit import admin
+from tests.pulsar.client_kit import admin
 
 KEY = b"a key of at least thirty-two bytes for tests"
 PASSWORD = "a-password"
@@ -49,10 +49,12 @@ class Secured:
     authority: Authority
     admin: Certificate
 
-    def client(self, authentication: Authentication, certificate: Certificate | None = None, **options: Any) -> Client:
+    def client(
+        self, authentication: Authentication, certificate: Certificate | None = None, **options: Any
+    ) -> PulsarClient:
         files = (None, None) if certificate is None else (certificate.certificate, certificate.key)
         tls = tls_context(self.authority.certificate, *files)
-        return Client(self.url_tls, authentication=authentication, tls=tls, **options)
+        return PulsarClient(self.url_tls, authentication=authentication, tls=tls, **options)
 
 
 def settings(folder: Path, server: Certificate, authority: Authority, port: int, tls: int, web: int) -> dict[str, str]:

@@ -8,15 +8,15 @@ import urllib.request
 from contextlib import ExitStack, nullcontext
 
 import pytest
-from txnbridge_pulsar import reader as reading
-from txnbridge_pulsar import wire
-from txnbridge_pulsar.endings import end
-from txnbridge_pulsar.wire import Client, clock
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import PulsarClient, clock
+from txnbridge_pulsar.outcome.outcome import end
+from txnbridge_pulsar.read import reader as reading
 
 from tests.core.reading_kit import by_partition, values
+from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, payloads, receive, service
 from tests.pulsar.writing_kit import new_topic
 from txnbridge import Message, Outcome
 from txnbridge.errors import Conflict, NotSupported, OutcomeUnknown, TransactionAborted
@@ -96,7 +96,7 @@ def test_without_single_acknowledgements_a_broker_that_is_killed_keeps_those_of_
     topics = {sharing: fresh_topic() for sharing in ("partition", "message", "key")}
     open_ones = []
     with ExitStack() as left:
-        client = left.enter_context(Client(service(broker)))
+        client = left.enter_context(PulsarClient(service(broker)))
         for sharing, topic in topics.items():
             write(client, topic, batch_of(b"0", b"1", b"2", b"3", b"4"))
             reader = Member(broker.url, topic, sharing=sharing)
@@ -109,7 +109,7 @@ def test_without_single_acknowledgements_a_broker_that_is_killed_keeps_those_of_
     for round in range(2):
         broker.kill()
         broker.start()
-        with Client(service(broker)) as client:
+        with PulsarClient(service(broker)) as client:
             for txn in open_ones if round == 0 else ():
                 client.transactions.end(txn, True, SOON)
             for sharing, topic in topics.items():
@@ -181,7 +181,7 @@ def test_the_next_member_waits_for_what_is_held_in_front_and_keeps_the_order(
     reader.ack(txn, held)
     reader.leave()
     other = member(topic, admin_url=pulsar_broker.admin_url)
-    cursor = other.reader._cursors[topic, 0]
+    cursor = other.reader._partitions[topic, 0]
     assert other.until(lambda: cursor.waits_until is not None and cursor.waiting) == []
     other.end(txn, commit)
     assert values(other.take(2 if commit else 3)) == [b"1", b"2", b"3"][commit:]
@@ -262,7 +262,7 @@ def test_while_an_outcome_is_unknown_the_rest_of_an_entry_is_given_up(open_bridg
     refused = nullcontext() if commit else pytest.raises(TransactionAborted, match="answer was lost")
     with monkeypatch.context() as patched, refused, a.transaction() as txn:
         txn.ack(ours[:3])
-        patched.setattr("txnbridge_pulsar.writer.end", answers_nothing)
+        patched.setattr("txnbridge_pulsar.write.writer.end", answers_nothing)
     theirs = [] if commit else polled(second, 10)
     with pytest.raises(Conflict), a.transaction() as txn:
         txn.ack(ours[3:])
@@ -299,7 +299,7 @@ def test_what_was_given_up_of_an_entry_comes_again_to_the_same_member(client, to
     assert values(again) == [b"%d" % number for number in range(6)]
     txn = reader.begin((topic, 0))
     sent = reader.ack(txn, again[2:4])
-    sent.give_up_rest()
+    sent.give_up_entry_rest()
     reader.end(txn, commit=False)
     reader.nack(by_partition(again[2:4]))
     last = reader.take(6)
@@ -335,7 +335,7 @@ def test_a_message_that_another_transaction_holds_is_a_conflict(client, topic, m
     found = reader.take(2)
     thief = client.transactions.begin(60_000, SOON)
     client.transactions.register(thief, SOON, subscriptions=[(topic, "group")])
-    consumer = reader.reader._cursors[topic, 0].consumer
+    consumer = reader.reader._partitions[topic, 0].consumer
     consumer.acknowledge([wire.MessageId(*found[0].position[:2])], thief, timeout=SOON)
     txn = reader.begin((topic, 0))
     sent = reader.ack_context().acknowledge(txn, by_partition(found), Deadline(SOON))
@@ -354,7 +354,7 @@ def test_after_a_conflict_what_was_refused_with_it_comes_again(client, topic, me
     reader = member(topic, sharing=sharing)
     found = {m.value: m for m in reader.take(2)}
     stolen = wire.MessageId(*found[b"1"].position[:2])
-    reader.reader._cursors[topic, 0].consumer.acknowledge([stolen], timeout=SOON)
+    reader.reader._partitions[topic, 0].consumer.acknowledge([stolen], timeout=SOON)
     txn = reader.begin((topic, 0))
     with pytest.raises(Conflict):
         reader.ack(txn, list(found.values()))
@@ -416,7 +416,7 @@ def test_a_writer_learns_that_a_partition_left_behind_its_acknowledgements(clien
 
 class _Lost:
     def result(self, timeout):
-        raise wire.ConnectionLost("the connection is closed")
+        raise wire.BrokerConnectionLost("the connection is closed")
 
 
 # --- what a naive reader gets wrong ------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class Naive:
             if cumulative:
                 (id,) = ids
                 up_to = [{"ledger_id": id.ledger, "entry_id": id.entry}]
-                self.consumer._acknowledge(1, up_to, txn, clock.Deadline(SOON)).result(SOON)
+                self.consumer._acknowledge(1, up_to, txn, clock.ClientDeadline(SOON)).result(SOON)
             else:
                 self.consumer.acknowledge(ids, txn, timeout=SOON)
         except wire.TransactionConflict:

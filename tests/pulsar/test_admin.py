@@ -7,15 +7,16 @@ import time
 import uuid
 
 import pytest
-from txnbridge_pulsar import doctor, repair
-from txnbridge_pulsar.admin import PulsarAdmin
-from txnbridge_pulsar.refusal import shut_out
-from txnbridge_pulsar.rest import Refused
-from txnbridge_pulsar.wire import TxnId
+from txnbridge_pulsar.admin import doctor, repair
+from txnbridge_pulsar.admin.admin import PulsarAdmin
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client.rest import RestRefused
+from txnbridge_pulsar.outcome import broker_evidence
+from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
 
+from tests.pulsar.client_kit import admin as ask
+from tests.pulsar.client_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
 from tests.pulsar.kit import SOON, Connection, open_cluster
-from tests.pulsar.wire_kit import admin as ask
-from tests.pulsar.wire_kit import batch_of, begin, everything, fresh_topic, path_of, send_for_certain, settle
 from tests.pulsar.writing_kit import (
     announced,
     cluster_of,
@@ -183,7 +184,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_b
 
     def unload():
         ask(pulsar_broker, "PUT", f"{path_of(unloaded)}/unload")
-        with pytest.raises(Refused, match=f"HTTP 500: Topic not found {unloaded}"):
+        with pytest.raises(RestRefused, match=f"HTTP 500: Topic not found {unloaded}"):
             look()
 
     unload()
@@ -195,7 +196,7 @@ def test_a_transaction_of_a_topic_that_was_unloaded_is_known_and_listed(pulsar_b
     with pytest.raises(InvalidState, match="coordinator that knows it"):
         admin.repair(str(txn), soon())
     client.transactions.end(txn, True, SOON)
-    with pytest.raises(Refused, match=rf"HTTP 404: .*\({txn.most},{txn.least}\)"):
+    with pytest.raises(RestRefused, match=rf"HTTP 404: .*\({txn.most},{txn.least}\)"):
         look()
     assert everything(client, topic) == [b"1"]
 
@@ -536,7 +537,7 @@ def test_for_a_repair_the_messages_of_about_its_time_are_read(admin, client, nam
     client.transactions.end(txn, True, SOON)
     about = int((time.time() + hours * 3600) * 1000)
     cluster = admin._cluster
-    assert repair._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
+    assert broker_evidence._can_be_read(cluster, cluster.rest, topic, txn, about, soon()) is found
 
 
 def test_what_a_marker_topic_tells_to_be_committed_is_committed_by_a_repair(
@@ -559,7 +560,7 @@ def test_the_topic_that_nobody_reads_is_never_held_back(pulsar_broker, admin, op
         txn.send(new_topic(bridge), b"1")
         flush(txn)
         ended = announced(bridge)
-    assert not shut_out(cluster_of(bridge), ended, soon())
+    assert not refuse_late_writes(cluster_of(bridge), ended, soon())
     assert not held(admin)
     with pytest.raises(NotFound):
         admin.repair(str(ended.txn), soon())

@@ -11,7 +11,7 @@ from txnbridge_conformance import brokers, plugin
 from txnbridge_conformance.looking import take, values
 
 import txnbridge
-from tests.pulsar.wire_kit import SOON, admin, service
+from tests.pulsar.client_kit import SOON, admin, service
 from tests.pulsar.writing_kit import Connect, unique
 from txnbridge import DeliveryFailed, NotSupported, Outcome
 from txnbridge.capabilities import Capability

@@ -18,13 +18,13 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import pulsar_or_skip
 from txnbridge_conformance.looking import eventually, mark, seen, send, take, up_to, values
-from txnbridge_pulsar.fence import fence_prefix
-from txnbridge_pulsar.names import encoded
-from txnbridge_pulsar.wire import Client, Single, full_topic_name
+from txnbridge_pulsar.client import PulsarClient, Single, full_topic_name
+from txnbridge_pulsar.settings.topic_names import encoded
+from txnbridge_pulsar.write.fence import fence_prefix
 
 from tests.in_time import within
+from tests.pulsar.client_kit import SOON, connection_of, everything
 from tests.pulsar.cluster_kit import Cluster, coordinator
-from tests.pulsar.wire_kit import SOON, connection_of, everything
 from tests.pulsar.writing_kit import cluster_of, concrete, connect_to, flush, how_of, new_topic, unique
 from txnbridge import (
     Abort,
@@ -105,7 +105,7 @@ def official_sees(cluster: Cluster, node: int, topic: str) -> list[str]:
 def test_who_knows_one_broker_is_sent_on_to_the_one_that_serves_a_topic(cluster: Cluster, node: int) -> None:
     other = 3 - node
     topic = full_topic_name(cluster.name_on(other, full_topic_name))
-    with Client(f"pulsar://{cluster.broker.address(node)}") as client:
+    with PulsarClient(f"pulsar://{cluster.broker.address(node)}") as client:
         producer = client.create_producer(topic, timeout=SOON)
         producer.send(Single(b"1"), timeout=SOON).result(SOON)
         assert str(connection_of(producer).address) == cluster.broker.address(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.core.races import race
-from tests.pulsar.test_log import OpenLog
+from tests.pulsar.test_decision_log import OpenLog
 from txnbridge._decisions.records import decode
 from txnbridge.spi import Deadline
 

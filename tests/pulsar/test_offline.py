@@ -8,19 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from txnbridge_pulsar import doctor, endings, prepared, refusal, writer
-from txnbridge_pulsar import owner as owner_module
-from txnbridge_pulsar import unclear as unclear_module
-from txnbridge_pulsar.endings import Ended, How
-from txnbridge_pulsar.names import Namespace
-from txnbridge_pulsar.notices import Announced, Marked, Notice
-from txnbridge_pulsar.outgoing import Line
-from txnbridge_pulsar.owner import Owner
-from txnbridge_pulsar.publisher import PulsarPublisher
-from txnbridge_pulsar.refusal import Refuser
-from txnbridge_pulsar.unclear import Unclear
-from txnbridge_pulsar.wire import Client, Compression, TimedOut, TxnId
-from txnbridge_pulsar.writer import PulsarWriter
+from txnbridge_pulsar.admin import doctor
+from txnbridge_pulsar.client import Compression, PulsarClient, RequestTimedOut, TxnId
+from txnbridge_pulsar.outcome import in_doubt, late_writes
+from txnbridge_pulsar.outcome import outcome as outcome_module
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
+from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
+from txnbridge_pulsar.settings.topic_names import Namespace
+from txnbridge_pulsar.write import owner as owner_module
+from txnbridge_pulsar.write import prepared, writer
+from txnbridge_pulsar.write.batching import TransactionProducer
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
+from txnbridge_pulsar.write.owner import PulsarOwner
+from txnbridge_pulsar.write.publisher import PulsarPublisher
+from txnbridge_pulsar.write.writer import PulsarWriter
 
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
 from tests.pulsar.kit import Kept
@@ -43,14 +45,14 @@ pytestmark = pytest.mark.offline
 
 SOON = 60.0
 TXN = TxnId(0, 7)
-MARKED = Marked("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
+PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-w", (1, 0), "n0nce")
 
 
 def cluster_with(**parts: Any) -> Any:
     settings = SimpleNamespace(
         mix_keys=False, prepared_ids=1, prefix="_txnbridge-", namespace=Namespace("a", "b"), pack=Compression.NONE
     )
-    client = SimpleNamespace(hang_up=lambda lane: None)
+    client = SimpleNamespace(hang_up=lambda connection_key: None)
     return SimpleNamespace(**{"settings": settings, "events": Emitter("tests", ()), "client": client, **parts})
 
 
@@ -60,22 +62,22 @@ def cluster_with(**parts: Any) -> Any:
 @pytest.fixture
 def ready() -> PulsarWriter:
     """A writer that has sent all of its transaction."""
-    confirmer = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, linger=lambda: None)
+    end_delivery = SimpleNamespace(settle=lambda *_: None, ended=lambda *_: None, linger=lambda: None)
     owner: Any = SimpleNamespace(
         opening="o",
-        confirmer=confirmer,
-        refuser=SimpleNamespace(add=lambda *_: None),
+        end_delivery=end_delivery,
+        late_write_guard=SimpleNamespace(add=lambda *_: None),
         check=lambda *_: None,
         forget=lambda *_: None,
     )
     found = PulsarWriter(cluster_with(), owner, "w")
     found.begin(Begin("app/host/1", Deadline(SOON), False, None))
-    found._txn, found.marked, found._how = TXN, MARKED, How(TXN, MARKED, False)
+    found._txn, found.proof, found._evidence = TXN, PROOF_LOCATION, TokenEvidence(TXN, PROOF_LOCATION, False)
     return found
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnBridgeError | None) -> None:
-    """The coordinator's answer to every end, and what the marker topic shows."""
+def answering(monkeypatch: pytest.MonkeyPatch, ended: EndResult, marker: bool | TxnBridgeError | None) -> None:
+    """The coordinator's answer to every end, and what the proof topic shows."""
 
     def look(*_: object) -> bool | None:
         if isinstance(marker, TxnBridgeError):
@@ -83,14 +85,14 @@ def answering(monkeypatch: pytest.MonkeyPatch, ended: Ended, marker: bool | TxnB
         return marker
 
     monkeypatch.setattr(writer, "end", lambda *_: ended)
-    monkeypatch.setattr(endings, "_by_marker", look)
+    monkeypatch.setattr(outcome_module, "_by_proof", look)
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("no answer"), KeyboardInterrupt()], ids=repr)
 def test_what_tells_how_a_commit_ended_that_was_not_heard_of_is_kept(
     ready: PulsarWriter, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def end(*_: object) -> Ended:
+    def end(*_: object) -> EndResult:
         raise error
 
     monkeypatch.setattr(writer, "end", end)
@@ -103,7 +105,7 @@ def test_what_tells_how_a_commit_ended_that_was_not_heard_of_is_kept(
 def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, error: TxnBridgeError
 ) -> None:
-    answering(monkeypatch, Ended.UNCLEAR, error)
+    answering(monkeypatch, EndResult.UNCLEAR, error)
     with pytest.raises(OutcomeUnknown):
         ready.commit(Deadline(SOON))
 
@@ -116,8 +118,8 @@ def test_a_marker_that_nobody_lets_us_read_leaves_the_commit_unknown(
 def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
     monkeypatch: pytest.MonkeyPatch, ready: PulsarWriter, marker: bool | TxnBridgeError | None, refused: bool
 ) -> None:
-    answering(monkeypatch, Ended.BEFORE, marker)
-    ready._how = How(TXN, MARKED, True)
+    answering(monkeypatch, EndResult.BEFORE, marker)
+    ready._evidence = TokenEvidence(TXN, PROOF_LOCATION, True)
     if refused:
         with pytest.raises(OutcomeUnknown):
             ready.abort(Deadline(SOON))
@@ -130,12 +132,16 @@ def test_an_abort_behind_a_commit_is_believed_only_if_the_marker_says_so(
 
 def test_a_token_without_room_for_its_topics_has_its_marker_topic_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(endings, "end", lambda *_: Ended.COMMITTED)
-    monkeypatch.setattr(endings, "tell_all", lambda _, txn, commit, reach, deadline: told.extend(reach.topics))
-    token = Token("pulsar", "cluster", "app/host/1", How(TXN, MARKED).fields(), True)
+    monkeypatch.setattr(outcome_module, "end", lambda *_: EndResult.COMMITTED)
+    monkeypatch.setattr(
+        outcome_module,
+        "deliver_everywhere",
+        lambda _, txn, commit, participants, deadline: told.extend(participants.topics),
+    )
+    token = Token("pulsar", "cluster", "app/host/1", TokenEvidence(TXN, PROOF_LOCATION).fields(), True)
     ledger: Any = None
-    assert endings.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
-    assert told == [MARKED.topic]
+    assert outcome_module.end_prepared(cluster_with(), token, True, ledger, Deadline(SOON)) is Outcome.COMMITTED
+    assert told == [PROOF_LOCATION.topic]
 
 
 AWAY = BrokerUnavailable("its broker is away")
@@ -154,15 +160,17 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
             raise found
         return found
 
-    def is_clear(*_: object) -> bool:
+    def resolve(*_: object) -> bool:
         return bool(answer(told))
 
     monkeypatch.setattr(prepared, "coordinator_state", lambda *_: answer(state))
     resolved: list[TxnId] = []
-    unclear: Any = SimpleNamespace(is_clear=is_clear)
-    slots = prepared.Slots(cluster_with(), 8, unclear, resolved.append)
+    unclear: Any = SimpleNamespace(resolve=resolve)
+    slots = prepared.PreparedSlots(cluster_with(), 8, unclear, resolved.append)
     assert slots.take("id", Deadline(SOON)) == 0
-    slots.keep(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED, slot=0, prepared=True))
+    slots.keep(
+        AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION, slot=0, prepared=True)
+    )
     slots.release(0)
     is_free = (state, told) == ("", True)
     assert slots.take("id", Deadline(SOON)) == (0 if is_free else 1)
@@ -175,54 +183,56 @@ def test_a_slot_is_free_when_its_marker_tells_and_else_another_one_is_taken(
 def test_nothing_is_shut_out_on_topics_where_nobody_can_tell_how_something_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def left(number: int, topic: str) -> Announced:
+    def left(number: int, topic: str) -> AnnouncedTransaction:
         txn = TxnId(0, number)
-        marked = Marked(f"marker-{number}", (1, 0), "n0nce")
-        return Announced(f"app/host/{number}", txn, (topic, marked.topic), (), marked)
+        proof = ProofLocation(f"marker-{number}", (1, 0), "n0nce")
+        return AnnouncedTransaction(f"app/host/{number}", txn, (topic, proof.topic), (), proof)
 
     beside, unclear, elsewhere = left(1, "t"), left(2, "t"), left(3, "u")
     told = {beside.txn: True, unclear.txn: False, elsewhere.txn: True}
-    swept: list[Announced] = []
+    swept: list[AnnouncedTransaction] = []
 
-    def shut_out(cluster: object, ended: Announced, deadline: Deadline) -> bool:
+    def refuse_late_writes(cluster: object, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
         swept.append(ended)
         return True
 
-    monkeypatch.setattr(owner_module, "end", lambda *_: Ended.BEFORE)
+    monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
     monkeypatch.setattr(owner_module, "coordinator_state", lambda *_: "")
-    monkeypatch.setattr(unclear_module, "confirm_by_marker", lambda _, ended, deadline: told[ended.txn])
-    monkeypatch.setattr(refusal, "shut_out", shut_out)
-    before = Notice("older", "host", 0, (beside, unclear, elsewhere), lineage="lineage")
+    monkeypatch.setattr(in_doubt, "confirm_by_proof", lambda _, ended, deadline: told[ended.txn])
+    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
+    before = FenceRecord("older", "host", 0, (beside, unclear, elsewhere), fence_id="lineage")
     fence: Any = SimpleNamespace(take=lambda _: before, write=lambda *_: None)
     ledger: Any = SimpleNamespace(newest_opening=lambda _: ("older", {"lineage": "lineage"}))
-    owner = Owner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
+    owner = PulsarOwner(cluster_with(), Identity("id", owned=False, application="app", host="h"), ledger)
     owner._open(fence, Deadline(SOON))
     assert swept == [elsewhere] and list(owner._under_way) == [unclear.txn]
-    owner.require_clear(["u"], Deadline(SOON))
+    owner.require_no_doubt(["u"], Deadline(SOON))
     with pytest.raises(BrokerUnavailable, match=f"repair {unclear.txn}"):
-        owner.require_clear(["t"], Deadline(SOON))
+        owner.require_no_doubt(["t"], Deadline(SOON))
     told[unclear.txn] = True
-    owner.require_clear(["t"], Deadline(SOON))
+    owner.require_no_doubt(["t"], Deadline(SOON))
     assert unclear in swept and not owner._under_way
-    owner.refuser.close(Deadline(SOON))
+    owner.late_write_guard.close(Deadline(SOON))
 
 
 # --- announcing -------------------------------------------------------------------------------------------------------
 
 
-def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[Owner, list[Notice]]:
+def announcing(monkeypatch: pytest.MonkeyPatch) -> tuple[PulsarOwner, list[FenceRecord]]:
     """An owner whose records have room for a few topics, and what it writes."""
-    monkeypatch.setattr(owner_module, "_MOST_NOTICE_BYTES", 1000)
-    written: list[Notice] = []
+    monkeypatch.setattr(owner_module, "_MOST_RECORD_BYTES", 1000)
+    written: list[FenceRecord] = []
     ledger: Any = None
-    owner = Owner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
+    owner = PulsarOwner(cluster_with(), Identity("id", owned=True, application="app", host="h"), ledger)
     fence: Any = SimpleNamespace(write=lambda make, _: written.append(make()))
     owner._fence = fence
     return owner, written
 
 
-def over(number: int, *topics: str) -> Announced:
-    return Announced(f"app/host/{number}", TxnId(0, number), (*topics, MARKED.topic), (), MARKED)
+def over(number: int, *topics: str) -> AnnouncedTransaction:
+    return AnnouncedTransaction(
+        f"app/host/{number}", TxnId(0, number), (*topics, PROOF_LOCATION.topic), (), PROOF_LOCATION
+    )
 
 
 def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alone(
@@ -236,18 +246,18 @@ def test_what_is_too_much_for_one_record_is_not_announced_and_leaves_others_alon
         with pytest.raises(DeliveryFailed, match="fewer topics"):
             owner.announce(too_much, Deadline(SOON))
     owner.announce(second, Deadline(SOON))
-    assert [list(notice.under_way) for notice in written] == [[first], [first, second]]
+    assert [list(record.under_way) for record in written] == [[first], [first, second]]
 
 
 def test_topics_that_are_too_many_to_announce_are_not_taken_for_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     owner, written = announcing(monkeypatch)
-    monkeypatch.setattr(Line, "ready", lambda *_: None)
+    monkeypatch.setattr(TransactionProducer, "ready", lambda *_: None)
     found = PulsarWriter(owner._cluster, owner, "w")
-    found._txn, found.marked = TXN, MARKED
-    found._announced, found._registered = {MARKED.topic: None}, {MARKED.topic}
+    found._txn, found.proof = TXN, PROOF_LOCATION
+    found._announced, found._registered = {PROOF_LOCATION.topic: None}, {PROOF_LOCATION.topic}
     with pytest.raises(DeliveryFailed):
-        found._cover([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
-    assert list(found._announced) == [MARKED.topic] and not written
+        found._register([f"persistent://public/default/topic-{number}" for number in range(100)], (), Deadline(SOON))
+    assert list(found._announced) == [PROOF_LOCATION.topic] and not written
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -259,40 +269,40 @@ def test_what_a_transaction_waited_for_its_coordinator_is_taken_from_its_time() 
     def begin(ttl_ms: int, timeout: float, coordinator: int) -> TxnId:
         asked.append(ttl_ms)
         if len(asked) == 1:
-            raise TimedOut("no answer")
+            raise RequestTimedOut("no answer")
         return TXN
 
     transactions = SimpleNamespace(begin=begin, coordinators=lambda timeout: 1)
     ledger: Any = None
     cluster = cluster_with(client=SimpleNamespace(transactions=transactions))
-    owner = Owner(cluster, Identity("w", owned=False, application="app", host="h"), ledger)
+    owner = PulsarOwner(cluster, Identity("w", owned=False, application="app", host="h"), ledger)
     left = iter([30.0, 27.0])
     assert owner.new_transaction(lambda: next(left), Deadline(SOON)) == TXN
     assert asked == [30_000, 27_000]
 
 
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refuser]:
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateWriteGuard]:
     """A refuser whose broker has stopped answering."""
     answer, asked = threading.Event(), threading.Event()
 
-    def shut_out(*_: object) -> bool:
+    def refuse_late_writes(*_: object) -> bool:
         if threading.current_thread() is threading.main_thread():
             return False
         asked.set()
         return answer.wait(SOON)
 
-    monkeypatch.setattr(refusal, "shut_out", shut_out)
-    confirmer: Any = SimpleNamespace(settle=lambda *_: None)
+    monkeypatch.setattr(late_writes, "refuse_late_writes", refuse_late_writes)
+    end_delivery: Any = SimpleNamespace(settle=lambda *_: None)
     cluster = cluster_with()
-    found = Refuser(cluster, confirmer, Unclear(cluster))
-    found.add(Announced("app/host/1", TXN, (MARKED.topic,), (), MARKED), Deadline(SOON))
+    found = LateWriteGuard(cluster, end_delivery, InDoubt(cluster))
+    found.add(AnnouncedTransaction("app/host/1", TXN, (PROOF_LOCATION.topic,), (), PROOF_LOCATION), Deadline(SOON))
     assert asked.wait(SOON)
     yield found
     answer.set()
 
 
-def test_closing_waits_for_no_longer_than_it_may(hanging: Refuser) -> None:
+def test_closing_waits_for_no_longer_than_it_may(hanging: LateWriteGuard) -> None:
     waited: list[float] = []
     thread = hanging._thread
     assert thread is not None
@@ -372,11 +382,11 @@ def test_what_the_broker_knows_to_be_stored_is_noted_and_gone_on_from() -> None:
 def test_a_log_that_cannot_be_written_is_tried_once_and_fails_no_publisher() -> None:
     tried: list[object] = []
 
-    def opened(data: object, deadline: Deadline) -> str:
+    def open_behind(before: str | None, data: object, deadline: Deadline) -> bool:
         tried.append(data)
         raise DeadlineExceeded("the log's broker is away")
 
-    ledger = SimpleNamespace(newest_opening=lambda _: None, opened=opened)
+    ledger = SimpleNamespace(newest_opening=lambda _: None, open_behind=open_behind)
     publisher, sent = publisher_where(lambda *_: True, 4, ledger)
     for number in (5, 6):
         send_one(publisher, number)
@@ -387,7 +397,7 @@ def test_who_may_not_note_what_is_stored_publishes_all_the_same(caplog: pytest.L
     def denied(*_: object) -> Any:
         raise AccessDenied("no right")
 
-    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, opened=denied))
+    publisher, sent = publisher_where(lambda *_: True, 4, SimpleNamespace(newest_opening=denied, open_behind=denied))
     send_one(publisher, 5)
     assert sent == [5] and "nobody will notice if the broker forgets" in caplog.text
 
@@ -409,7 +419,7 @@ def test_what_was_on_its_way_is_sent_again_also_after_a_call_that_failed_meanwhi
             raise answers.pop(0)
         return True
 
-    with fake_broker() as broker, Client(broker.url) as client:
+    with fake_broker() as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
 
         def take(peer: Peer, fields: dict[str, Any]) -> None:
@@ -441,7 +451,7 @@ def test_a_refusal_is_heard_also_of_a_message_that_did_not_go_out_in_time() -> N
     def hello(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("connected", server_version="fake", protocol_version=21, max_message_size=1 << 24)
 
-    with fake_broker(connect=hello) as broker, Client(broker.url) as client:
+    with fake_broker(connect=hello) as broker, PulsarClient(broker.url) as client:
         owns_everything(broker)
 
         def take(peer: Peer, fields: dict[str, Any]) -> None:

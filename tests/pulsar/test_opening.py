@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import eventually
-from txnbridge_pulsar.wire import AccessMode, Client, Single, TxnId
+from txnbridge_pulsar.client import AccessMode, PulsarClient, Single, TxnId
 
-from tests.pulsar.wire_kit import SOON, admin, cut, path_of
+from tests.pulsar.client_kit import SOON, admin, cut, path_of
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
@@ -67,7 +67,7 @@ def abandon(txn: Transaction) -> None:
 
 
 def test_the_newer_owner_ends_what_was_announced_and_spares_what_was_prepared(
-    open_bridge: Connect, client: Client, id: str
+    open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     older = open_bridge(transactional_id=id, writers=3)
     topic, other = new_topic(older), new_topic(older)
@@ -94,12 +94,12 @@ def test_the_older_owner_is_told_who_came(open_bridge: Connect, id: str) -> None
 
 @pytest.mark.parametrize("where", ["in its transaction", "in a topic that it had only named"])
 def test_what_the_older_owner_sends_after_the_takeover_is_refused(
-    open_bridge: Connect, client: Client, id: str, where: str
+    open_bridge: Connect, client: PulsarClient, id: str, where: str
 ) -> None:
     older = open_bridge(transactional_id=id)
     topic, named = new_topic(older), new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     with pytest.raises(Exception, match="has been ended"):
         send_late(txn, topic if where == "in its transaction" else named, number)
@@ -108,14 +108,14 @@ def test_what_the_older_owner_sends_after_the_takeover_is_refused(
 
 
 def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
-    open_bridge: Connect, client: Client, id: str, monkeypatch: pytest.MonkeyPatch
+    open_bridge: Connect, client: PulsarClient, id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The broken variant of the test before: nothing says that the topic is blocked, and it is."""
-    monkeypatch.setattr("txnbridge_pulsar.refusal.shut_out", lambda *asked: True)
+    monkeypatch.setattr("txnbridge_pulsar.outcome.late_writes.refuse_late_writes", lambda *asked: True)
     older = open_bridge(transactional_id=id)
     topic, named = new_topic(older), new_topic(older)
     txn, number = leave_open(older, topic)
-    writer_of(txn)._cover([concrete(named)], [], Deadline(SOON))
+    writer_of(txn)._register([concrete(named)], [], Deadline(SOON))
     open_bridge(transactional_id=id)
     send_late(txn, named, number)
     assert read_all(client, concrete(named), patience=1) is None
@@ -124,7 +124,7 @@ def test_an_opener_that_only_aborts_leaves_the_topic_to_a_late_message(
 
 
 def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_are_not(
-    open_bridge: Connect, client: Client, id: str
+    open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     coordinator = 0
     oldest = client.transactions.begin(60_000, SOON, coordinator)
@@ -132,19 +132,19 @@ def test_while_an_older_transaction_is_open_topics_are_at_risk_and_later_they_ar
     topic = new_topic(older)
     txn, number = leave_open(older, topic)
     newer = open_bridge(transactional_id=id)
-    assert [found.txn for found in owner_of(newer).refuser.at_risk] == [number]
+    assert [found.txn for found in owner_of(newer).late_write_guard.at_risk] == [number]
     with newer.transaction() as mine:
         mine.send(topic, b"1")
     assert [found.txn for found in notice_of(newer).at_risk] == [number]
     client.transactions.end(oldest, False, SOON)
-    eventually(lambda: not owner_of(newer).refuser.at_risk, "what comes late is refused")
+    eventually(lambda: not owner_of(newer).late_write_guard.at_risk, "what comes late is refused")
     with pytest.raises(Exception, match="has been ended"):
         send_late(txn, topic, number)
     abandon(txn)
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: Client, id: str) -> None:
+def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: PulsarClient, id: str) -> None:
     bridge = open_bridge(transactional_id=id)
     topic = new_topic(bridge)
     for value in (b"1", b"2"):
@@ -157,7 +157,7 @@ def test_an_owner_whose_connection_ended_goes_on(open_bridge: Connect, client: C
 
 
 def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connection_ends(
-    open_bridge: Connect, client: Client, id: str
+    open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
     topic = new_topic(older)
@@ -173,12 +173,12 @@ def test_an_owner_that_was_shut_out_does_not_take_the_id_back_when_its_connectio
     assert read_all(client, concrete(topic)) == []
 
 
-def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: Client, id: str) -> None:
+def test_a_naive_owner_takes_the_id_back(open_bridge: Connect, client: PulsarClient, id: str) -> None:
     """The broken variant: who reconnects without saying what it was shuts the newer owner out."""
     open_bridge(transactional_id=id)
     newer = open_bridge(transactional_id=id)
     naive = client.create_producer(
-        fence_topic(newer), timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, lane=unique("naive")
+        fence_topic(newer), timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, connection_key=unique("naive")
     )
     naive.close(SOON)
     topic = new_topic(open_bridge())
@@ -214,7 +214,7 @@ def test_an_owner_whose_fence_topic_was_deleted_is_told_so_and_stops(
 
 
 def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     older = open_bridge(transactional_id=id)
     topic = new_topic(older)
@@ -234,7 +234,7 @@ def test_an_id_whose_fence_topic_was_deleted_is_not_opened_again(
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
-def test_an_id_is_opened_again_and_again(open_bridge: Connect, client: Client, id: str) -> None:
+def test_an_id_is_opened_again_and_again(open_bridge: Connect, client: PulsarClient, id: str) -> None:
     topic = new_topic(open_bridge())
     for value in (b"1", b"2", b"3"):
         bridge = open_bridge(transactional_id=id)
@@ -245,7 +245,7 @@ def test_an_id_is_opened_again_and_again(open_bridge: Connect, client: Client, i
 
 
 def test_of_many_that_open_an_id_at_once_one_is_the_owner(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str
 ) -> None:
     def race(number: int) -> Bridge | None:
         try:
@@ -270,7 +270,7 @@ def test_of_many_that_open_an_id_at_once_one_is_the_owner(
     assert read_all(client, concrete(topic)) == committed
 
 
-def test_of_naive_owners_that_open_at_once_several_write(client: Client) -> None:
+def test_of_naive_owners_that_open_at_once_several_write(client: PulsarClient) -> None:
     """The broken variant: the broker gives all that fence at the same moment the same epoch."""
     for _ in range(20):
         topic = f"persistent://public/default/{unique('fence')}"
@@ -278,7 +278,7 @@ def test_of_naive_owners_that_open_at_once_several_write(client: Client) -> None
 
         def fence(number: int, topic: str = topic) -> object:
             return client.create_producer(
-                topic, timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, lane=f"{topic} {number}"
+                topic, timeout=SOON, access=AccessMode.EXCLUSIVE_WITH_FENCING, connection_key=f"{topic} {number}"
             )
 
         with ThreadPoolExecutor(2) as pool:
@@ -309,7 +309,7 @@ def just_open(url: str, admin_url: str, id: str) -> None:
 
 @pytest.mark.parametrize("where", ["step:announce/before", "step:announce/after", "step:end/before", "step:end/after"])
 def test_wherever_an_opener_dies_the_next_one_finishes_its_work(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, id: str, where: str
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, id: str, where: str
 ) -> None:
     onlooker = open_bridge()
     topic, spared = new_topic(onlooker), new_topic(onlooker)

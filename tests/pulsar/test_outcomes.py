@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_pulsar import endings
-from txnbridge_pulsar.endings import Ended, coordinator_state
-from txnbridge_pulsar.markers import HERE, MARK, Record, was_committed, write_plain
-from txnbridge_pulsar.wire import Client, Single, TransactionNotFound, TxnId
+from txnbridge_pulsar.client import PulsarClient, Single, TransactionNotFound, TxnId
+from txnbridge_pulsar.outcome import outcome
+from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state
+from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord, was_committed, write_plain
 
+from tests.pulsar.client_kit import SOON, admin, path_of
 from tests.pulsar.fake import Peer, fake_broker, owns_everything
-from tests.pulsar.wire_kit import SOON, admin, path_of
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
@@ -22,8 +22,8 @@ from tests.pulsar.writing_kit import (
     connect_to,
     flush,
     how_of,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     read_all,
     unique,
 )
@@ -51,13 +51,13 @@ class Lost:
 # What a coordinator answers to an end, one request after another, and what that came to.
 NOT_FOUND, NOT_LOADED, STORE, NOT_ALLOWED, NO_RIGHTS = 24, 20, 2, 22, 4
 ANSWERS: list[tuple[list[Any], Any]] = [
-    ([None], Ended.COMMITTED),
-    ([NOT_FOUND], Ended.BEFORE),
+    ([None], EndResult.COMMITTED),
+    ([NOT_FOUND], EndResult.BEFORE),
     # A store that was taken away may have the first request all the same, and the next coordinator carries it out.
-    ([NOT_LOADED, NOT_FOUND], Ended.UNCLEAR),
-    ([STORE, NOT_FOUND], Ended.UNCLEAR),
-    ([Lost, NOT_FOUND], Ended.UNCLEAR),
-    ([NOT_LOADED, None], Ended.COMMITTED),
+    ([NOT_LOADED, NOT_FOUND], EndResult.UNCLEAR),
+    ([STORE, NOT_FOUND], EndResult.UNCLEAR),
+    ([Lost, NOT_FOUND], EndResult.UNCLEAR),
+    ([NOT_LOADED, None], EndResult.COMMITTED),
     ([NOT_ALLOWED], NotSupported),
     ([NO_RIGHTS], AccessDenied),
     # A later "no" is not the answer to the first request.
@@ -84,14 +84,17 @@ def test_what_an_end_came_to_is_said_for_certain_only_where_every_request_was_an
     def connected_to(peer: Peer, fields: dict[str, Any]) -> None:
         peer.say("tc_client_connect_response", request_id=fields["request_id"])
 
-    with fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker, Client(broker.url) as client:
+    with (
+        fake_broker(tc_client_connect_request=connected_to, end_txn=end_txn) as broker,
+        PulsarClient(broker.url) as client,
+    ):
         owns_everything(broker)
         cluster: Any = SimpleNamespace(client=client)
-        if isinstance(expected, Ended):
-            assert endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
+        if isinstance(expected, EndResult):
+            assert outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON)) is expected
         else:
             with pytest.raises(expected):
-                endings.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
+                outcome.end(cluster, TxnId(0, 1), True, (), Deadline(SOON))
     assert not waiting
 
 
@@ -124,7 +127,7 @@ def state_of(bridge: Bridge, token: str) -> TokenState:
     return bridge.status(token).state
 
 
-def test_the_coordinator_says_the_same_of_every_end(client: Client) -> None:
+def test_the_coordinator_says_the_same_of_every_end(client: PulsarClient) -> None:
     """Why there are markers: a naive look at the coordinator cannot tell a commit from an abort."""
     said = []
     for commit in (True, False):
@@ -138,7 +141,7 @@ def test_the_coordinator_says_the_same_of_every_end(client: Client) -> None:
 
 @pytest.mark.parametrize("first", [True, False], ids=["commit", "abort"])
 def test_an_end_that_was_repeated_or_reversed_is_told_truly(
-    open_bridge: Connect, bridge: Bridge, client: Client, topic: str, first: bool
+    open_bridge: Connect, bridge: Bridge, client: PulsarClient, topic: str, first: bool
 ) -> None:
     token, other = prepare(bridge, topic), open_bridge()
     truth = Outcome.COMMITTED if first else Outcome.ABORTED
@@ -151,7 +154,7 @@ def test_an_end_that_was_repeated_or_reversed_is_told_truly(
 
 
 def test_of_many_that_end_at_once_in_both_ways_all_hear_the_same(
-    open_bridge: Connect, bridge: Bridge, client: Client, topic: str
+    open_bridge: Connect, bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     others = [open_bridge() for _ in range(4)]
     kept = []
@@ -177,25 +180,27 @@ def test_a_token_of_an_unknown_commit_tells_for_long_after(
     assert state_of(open_bridge(), token) is (TokenState.COMMITTED if happened else TokenState.ABORTED)
 
 
-def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(open_bridge: Connect, client: Client) -> None:
+def test_what_hides_the_marker_makes_the_outcome_unknown_until_it_ends(
+    open_bridge: Connect, client: PulsarClient
+) -> None:
     """A naive look takes the hidden marker for an abort, of what was committed."""
     bridge = open_bridge(writers=1, timeout=5)
     topic = new_topic(bridge)
     with bridge.transaction(timeout=30) as txn:
         txn.send(topic, b"1")
         flush(txn)
-        marker = marker_topic_of(txn)
+        marker = proof_topic_of(txn)
     hiding = client.transactions.begin(60_000, SOON)
     client.transactions.register(hiding, SOON, [marker])
     producer = client.create_producer(marker, timeout=SOON, transactions=True)
-    producer.send(Single(Record(MARK).pack()), hiding, timeout=SOON).result(SOON)
+    producer.send(Single(ProofRecord(PROOF).pack()), hiding, timeout=SOON).result(SOON)
     with next_commit(bridge, Outcome.UNKNOWN), pytest.raises(OutcomeUnknown) as caught:
         with bridge.transaction(timeout=30) as txn:
             txn.send(topic, b"2")
     token = str(caught.value.token)
     how = how_of(token)
-    assert how.txn is not None and how.marked is not None
-    assert coordinator_state(cluster_of(bridge), how.txn, how.marked, Deadline(SOON)) == ""
+    assert how.txn is not None and how.proof is not None
+    assert coordinator_state(cluster_of(bridge), how.txn, how.proof, Deadline(SOON)) == ""
     naive = [entry.txn for entry in client.read(marker, timeout=SOON).receive(1)]
     assert how.txn not in naive
     found = bridge.status(token)
@@ -212,8 +217,8 @@ def test_a_presence_that_was_stored_late_is_not_taken_for_the_next_one(open_brid
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)
-        marker = marker_topic_of(txn)
-    write_plain(cluster_of(bridge), marker, Record(HERE, "n0nce", until=1_700_000_000_000), Deadline(SOON))
+        marker = proof_topic_of(txn)
+    write_plain(cluster_of(bridge), marker, ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), Deadline(SOON))
     tokens = [unknown(bridge, topic, b"x", happened) for happened in (True, False)]
     assert [state_of(bridge, token) for token in tokens] == [TokenState.COMMITTED, TokenState.ABORTED]
 
@@ -256,7 +261,7 @@ def test_a_marker_topic_that_no_broker_serves_yet_is_looked_at_again(
             raise DeadlineExceeded("its broker has died, and no other has it yet")
         return was_committed(*args)
 
-    monkeypatch.setattr(endings, "was_committed", look)
+    monkeypatch.setattr(outcome, "was_committed", look)
     if ask == "end":
         assert bridge.abort(token) is Outcome.COMMITTED
     else:
@@ -270,8 +275,8 @@ def test_a_marker_topic_that_was_made_anew_proves_nothing(
     token = prepare(bridge, topic)
     assert bridge.commit(token) is Outcome.COMMITTED
     how = how_of(token)
-    assert how.marked is not None and how.txn is not None
-    admin(pulsar_broker, "DELETE", f"{path_of(how.marked.topic)}?force=true")
+    assert how.proof is not None and how.txn is not None
+    admin(pulsar_broker, "DELETE", f"{path_of(how.proof.topic)}?force=true")
     found = bridge.status(token)
     assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
     later = prepare(bridge, topic)  # the slot is free, and its topic made anew
@@ -296,12 +301,12 @@ def test_a_slot_is_used_again_when_its_transaction_has_ended(open_bridge: Connec
     bridge, other = open_bridge(transactional_id=unique("owner")), open_bridge()
     first = prepare(bridge, topic)
     second = prepare(bridge, topic)
-    markers = [how.marked for how in (how_of(first), how_of(second))]
+    markers = [how.proof for how in (how_of(first), how_of(second))]
     assert markers[0] is not None and markers[1] is not None and markers[0].topic != markers[1].topic
     assert other.abort(first) is Outcome.ABORTED
     third = prepare(bridge, topic)
-    marked = how_of(third).marked
-    assert marked is not None and marked.topic == markers[0].topic
+    proof = how_of(third).proof
+    assert proof is not None and proof.topic == markers[0].topic
     assert (state_of(other, first), state_of(other, third)) == (TokenState.ABORTED, TokenState.PREPARED)
     for token in (second, third):
         assert other.abort(token) is Outcome.ABORTED
@@ -326,7 +331,7 @@ def prepare_and_die(url: str, admin_url: str, topic: str) -> None:
 
 @pytest.mark.parametrize("commit", [True, False], ids=["commit", "abort"])
 def test_what_a_killed_process_prepared_is_ended_from_another(
-    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: Client, topic: str, commit: bool
+    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: PulsarClient, topic: str, commit: bool
 ) -> None:
     with Child(prepare_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="status/before") as child:
         token = child.told()
@@ -344,14 +349,16 @@ def commit_and_die(url: str, admin_url: str, topic: str) -> None:
 
 @pytest.mark.parametrize("where", ["step:register/before", "step:register/after", "step:commit/before"])
 def test_what_a_killed_process_left_open_holds_readers_back_no_longer_than_its_time(
-    pulsar_broker: brokers.Pulsar, client: Client, bridge: Bridge, topic: str, where: str
+    pulsar_broker: brokers.Pulsar, client: PulsarClient, bridge: Bridge, topic: str, where: str
 ) -> None:
     with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill=where) as child:
         child.stopped()
     assert read_all(client, concrete(topic)) == []
 
 
-def test_what_a_killed_process_had_committed_stays(pulsar_broker: brokers.Pulsar, client: Client, topic: str) -> None:
+def test_what_a_killed_process_had_committed_stays(
+    pulsar_broker: brokers.Pulsar, client: PulsarClient, topic: str
+) -> None:
     with Child(commit_and_die, pulsar_broker.url, pulsar_broker.admin_url, topic, kill="step:commit/after") as child:
         child.stopped()
     assert read_all(client, concrete(topic)) == [b"x"]

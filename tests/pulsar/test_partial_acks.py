@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartPulsar
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import PulsarClient
 
 from tests.core.reading_kit import values
+from tests.pulsar.client_kit import admin, batch_of, fresh_topic, path_of, service
 from tests.pulsar.reading_kit import Member, write
-from tests.pulsar.wire_kit import admin, batch_of, fresh_topic, path_of, service
 
 SHARINGS = ("partition", "message", "key")
 ENTRIES = 8
@@ -44,7 +44,7 @@ class Group:
     def feed(self) -> None:
         sizes = [random.randint(2, 50) for _ in range(ENTRIES)]
         batches = [list(itertools.islice(self._numbers, size)) for size in sizes]
-        with Client(service(self._broker)) as client:
+        with PulsarClient(service(self._broker)) as client:
             write(client, self.topic, *(batch_of(*(b"%d" % number for number in batch)) for batch in batches))
         self._left.update(*batches)
 
@@ -69,7 +69,7 @@ class Group:
     def finish(self) -> None:
         """Show that nothing comes behind what is left."""
         self.work()
-        with Client(service(self._broker)) as client:
+        with PulsarClient(service(self._broker)) as client:
             number = next(self._numbers)
             write(client, self.topic, b"%d" % number)
             self._left.add(number)

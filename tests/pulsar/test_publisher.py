@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_pulsar.publisher import PulsarPublisher
+from txnbridge_pulsar.write.publisher import PulsarPublisher
 
 from tests.in_time import takes
+from tests.pulsar.client_kit import admin, everything
 from tests.pulsar.kit import SOON, Connection, Kept, open_cluster
-from tests.pulsar.wire_kit import admin, everything
 from txnbridge.errors import (
     DeadlineExceeded,
     DeliveryFailed,
@@ -249,7 +249,7 @@ import sys
 from tests.pulsar.kit import Connection, Kept, open_cluster
 from tests.pulsar.test_publisher import send
 from txnbridge.spi import Deadline
-from txnbridge_pulsar.publisher import PulsarPublisher
+from txnbridge_pulsar.write.publisher import PulsarPublisher
 url, admin_url, topic, name, count = sys.argv[1:]
 publisher = PulsarPublisher(open_cluster(Connection(url, admin_url=admin_url)), name, lambda id: Kept())
 last = publisher.last_sequence(topic, Deadline(90))

@@ -9,15 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
-from txnbridge_pulsar import begun, cursor, ways, wire
-from txnbridge_pulsar import reader as reading
-from txnbridge_pulsar.cursor import BEGIN
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.read import group_registry, subscriptions
+from txnbridge_pulsar.read import partition as partition_module
+from txnbridge_pulsar.read import reader as reading
+from txnbridge_pulsar.read.partition import BEGIN
 
 from tests.core.reading_kit import by_partition, values
 from tests.in_time import paused, takes, within
+from tests.pulsar.client_kit import admin, batch_of, path_of, service
 from tests.pulsar.kit import SOON
 from tests.pulsar.reading_kit import Member, write, write_chunks
-from tests.pulsar.wire_kit import admin, batch_of, path_of, service
 from txnbridge.errors import (
     BrokerUnavailable,
     Conflict,
@@ -69,7 +71,7 @@ def short(topic):
 
 
 def test_a_message_comes_with_all_that_its_sender_gave(client, topic, member):
-    batch = wire.Batch()
+    batch = wire.MessageBatch()
     batch.append(b"plain")
     batch.append(b"full", b"key", [("a", "1"), ("a", "2"), ("txnbridge-b64.raw", "/w==")], 1_600_000_000_000)
     batch.append(None, b"\xff")
@@ -149,7 +151,7 @@ def test_alone_reading_from_the_latest_message_on_misses_nothing_that_was_undeci
 
 
 def test_alone_reading_may_begin_at_a_time(client, topic, member):
-    batch = wire.Batch()
+    batch = wire.MessageBatch()
     for number in range(5):
         batch.append(b"%d" % number, event_time=1_600_000_000_000 + number)
     write(client, topic, batch)
@@ -261,7 +263,7 @@ def test_a_message_in_chunks_is_not_lost_with_a_connection(client, topic, member
     reader = member(topic, None)
     assert values(reader.take(1)) == [b"1"]
     write_chunks(client, topic, [b"two, "], of=2)
-    while not reader.reader._cursors[topic, 0].consumer._chunks.incomplete:
+    while not reader.reader._partitions[topic, 0].consumer._chunks.incomplete:
         assert not reader.poll(1, timeout=0.1)
     reader.cut()
     write_chunks(client, topic, [b"and the rest"], first=1, of=2)
@@ -307,7 +309,7 @@ def test_partitions_that_were_added_while_something_failed_are_read_by_nobody_el
         if failures:
             raise failures.pop()
 
-    monkeypatch.setattr(reader.reader._begun, "record", record)
+    monkeypatch.setattr(reader.reader._registry, "record", record)
     admin(pulsar_broker, "POST", f"{path_of(topic)}/partitions", 4)
     for number in (1, 2, 3):
         write(client, wire.partition_name(topic, number), b"%d" % number)
@@ -338,7 +340,7 @@ def test_no_more_waits_in_memory_than_is_allowed(client, topic, member, monkeypa
     most, count = 0, 0
     while count < 100:
         count += len(reader.poll(1, timeout=SOON))
-        here = sum(entry.size for entry in reader.reader._cursors[topic, 0]._waiting)
+        here = sum(entry.size for entry in reader.reader._partitions[topic, 0]._waiting)
         on_the_way = sum(len(item[3]) for item in reader.reader._inbox._waiting)
         most = max(most, here + on_the_way)
     assert most < 2 * 2_000_000 + 16 * 100_000
@@ -360,7 +362,7 @@ def test_a_group_begins_at_the_earliest_message_and_goes_on_where_it_stopped(cli
 
 @ALL_SHARINGS
 def test_a_new_group_may_begin_at_a_time(client, topic, member, sharing):
-    batch = wire.Batch()
+    batch = wire.MessageBatch()
     for number in range(4):
         batch.append(b"%d" % number, event_time=1_600_000_000_000 + number)
     write(client, topic, batch, wire.Single(b"out of order", event_time=7))
@@ -376,13 +378,13 @@ def test_a_new_group_may_begin_at_a_time(client, topic, member, sharing):
 def test_where_a_group_begins_is_kept_also_by_a_broker_that_lets_go_of_the_topic_at_once(
     pulsar_broker, client, topic, member, monkeypatch, sharing
 ):
-    begin_at = ways.Ordered._begin_at
+    begin_at = subscriptions.FailoverMode._begin_at
 
     def begin_and_unload(self, concrete, timestamp, deadline):
         begin_at(self, concrete, timestamp, deadline)
         admin(pulsar_broker, "PUT", f"{path_of(concrete)}/unload")
 
-    monkeypatch.setattr(ways.Ordered, "_begin_at", begin_and_unload)
+    monkeypatch.setattr(subscriptions.FailoverMode, "_begin_at", begin_and_unload)
     for attempt in range(5):  # it takes the broker milliseconds to forget it
         name = f"{topic}-{attempt}"
         write(
@@ -509,8 +511,9 @@ def test_partitions_come_together(topic, member, partitioned):
 def test_where_rest_does_not_answer_partitions_come_all_the_same_and_it_is_asked_once(
     topic, member, partitioned, monkeypatch
 ):
-    monkeypatch.setattr(begun, "_ASK_SECONDS", 0.2)
-    monkeypatch.setattr(begun, "_SILENT_SECONDS", 3600.0)  # a busy machine may take longer for them than one waits
+    monkeypatch.setattr(group_registry, "_ASK_SECONDS", 0.2)
+    # A busy machine may take longer for them than one waits.
+    monkeypatch.setattr(group_registry, "_SILENT_SECONDS", 3600.0)
     partitioned(4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         reader = member(topic, admin_url=f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -561,8 +564,8 @@ def test_of_shared_messages_a_member_takes_no_more_than_it_asked_for(client, top
 def test_a_member_whose_partition_is_slow_to_come_takes_no_more_than_it_asked_for(client, topic, member, monkeypatch):
     write(client, topic, b"1", b"2", b"3")
     one, two = member(topic, sharing="message"), member(topic, sharing="message")
-    begin, may_begin = one.reader._way.begin, threading.Event()
-    monkeypatch.setattr(one.reader._way, "begin", lambda *how: may_begin.wait(SOON) and begin(*how))
+    begin, may_begin = one.reader._mode.begin, threading.Event()
+    monkeypatch.setattr(one.reader._mode, "begin", lambda *how: may_begin.wait(SOON) and begin(*how))
     for _ in range(5):
         assert one.poll(1) == []
     may_begin.set()
@@ -634,7 +637,7 @@ def test_while_the_broker_says_nothing_every_call_ends_in_time(pulsar_broker, cl
 @pytest.mark.full
 def test_reading_goes_on_when_the_broker_comes_back(start_pulsar, topic):
     broker = start_pulsar()
-    with wire.Client(service(broker)) as client, ExitStack() as stack:
+    with wire.PulsarClient(service(broker)) as client, ExitStack() as stack:
         write(client, topic, b"0", b"1")
         alone, grouped = (Member(broker.url, topic, group) for group in (None, "group"))
         for each in (alone, grouped):
@@ -675,7 +678,7 @@ def test_the_next_member_of_a_group_that_is_done_has_no_lag(client, topic, membe
 
 
 def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topic, member, monkeypatch):
-    monkeypatch.setattr(cursor, "_COUNTS", 4)
+    monkeypatch.setattr(partition_module, "_COUNTS", 4)
     write(client, topic, *(b"%d" % number for number in range(6)))
     reader = member(topic)
     found = reader.take(6)
@@ -683,4 +686,4 @@ def test_counts_of_deliveries_are_forgotten_when_there_are_too_many(client, topi
         reader.seek({(topic, 0): found[0].position})
         again = reader.take(6)
         assert all(m.deliveries > 1 for m in again)
-    assert len(reader.reader._cursors[topic, 0]._times) <= 4
+    assert len(reader.reader._partitions[topic, 0]._times) <= 4

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.core.reading_kit import values
+from tests.pulsar.client_kit import batch_of, service
 from tests.pulsar.reading_kit import Member, write
-from tests.pulsar.wire_kit import batch_of, service
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pulsar") is None, reason="needs the official client: pip install pulsar-client"

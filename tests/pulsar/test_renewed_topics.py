@@ -8,7 +8,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import send, take, values
 
-from tests.pulsar.wire_kit import admin, path_of
+from tests.pulsar.client_kit import admin, path_of
 from tests.pulsar.writing_kit import Connect, concrete, new_topic, unique
 from txnbridge import Bridge, PositionLost
 

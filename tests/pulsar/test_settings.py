@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 from txnbridge_pulsar.backend import PulsarBackend
-from txnbridge_pulsar.messages import key_hash, to_headers, to_properties, wire_key
-from txnbridge_pulsar.names import Namespace, decoded, encoded, whole_topic
 from txnbridge_pulsar.settings import OPTIONS, read
+from txnbridge_pulsar.settings.topic_names import Namespace, decoded, encoded, whole_topic
+from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_headers, to_properties
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Emitter, Url
@@ -190,9 +190,9 @@ def test_a_key_goes_where_the_java_client_puts_it():
 
 
 def test_a_key_is_text_where_it_is_and_else_bytes():
-    assert wire_key(None) is None
-    assert wire_key("ü".encode()) == "ü"
-    assert wire_key(b"\xff") == b"\xff"
+    assert key_on_wire(None) is None
+    assert key_on_wire("ü".encode()) == "ü"
+    assert key_on_wire(b"\xff") == b"\xff"
 
 
 HEADERS = [

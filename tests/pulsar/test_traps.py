@@ -15,24 +15,24 @@ from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import _pulsar
 from txnbridge_conformance.brokers.plugin import StartPulsar, pulsar_or_skip
 from txnbridge_conformance.looking import eventually, send
-from txnbridge_pulsar.coordinators import EVERY_SECONDS
-from txnbridge_pulsar.fence import Fence
-from txnbridge_pulsar.notices import Notice
-from txnbridge_pulsar.refusal import shut_out
-from txnbridge_pulsar.wire import (
+from txnbridge_pulsar.client import (
     EARLIEST,
     AccessMode,
-    Client,
-    ConnectionLost,
+    BrokerConnectionLost,
     NotAllowed,
-    Producer,
-    TimedOut,
+    PulsarClient,
+    PulsarProducer,
+    RequestTimedOut,
     TransactionNotFound,
     Transactions,
     TxnId,
 )
+from txnbridge_pulsar.outcome.coordinator_keepalive import EVERY_SECONDS
+from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
+from txnbridge_pulsar.write.fence import Fence
+from txnbridge_pulsar.write.fence_records import FenceRecord
 
-from tests.pulsar.wire_kit import SOON, admin, batch_of, begin, path_of, service
+from tests.pulsar.client_kit import SOON, admin, batch_of, begin, path_of, service
 from tests.pulsar.writing_kit import (
     Connect,
     announced,
@@ -43,8 +43,8 @@ from tests.pulsar.writing_kit import (
     fence_topic,
     flush,
     how_of,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     proxied,
     read_all,
     unique,
@@ -90,7 +90,7 @@ def topic(bridge: Bridge) -> str:
     return new_topic(bridge)
 
 
-def send_in(client: Client, name: str, txn: TxnId | None, *values: bytes) -> None:
+def send_in(client: PulsarClient, name: str, txn: TxnId | None, *values: bytes) -> None:
     producer = client.create_producer(name, timeout=SOON, transactions=True)
     try:
         producer.send(batch_of(*values), txn, timeout=SOON).result(SOON)
@@ -98,7 +98,7 @@ def send_in(client: Client, name: str, txn: TxnId | None, *values: bytes) -> Non
         producer.close(SOON)
 
 
-def unblock(client: Client, txn: TxnId, *topics: str) -> None:
+def unblock(client: PulsarClient, txn: TxnId, *topics: str) -> None:
     for name in topics:
         client.transactions.end_on_partition(txn, name, False, SOON)
 
@@ -106,7 +106,7 @@ def unblock(client: Client, txn: TxnId, *topics: str) -> None:
 # --- T1: a message that comes after the commit takes it back --------------------------------------------------------
 
 
-def test_naive_a_late_message_takes_the_committed_ones_away(client: Client, topic: str) -> None:
+def test_naive_a_late_message_takes_the_committed_ones_away(client: PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = begin(client, name)
     send_in(client, name, txn, b"committed")
@@ -120,7 +120,7 @@ def test_naive_a_late_message_takes_the_committed_ones_away(client: Client, topi
 
 
 def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
-    open_bridge: Connect, client: Client, pulsar_broker: brokers.Pulsar
+    open_bridge: Connect, client: PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(proxied(proxy), timeout=4)
@@ -144,7 +144,7 @@ def test_ours_gives_up_rather_than_commit_while_a_message_may_still_come(
 
 
 def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages_dropped(
-    client: Client, topic: str
+    client: PulsarClient, topic: str
 ) -> None:
     name = concrete(topic)
     producer = client.create_producer(name, timeout=SOON, transactions=True)
@@ -156,7 +156,7 @@ def test_naive_numbers_of_an_aborted_transaction_are_used_again_and_the_messages
     assert read_all(client, name) == []
 
 
-def test_ours_never_uses_a_number_twice(bridge: Bridge, client: Client, topic: str) -> None:
+def test_ours_never_uses_a_number_twice(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     for value in (b"aborted", b"kept"):
         with bridge.transaction() as txn:
             txn.send(topic, value)
@@ -166,10 +166,10 @@ def test_ours_never_uses_a_number_twice(bridge: Bridge, client: Client, topic: s
     assert read_all(client, concrete(topic)) == [b"kept"]
 
 
-def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: Client, topic: str) -> None:
+def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    producer = writer_of(txn)._lines[concrete(topic)]._producer
+    producer = writer_of(txn)._producers[concrete(topic)]._producer
     assert producer is not None
     producer._next = 0  # a mistake of the client's, or numbers that the broker remembers of somebody else
     with pytest.raises(DeliveryFailed, match="dropped"):
@@ -182,7 +182,7 @@ def test_ours_takes_no_dropped_entry_for_a_stored_one(bridge: Bridge, client: Cl
 # --- T8: nothing is checked -----------------------------------------------------------------------------------------
 
 
-def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: Client, topic: str) -> None:
+def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = client.transactions.begin(60_000, SOON)
     send_in(client, name, txn, b"lost")
@@ -191,7 +191,7 @@ def test_naive_what_was_not_registered_is_never_seen_and_blocks(client: Client, 
     unblock(client, txn, name)
 
 
-def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: Client) -> None:
+def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, client: PulsarClient) -> None:
     topic = new_topic(bridge, partitions=3)
     with bridge.transaction() as txn:
         for number in (2, 0, 1):
@@ -203,7 +203,7 @@ def test_ours_registers_each_partition_before_its_first_message(bridge: Bridge, 
 # --- T14: the first message on a topic comes after the abort ---------------------------------------------------------
 
 
-def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: Client, topic: str) -> None:
+def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: PulsarClient, topic: str) -> None:
     name = concrete(topic)
     txn = begin(client, name)
     client.transactions.end(txn, False, SOON)
@@ -213,7 +213,7 @@ def test_naive_a_first_message_after_the_abort_blocks_its_topic(client: Client, 
 
 
 def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
-    open_bridge: Connect, client: Client, pulsar_broker: brokers.Pulsar
+    open_bridge: Connect, client: PulsarClient, pulsar_broker: brokers.Pulsar
 ) -> None:
     with faults.proxy(pulsar_broker) as proxy:
         bridge = open_bridge(proxied(proxy))
@@ -231,36 +231,36 @@ def test_ours_shuts_out_what_it_could_not_wait_for_before_an_abort(
         bridge.close()
 
 
-def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: Client) -> None:
+def test_ours_shuts_out_what_came_after_its_time_was_over(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge(timeout=20)
     topic, late = new_topic(bridge), new_topic(bridge)
     with pytest.raises(TransactionAborted):
         with bridge.transaction() as txn:
             txn.send(topic, b"in time")
             flush(txn)
-            writer_of(txn)._cover([concrete(late)], [], Deadline(SOON))
+            writer_of(txn)._register([concrete(late)], [], Deadline(SOON))
             client.transactions.end(writer_of(txn)._txn or TxnId(0, 0), False, SOON)
             txn.send(late, b"too late")
     assert (read_all(client, concrete(topic)), read_all(client, concrete(late))) == ([], [])
 
 
 def test_what_is_shut_out_is_refused_also_where_subscriptions_are_named(
-    bridge: Bridge, client: Client, topic: str
+    bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     client.subscribe(concrete(topic), "group", timeout=SOON).close(SOON)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         number = flush(txn)
         ended = announced(bridge)
-    with_acks = type(ended)(ended.transaction, number, ended.topics, ((concrete(topic), "group"),), ended.marked)
-    assert shut_out(cluster_of(bridge), with_acks, Deadline(SOON))
+    with_acks = type(ended)(ended.transaction, number, ended.topics, ((concrete(topic), "group"),), ended.proof)
+    assert refuse_late_writes(cluster_of(bridge), with_acks, Deadline(SOON))
     with pytest.raises(NotAllowed, match="has been ended"):
         send_in(client, concrete(topic), number, b"late")
     assert read_all(client, concrete(topic)) == [b"1"]
 
 
 def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction_ends_there(
-    bridge: Bridge, client: Client, topic: str, pulsar_broker: brokers.Pulsar
+    bridge: Bridge, client: PulsarClient, topic: str, pulsar_broker: brokers.Pulsar
 ) -> None:
     """A broker that has a topic anew knows no more what has ended there before."""
     late = new_topic(bridge)
@@ -268,10 +268,10 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         number = flush(txn)
-        writer_of(txn)._cover([name], [], Deadline(SOON))
+        writer_of(txn)._register([name], [], Deadline(SOON))
         ended = announced(bridge)
         txn.abort()
-    assert shut_out(cluster_of(bridge), ended, Deadline(SOON))
+    assert refuse_late_writes(cluster_of(bridge), ended, Deadline(SOON))
     admin(pulsar_broker, "PUT", f"{path_of(name)}/unload")
     send_in(client, name, number, b"late")
     assert read_all(client, name, patience=1) is None
@@ -286,9 +286,9 @@ def test_what_is_shut_out_blocks_after_an_unload_only_until_the_next_transaction
 class NamedFence(Fence):
     """A naive one: whoever owns the id has the id as its name, too."""
 
-    def _open(self, access: AccessMode, deadline: Deadline) -> Producer:
+    def _open(self, access: AccessMode, deadline: Deadline) -> PulsarProducer:
         return self._cluster.client.create_producer(
-            self.topic, timeout=deadline.left(), access=access, lane=self._lane, name=self._name
+            self.topic, timeout=deadline.left(), access=access, connection_key=self._connection_key, name=self._name
         )
 
 
@@ -299,7 +299,7 @@ def take_from_each_other(bridge: Bridge, kind: type[Fence], turns: int) -> Itera
         fence = kind(cluster_of(bridge), id, str(number))
         fence.take(Deadline(SOON))
         yield fence
-        notice = Notice(str(number), "here" * 250, 0)
+        notice = FenceRecord(str(number), "here" * 250, 0)
         for _ in range(300):
             fence._send(lambda notice=notice: notice, Deadline(SOON))  # type: ignore[misc]
 
@@ -312,28 +312,30 @@ def test_naive_a_takeover_by_the_same_name_is_refused_although_the_older_owner_i
         for owner in take_from_each_other(bridge, NamedFence, turns=2000):
             owners.append(owner)
     with pytest.raises(Fenced):
-        owners[-1].write(lambda: Notice("older", "here", 0), Deadline(SOON))
+        owners[-1].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
 def test_ours_takes_over_by_a_fresh_name_and_is_never_refused(bridge: Bridge) -> None:
     owners = list(take_from_each_other(bridge, Fence, turns=30))
     with pytest.raises(Fenced):
-        owners[-2].write(lambda: Notice("older", "here", 0), Deadline(SOON))
+        owners[-2].write(lambda: FenceRecord("older", "here", 0), Deadline(SOON))
 
 
 # --- T7: the broker cuts the whole connection of whoever it has fenced ------------------------------------------------
 
 
-def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: Client, topic: str) -> None:
+def test_naive_who_is_fenced_loses_all_that_shares_its_connection(client: PulsarClient, topic: str) -> None:
     fence = f"persistent://public/default/{unique('fence')}"
-    bystander = client.create_producer(concrete(topic), lane="older", timeout=SOON)
+    bystander = client.create_producer(concrete(topic), connection_key="older", timeout=SOON)
     older, _ = [
-        client.create_producer(fence, lane=lane, access=AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON)
-        for lane in ("older", "newer")
+        client.create_producer(
+            fence, connection_key=connection_key, access=AccessMode.EXCLUSIVE_WITH_FENCING, timeout=SOON
+        )
+        for connection_key in ("older", "newer")
     ]
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(BrokerConnectionLost):
         older.send(batch_of(b"late"), timeout=SOON).result(SOON)
-    assert isinstance(bystander.lost, ConnectionLost)
+    assert isinstance(bystander.lost, BrokerConnectionLost)
 
 
 def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> None:
@@ -353,7 +355,7 @@ def test_ours_has_its_fence_on_a_connection_of_its_own(open_bridge: Connect) -> 
 
 
 def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_of_ours_are_not(
-    bridge: Bridge, client: Client, topic: str
+    bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     shared = f"persistent://public/default/{unique('fence')}"
     txn = begin(client, shared)
@@ -364,8 +366,8 @@ def test_naive_a_plain_record_behind_an_open_marker_is_hidden_and_announcements_
         open_one.send(topic, b"x")
         flush(open_one)
         assert fence_topic(bridge) not in announced(bridge).topics
-        assert marker_topic_of(open_one) in announced(bridge).topics
-        assert read_all(client, marker_topic_of(open_one), patience=1) is None
+        assert proof_topic_of(open_one) in announced(bridge).topics
+        assert read_all(client, proof_topic_of(open_one), patience=1) is None
 
 
 def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit(
@@ -383,7 +385,7 @@ def test_a_transaction_asks_for_no_more_time_than_its_own_and_the_bridge_s_limit
             assert most - 2_000 < told["timeoutAt"] <= most
 
 
-def test_naive_a_repeated_commit_is_told_that_there_is_no_such_transaction(client: Client, topic: str) -> None:
+def test_naive_a_repeated_commit_is_told_that_there_is_no_such_transaction(client: PulsarClient, topic: str) -> None:
     txn = begin(client, concrete(topic))
     client.transactions.end(txn, True, SOON)
     with pytest.raises(TransactionNotFound):
@@ -413,7 +415,7 @@ def told_by_rest(bridge: Bridge, name: str) -> dict[TxnId, list[Any]]:
 
 
 def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours_does_not(
-    bridge: Bridge, client: Client, pulsar_broker: brokers.Pulsar, topic: str, monkeypatch: pytest.MonkeyPatch
+    bridge: Bridge, client: PulsarClient, pulsar_broker: brokers.Pulsar, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A coordinator that was never told of a topic does what one does that forgets it while it is unloaded."""
     name, register = concrete(topic), Transactions.register
@@ -432,11 +434,11 @@ def test_naive_headers_call_aborted_what_was_committed_and_cleared_away_and_ours
         send_in(client, name, number, b"another")
         client.transactions.end(number, commit, SOON)
     told = told_by_rest(bridge, name)
-    assert how.txn is not None and how.marked is not None
+    assert how.txn is not None and how.proof is not None
     assert told[how.txn] == told[ended[False]] == [[None, "true", "false"], ["22", "true", "false"], {"aborted": True}]
     assert told[ended[True]] == [[None, "false", "false"], ["21", "false", "false"], {"aborted": False}]
     assert bridge.status(token).state is TokenState.COMMITTED
-    admin(pulsar_broker, "DELETE", f"{how.marked.topic.replace('://', '/')}?force=true")
+    admin(pulsar_broker, "DELETE", f"{how.proof.topic.replace('://', '/')}?force=true")
     lost = bridge.status(token)
     assert (lost.state, lost.permanent) == (TokenState.UNKNOWN, True)
 
@@ -452,7 +454,7 @@ MUCH_LATER_SECONDS = 20
 def left_open(broker: brokers.Pulsar) -> str:
     """The topic of a transaction whose process is gone."""
     name = f"persistent://public/default/{unique('topic')}"
-    with Client(service(broker)) as client:
+    with PulsarClient(service(broker)) as client:
         send_in(client, name, begin(client, name, ttl_ms=LEFT_OPEN_SECONDS * 1000), b"left open")
     return name
 
@@ -471,7 +473,7 @@ def test_naive_after_a_restart_an_open_transaction_outlives_its_time_until_a_bri
     broker = start_pulsar()
     name = left_open(broker)
     broker.restart()
-    with Client(service(broker)) as client:
+    with PulsarClient(service(broker)) as client:
         assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) is None
         with connect_to(broker.url, broker.admin_url):  # sooner than its watch has its first turn
             assert read_all(client, name, patience=EVERY_SECONDS / 2) == []
@@ -486,7 +488,7 @@ def test_after_a_restart_the_time_of_dead_processes_runs_because_a_bridge_that_d
     with connect_to(broker.url, broker.admin_url):
         name = left_open(broker)
         broker.restart()
-        with Client(service(broker)) as client:
+        with PulsarClient(service(broker)) as client:
             assert read_all(client, name, patience=LEFT_OPEN_SECONDS + MUCH_LATER_SECONDS) == []
 
 
@@ -509,7 +511,7 @@ def test_a_transaction_goes_on_through_a_kill_of_the_broker(start_pulsar: StartP
             txn.send_many(topic, values[10_000:])
         assert txn.outcome is Outcome.COMMITTED
         assert bridge.commit(str(prepared.token)) is Outcome.COMMITTED
-        with Client(service(broker)) as client:
+        with PulsarClient(service(broker)) as client:
             assert read_all(client, concrete(topic)) == [b"prepared", *values]
 
 
@@ -528,7 +530,7 @@ def test_what_tells_the_truth_outlives_the_inactivity_for_which_a_naive_topic_is
             txn.send(topic, b"1")
         assert bridge.commit(str(txn.token)) is Outcome.COMMITTED
         fence = fence_topic(bridge)
-    with Client(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
+    with PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as onlooker:
         naive = f"persistent://public/default/{unique('naive')}"
         send_in(client, naive, None, b"a record of the greatest importance")
         topics = cluster_of(onlooker).topics
@@ -547,7 +549,7 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
     with connect_to(broker.url, broker.admin_url) as bridge:
         unread, grouped = new_topic(bridge), new_topic(bridge)
         naive = f"persistent://public/default/{unique('naive')}"
-        with Client(service(broker)) as client:
+        with PulsarClient(service(broker)) as client:
             client.subscribe(concrete(grouped), "group", timeout=SOON, start=EARLIEST).close(SOON)
             number = begin(client, naive)
             send_in(client, naive, number, *values)
@@ -557,7 +559,7 @@ def test_what_no_subscription_needs_is_lost_though_committed_to_naive_ones_and_t
             flush(txn)
             broker.restart()
         assert txn.outcome is Outcome.COMMITTED
-        with Client(service(broker)) as client:
+        with PulsarClient(service(broker)) as client:
             client.create_producer(naive, timeout=SOON).close(SOON)  # whoever uses a topic has it loaded
             for name in (naive, concrete(unread), concrete(grouped)):
                 admin(broker, "POST", f"{path_of(name)}/trim")  # as brokers do by themselves every two minutes
@@ -577,7 +579,7 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
     start_pulsar: StartPulsar,
 ) -> None:
     broker = start_pulsar(settings={"maxActiveTransactionsPerCoordinator": "1"})
-    with Client(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
+    with PulsarClient(service(broker)) as client, connect_to(broker.url, broker.admin_url) as bridge:
         topic = new_topic(bridge)
         first = client.transactions.begin(60_000, SOON)
         with pytest.raises(DeadlineExceeded):
@@ -589,6 +591,6 @@ def test_a_coordinator_that_has_enough_never_answers_a_naive_request_and_is_aske
             time.sleep(1)  # both have asked
             client.transactions.end(first, False, SOON)
             ours.result(SOON)
-            with pytest.raises(TimedOut):
+            with pytest.raises(RequestTimedOut):
                 naive.result()
         assert read_all(client, concrete(topic)) == [b"1"]

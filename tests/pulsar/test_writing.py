@@ -9,20 +9,20 @@ from threading import Thread
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.looking import eventually, send, take, values
-from txnbridge_pulsar.fence import newest_notice
-from txnbridge_pulsar.names import SUBSCRIPTION
-from txnbridge_pulsar.reader import PulsarReader
-from txnbridge_pulsar.wire import Client
+from txnbridge_pulsar.client import PulsarClient
+from txnbridge_pulsar.read.reader import PulsarReader
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.write.fence import last_fence_record
 
-from tests.pulsar.wire_kit import SOON, admin, cut, path_of, payloads, receive
+from tests.pulsar.client_kit import SOON, admin, cut, path_of, payloads, receive
 from tests.pulsar.writing_kit import (
     Connect,
     cluster_of,
     concrete,
     fence_topic,
     flush,
-    marker_topic_of,
     new_topic,
+    proof_topic_of,
     proxied,
     read_all,
     unique,
@@ -70,7 +70,7 @@ def lose(proxy: faults.Proxy, held: faults.Hold) -> None:
     proxy.cut()
 
 
-def test_a_transaction_over_two_topics_is_seen_whole_by_a_plain_reader(bridge: Bridge, client: Client) -> None:
+def test_a_transaction_over_two_topics_is_seen_whole_by_a_plain_reader(bridge: Bridge, client: PulsarClient) -> None:
     one, two = (new_topic(bridge) for _ in range(2))
     with bridge.transaction() as txn:
         txn.send(one, b"1")
@@ -81,7 +81,7 @@ def test_a_transaction_over_two_topics_is_seen_whole_by_a_plain_reader(bridge: B
     assert (read_all(client, concrete(one)), read_all(client, concrete(two))) == ([b"1"], [b"2"])
 
 
-def test_many_small_messages_arrive_in_order_in_few_entries(bridge: Bridge, client: Client, topic: str) -> None:
+def test_many_small_messages_arrive_in_order_in_few_entries(bridge: Bridge, client: PulsarClient, topic: str) -> None:
     with bridge.transaction() as txn:
         txn.send_many(topic, VALUES[:6_000])
         for value in VALUES[6_000:]:
@@ -98,7 +98,7 @@ def test_many_small_messages_arrive_in_order_in_few_entries(bridge: Bridge, clie
 
 
 def test_messages_that_are_more_than_values_keep_their_place_among_the_others(
-    bridge: Bridge, client: Client, topic: str
+    bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"0")
@@ -114,7 +114,7 @@ def test_messages_that_are_more_than_values_keep_their_place_among_the_others(
 
 @pytest.mark.parametrize(("mixed", "entries"), [(False, [2, 1, 1, 2, 1]), (True, [7])], ids=["apart", "mixed"])
 def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for(
-    open_bridge: Connect, client: Client, mixed: bool, entries: list[int]
+    open_bridge: Connect, client: PulsarClient, mixed: bool, entries: list[int]
 ) -> None:
     bridge = open_bridge(pulsar={"mix_keys": mixed})
     topic = new_topic(bridge)
@@ -128,7 +128,7 @@ def test_messages_of_different_keys_share_an_entry_only_where_that_was_asked_for
 
 
 def test_a_message_that_cannot_be_sent_leaves_the_transaction_as_it_was(
-    bridge: Bridge, client: Client, topic: str
+    bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"before")
@@ -155,7 +155,7 @@ def test_nothing_is_sent_before_it_was_announced_and_registered(open_bridge: Con
     def look(event: Event) -> None:
         if event.phase == "before" and event.name in ("step:register", "step:commit"):
             with open_bridge() as onlooker:  # it reads what the owner has stored by then
-                found = newest_notice(cluster_of(onlooker), fence_topic(owned), Deadline(SOON))
+                found = last_fence_record(cluster_of(onlooker), fence_topic(owned), Deadline(SOON))
             assert found is not None
             known.append((event.name, {*found[1].under_way[-1].topics}))
 
@@ -166,7 +166,7 @@ def test_nothing_is_sent_before_it_was_announced_and_registered(open_bridge: Con
         txn.send(topic, b"0", partition=0)
         flush(txn)
         txn.send(topic, b"2", partition=2)
-    marker = marker_topic_of(txn)
+    marker = proof_topic_of(txn)
     assert known == [
         ("step:register", {marker, concrete(topic, 0)}),
         ("step:register", {marker, concrete(topic, 0), concrete(topic, 2)}),
@@ -193,7 +193,7 @@ def test_the_partitions_of_the_last_transaction_are_named_together_with_the_next
 
 
 def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(
-    open_bridge: Connect, client: Client, proxy: faults.Proxy
+    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
 ) -> None:
     with recorded() as events:
         bridge = open_bridge(proxied(proxy))
@@ -215,7 +215,7 @@ def test_the_commit_is_asked_for_only_when_every_message_has_its_receipt(
 
 @pytest.mark.parametrize("lost", ["requests", "answers"])
 def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_truly(
-    open_bridge: Connect, client: Client, proxy: faults.Proxy, lost: str
+    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy, lost: str
 ) -> None:
     bridge = open_bridge(proxied(proxy), timeout=12)
     topic = new_topic(bridge)
@@ -232,7 +232,7 @@ def test_a_commit_that_was_lost_or_answered_in_vain_is_asked_again_and_told_trul
 
 
 def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
-    open_bridge: Connect, client: Client, proxy: faults.Proxy
+    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
 ) -> None:
     bridge, other = open_bridge(proxied(proxy), timeout=3), open_bridge()
     topic = new_topic(other)
@@ -251,7 +251,7 @@ def test_a_commit_that_nobody_answers_is_unknown_and_the_token_tells_later(
     assert read_all(client, concrete(topic)) == [b"1", b"2", b"3"]
 
 
-def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: Connect, client: Client) -> None:
+def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic = new_topic(bridge)
     with pytest.raises(TransactionAborted, match="ended the transaction"):
@@ -262,7 +262,7 @@ def test_a_transaction_whose_time_is_over_at_the_broker_is_told_so(open_bridge: 
     assert read_all(client, concrete(topic)) == []
 
 
-def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Connect, client: Client) -> None:
+def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Connect, client: PulsarClient) -> None:
     bridge = open_bridge()
     topic, second = new_topic(bridge), new_topic(bridge)
     with pytest.raises(TransactionAborted):
@@ -276,7 +276,7 @@ def test_a_message_that_comes_after_the_end_is_told_as_an_end(open_bridge: Conne
 
 @pytest.mark.parametrize("left", [True, False], ids=["its partition left", "it kept its partition"])
 def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile(
-    open_bridge: Connect, client: Client, left: bool
+    open_bridge: Connect, client: PulsarClient, left: bool
 ) -> None:
     bridge = open_bridge()
     source, target = new_topic(bridge), new_topic(bridge)
@@ -290,7 +290,7 @@ def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile
                 flush(txn)
                 if left:
                     assert isinstance(consumer._reader, PulsarReader)
-                    cluster_of(bridge).client.hang_up(consumer._reader._lane)
+                    cluster_of(bridge).client.hang_up(consumer._reader._connection_key)
                 eventually(lambda: not txn.deadline, "its time is over")
         assert txn.outcome is Outcome.ABORTED
         assert values(take(consumer, 1)) == [b"1"]
@@ -298,7 +298,7 @@ def test_who_sleeps_beyond_the_deadline_is_told_if_its_partitions_left_meanwhile
 
 
 def test_an_acknowledgement_that_comes_after_the_end_does_not_hold_its_message_back(
-    open_bridge: Connect, client: Client
+    open_bridge: Connect, client: PulsarClient
 ) -> None:
     bridge = open_bridge()
     source = new_topic(bridge)
@@ -318,12 +318,12 @@ def test_an_acknowledgement_that_comes_after_the_end_does_not_hold_its_message_b
 
 
 def test_a_producer_that_lost_its_connection_between_two_entries_goes_on(
-    bridge: Bridge, client: Client, topic: str
+    bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
         flush(txn)
-        producer = writer_of(txn)._lines[concrete(topic)]._producer
+        producer = writer_of(txn)._producers[concrete(topic)]._producer
         assert producer is not None
         cut(producer)
         txn.send(topic, b"2")
@@ -331,7 +331,7 @@ def test_a_producer_that_lost_its_connection_between_two_entries_goes_on(
 
 
 def test_entries_whose_receipts_were_lost_are_sent_again_where_the_broker_drops_repetitions(
-    open_bridge: Connect, client: Client, proxy: faults.Proxy
+    open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
 ) -> None:
     bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
@@ -347,7 +347,7 @@ def test_entries_whose_receipts_were_lost_are_sent_again_where_the_broker_drops_
 
 
 def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_double_them(
-    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: Client, proxy: faults.Proxy
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient, proxy: faults.Proxy
 ) -> None:
     bridge = open_bridge(proxied(proxy))
     topic = new_topic(bridge)
@@ -369,7 +369,7 @@ def test_entries_whose_receipts_were_lost_are_not_sent_again_where_that_could_do
 
 
 def test_a_topic_that_moves_does_not_end_a_transaction(
-    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: Client, topic: str
+    pulsar_broker: brokers.Pulsar, bridge: Bridge, client: PulsarClient, topic: str
 ) -> None:
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
@@ -382,12 +382,12 @@ def test_a_topic_that_moves_does_not_end_a_transaction(
 # --- what is left behind -------------------------------------------------------------------------------------------
 
 
-def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, client: Client) -> None:
+def test_a_bridge_without_an_id_leaves_no_topics_behind(open_bridge: Connect, client: PulsarClient) -> None:
     bridge, onlooker = open_bridge(), open_bridge()
     topic = new_topic(onlooker)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    marker = marker_topic_of(txn)
+    marker = proof_topic_of(txn)
     assert cluster_of(onlooker).topics.look(marker, Deadline(SOON))
     bridge.close()
     assert not cluster_of(onlooker).topics.look(marker, Deadline(SOON))
@@ -398,6 +398,6 @@ def test_every_topic_of_our_own_is_kept_by_a_subscription(pulsar_broker: brokers
     topic = new_topic(bridge)
     with bridge.transaction() as txn:
         txn.send(topic, b"1")
-    for ours in (fence_topic(bridge), marker_topic_of(txn)):
+    for ours in (fence_topic(bridge), proof_topic_of(txn)):
         stats = admin(pulsar_broker, "GET", f"{path_of(ours)}/stats")
         assert SUBSCRIPTION in stats["subscriptions"]

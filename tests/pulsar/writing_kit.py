@@ -9,22 +9,22 @@ from contextlib import suppress
 from typing import Any
 
 from txnbridge_conformance import brokers, faults
+from txnbridge_pulsar.admin.open_transactions import list_open
 from txnbridge_pulsar.broker import PulsarBroker
-from txnbridge_pulsar.cluster import Cluster
-from txnbridge_pulsar.endings import How
-from txnbridge_pulsar.fence import newest_notice
-from txnbridge_pulsar.listing import list_open
-from txnbridge_pulsar.notices import Announced, Notice
-from txnbridge_pulsar.owner import Owner
-from txnbridge_pulsar.wire import (
-    Client,
+from txnbridge_pulsar.client import (
     InvalidTransactionStatus,
+    PulsarClient,
     Single,
     TransactionNotFound,
     TxnId,
     full_topic_name,
 )
-from txnbridge_pulsar.writer import PulsarWriter
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.outcome import TokenEvidence
+from txnbridge_pulsar.write.fence import last_fence_record
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
+from txnbridge_pulsar.write.owner import PulsarOwner
+from txnbridge_pulsar.write.writer import PulsarWriter
 
 import txnbridge
 from tests.pulsar.kit import SOON, Connection, open_cluster
@@ -51,12 +51,12 @@ def new_topic(bridge: Bridge, partitions: int = 1) -> str:
     return name
 
 
-def cluster_of(bridge: Bridge) -> Cluster:
+def cluster_of(bridge: Bridge) -> ClusterAccess:
     assert isinstance(bridge._connection.broker, PulsarBroker)
     return bridge._connection.broker._cluster
 
 
-def owner_of(bridge: Bridge) -> Owner:
+def owner_of(bridge: Bridge) -> PulsarOwner:
     assert isinstance(bridge._connection.broker, PulsarBroker) and bridge._connection.broker._owner is not None
     return bridge._connection.broker._owner
 
@@ -74,15 +74,15 @@ def flush(txn: Transaction) -> TxnId:
     return writer._txn
 
 
-def announced(bridge: Bridge) -> Announced:
+def announced(bridge: Bridge) -> AnnouncedTransaction:
     """What an owner says of its only transaction."""
     (found,) = owner_of(bridge)._under_way.values()
     return found
 
 
-def notice_of(bridge: Bridge) -> Notice:
+def notice_of(bridge: Bridge) -> FenceRecord:
     """What stands on the fence topic of a bridge's id now."""
-    found = newest_notice(cluster_of(bridge), fence_topic(bridge), Deadline(SOON))
+    found = last_fence_record(cluster_of(bridge), fence_topic(bridge), Deadline(SOON))
     assert found is not None
     return found[1]
 
@@ -93,11 +93,11 @@ def fence_topic(bridge: Bridge) -> str:
     return fence.topic
 
 
-def marker_topic_of(txn: Transaction) -> str:
-    """The full name of the marker topic of a transaction's writer."""
-    marked = writer_of(txn).marked
-    assert marked is not None
-    return marked.topic
+def proof_topic_of(txn: Transaction) -> str:
+    """The full name of the proof topic of a transaction's writer."""
+    proof = writer_of(txn).proof
+    assert proof is not None
+    return proof.topic
 
 
 def proxied(proxy: faults.Proxy) -> str:
@@ -105,9 +105,9 @@ def proxied(proxy: faults.Proxy) -> str:
     return proxy.url.partition("?")[0]
 
 
-def how_of(token: Token | str | None) -> How:
+def how_of(token: Token | str | None) -> TokenEvidence:
     assert token is not None
-    return How.read(Token.parse(token).how)
+    return TokenEvidence.read(Token.parse(token).how)
 
 
 def end_all(broker: brokers.Pulsar) -> None:
@@ -127,7 +127,7 @@ def concrete(topic: str, partition: int | None = 0) -> str:
     return full if partition is None else f"{full}-partition-{partition}"
 
 
-def read_all(client: Client, topic: str, patience: float = SOON) -> list[bytes | None] | None:
+def read_all(client: PulsarClient, topic: str, patience: float = SOON) -> list[bytes | None] | None:
     """What a reader of the wire client sees of a concrete topic up to now; None if something holds it back.
 
     A plain message written behind all that is there tells: once it can be read, everything before it has been.

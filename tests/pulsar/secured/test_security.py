@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from txnbridge_conformance.looking import seen, values
-from txnbridge_pulsar.wire import Transactions
+from txnbridge_pulsar.client import Transactions
 
 import txnbridge
+from tests.pulsar.client_kit import SOON, admin, batch_of
 from tests.pulsar.secured_kit import PASSWORD, Secured, token
-from tests.pulsar.wire_kit import SOON, admin, batch_of
 from tests.pulsar.writing_kit import cluster_of, concrete, flush, read_all, unique
 from txnbridge import Bridge, Outcome, TokenState
 from txnbridge.errors import AccessDenied

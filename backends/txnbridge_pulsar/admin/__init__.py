@@ -1,0 +1,1 @@
+"""Administration: topics, open transactions, repairs and advice; and the cleanup of proof topics."""

@@ -1,0 +1,292 @@
+"""Administration: topics, the cluster's open transactions, ending them by hand, and the doctor."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
+from txnbridge.spi import (
+    Admin,
+    Advice,
+    Context,
+    Deadline,
+    Decision,
+    OpenTransaction,
+    Outcome,
+    Partition,
+    Position,
+    TopicInfo,
+)
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin import doctor
+from txnbridge_pulsar.admin.open_transactions import ListedTransaction, ListingBlocked, abort, list_open, token_of
+from txnbridge_pulsar.admin.repair import end_by_hand, is_number, repair
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import again, translate
+from txnbridge_pulsar.outcome.outcome import end_prepared
+from txnbridge_pulsar.topics import NEEDS_REST
+
+_log = logging.getLogger("txnbridge")
+
+# How often to look whether the broker knows a new topic or partition.
+_LOOK_SECONDS = 0.05
+# Each topic's retention is a request, and there may be thousands of topics.
+_SIDE_BY_SIDE = 8
+_MINUTE, _MEGABYTE = 60, 1024 * 1024
+# Pulsar's own topics, and what it keeps beside a subscription.
+_PULSARS_OWN = ("__transaction", "__change_events")
+
+
+class PulsarAdmin(Admin):
+    """Works on the URL's namespace, and on the open transactions of the whole cluster, other programs' included."""
+
+    def __init__(self, cluster: ClusterAccess, context: Context) -> None:
+        self._cluster = cluster
+        self._context = context
+        self._settings = cluster.settings
+        self._topics = cluster.topics
+
+    # --- topics ----------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        policy = _retention(retention_seconds, retention_bytes)
+        created = self._topics.create(name, partitions, deadline)
+        count = self._wait_until_known(name, partitions if created else 1, deadline)
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+        if created and policy is not None:
+            self._set_retention(name, policy, deadline)
+        elif created and 0 in self._retention_of(name, deadline):
+            _log.warning(
+                "topic %r has a retention of 0: brokers delete what no subscription needs, also what is open or"
+                " prepared. Make the subscription before the first message, or create the topic with a retention",
+                name,
+            )
+        return created
+
+    def _wait_until_known(self, topic: str, partitions: int, deadline: Deadline) -> int:
+        while (count := len(self._topics.look(topic, deadline))) < partitions:
+            deadline.check(f"waiting until topic {topic!r} has {partitions} partitions")
+            time.sleep(_LOOK_SECONDS)
+        return count
+
+    def _set_retention(self, topic: str, policy: dict[str, int], deadline: Deadline) -> None:
+        what = f"setting the retention of topic {topic!r}"
+        if self._cluster.rest is None:
+            raise NotSupported(f"{what}: {NEEDS_REST}")
+        full = self._settings.namespace.full_name(topic)
+        try:
+            self._cluster.rest.ask("POST", f"/admin/v2/persistent/{path_of(full)}/retention", deadline, policy)
+        except RestRefused as refused:
+            raise unavailable(refused, what) from refused
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        partitions_of = self._topics.all(deadline)
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+            kept = asking.map(lambda name: self._retention_of(name, deadline), partitions_of)
+            return [
+                TopicInfo(name, partitions, self._is_internal(name), *limits)
+                for (name, partitions), limits in zip(partitions_of.items(), kept, strict=True)
+            ]
+
+    def _is_internal(self, name: str) -> bool:
+        return name.startswith(self._settings.prefix) or any(own in name for own in _PULSARS_OWN)
+
+    def _retention_of(self, name: str, deadline: Deadline) -> tuple[float | None, int | None]:
+        """Return seconds and bytes; None where there is no limit, or it is not known."""
+        if self._cluster.rest is None or self._is_internal(name):
+            return None, None
+        path = f"/admin/v2/persistent/{path_of(self._settings.namespace.full_name(name))}/retention?applied=true"
+        try:
+            retention = self._cluster.rest.get(path, deadline) or {}
+        except (RestRefused, AccessDenied):
+            return None, None
+        minutes, megabytes = retention.get("retentionTimeInMinutes", 0), retention.get("retentionSizeInMB", 0)
+        return (
+            None if minutes < 0 else float(minutes * _MINUTE),
+            None if megabytes < 0 else int(megabytes * _MEGABYTE),
+        )
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        concrete = set(self._topics.look(name, deadline))
+        if concrete and self._cluster.rest is not None:
+            for listed in list_open(self._cluster, deadline):
+                if concrete.intersection(listed.topics):
+                    raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
+        self._topics.delete(name, deadline)
+        while self._topics.look(name, deadline):
+            deadline.check(f"waiting until topic {name!r} is gone")
+            time.sleep(_LOOK_SECONDS)
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.grow(name, partitions, deadline)
+        self._wait_until_known(name, partitions, deadline)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        bounds = {}
+        for topic in topics:
+            concrete = self._topics.look(topic, deadline)
+            if not concrete:
+                raise NotFound(f"there is no topic {topic!r}")
+            for number, name in enumerate(concrete):
+                bounds[topic, number] = self._bounds(name, deadline)
+        return bounds
+
+    def topic_ids(self, topics: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        """Return the creation time of the first partition's record in the metadata store. A new topic of that name has
+        another one, and growing, moving and retention leave it. Only REST tells.
+        """
+        rest = self._cluster.rest
+        if rest is None:
+            return {}
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+            ids = asking.map(lambda topic: self._topic_id(rest, topic, deadline), topics)
+            return {topic: id for topic, id in zip(topics, ids, strict=True) if id}
+
+    def _topic_id(self, rest: Rest, topic: str, deadline: Deadline) -> str:
+        concrete = self._topics.look(topic, deadline)
+        if not concrete:
+            return ""
+        try:
+            info = rest.get(f"/admin/v2/persistent/{path_of(concrete[0])}/internal-info", deadline)
+        except AccessDenied as error:
+            _log.debug("this user is not told the id of topic %r: %s", topic, error)
+            return ""
+        except RestRefused as refused:
+            if refused.status == 404:
+                return ""
+            raise unavailable(refused, f"asking for the id of topic {topic!r}") from refused
+        return str(info.get("creationDate") or "")
+
+    def _bounds(self, concrete: str, deadline: Deadline) -> tuple[Position, Position]:
+        """Return the first position and the end, as a reader that starts at the begin learns them."""
+        what = f"asking where {concrete} begins and ends"
+
+        def ask() -> tuple[wire.MessageId, wire.MessageId | None]:
+            reader = self._cluster.client.read(concrete, timeout=deadline.left())
+            try:
+                return reader.progress(deadline.left())
+            finally:
+                reader.close(deadline.left())
+
+        last, before_first = again(ask, lambda error: translate(error, what), deadline)
+        first = _behind(before_first) if before_first is not None else (0, 0, 0)
+        return first, max(first, _behind(last), self._max_read_position(concrete, deadline))
+
+    def _max_read_position(self, concrete: str, deadline: Deadline) -> Position:
+        """Return the position behind the max read position. Only REST tells it where the last entries are aborted."""
+        if self._cluster.rest is None:
+            return (0, 0, 0)
+        try:
+            path = f"/admin/v3/transactions/transactionBufferStats/{path_of(concrete)}"
+            ledger, _, entry = str(self._cluster.rest.get(path, deadline)["maxReadPosition"]).partition(":")
+        except (RestRefused, AccessDenied):
+            return (0, 0, 0)
+        return int(ledger), int(entry) + 1, 0
+
+    # --- transactions ----------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        listed = list_open(self._cluster, deadline)
+        return [self._as_open_transaction(each) for each in listed if each.owner.startswith(owners)]
+
+    def _as_open_transaction(self, listed: ListedTransaction) -> OpenTransaction:
+        return OpenTransaction(
+            transaction=listed.name,
+            state="ending" if listed.status != "OPEN" else "prepared" if listed.prepared else "open",
+            owner=listed.writer or str(listed.txn),
+            since=listed.since,
+            expires_at=listed.expires_at,
+            partitions=tuple(self._topics.partition_of(topic) for topic in listed.users_topics),
+            groups=tuple(sorted({group for _, group in listed.subscriptions})),
+            messages=listed.messages,
+            token=token_of(self._cluster, listed),
+            transactional_id=listed.owner,
+        )
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """End a transaction as the contract says, given by its own id or by the broker's number, such as 0:15.
+
+        Its number also ends a transaction that no coordinator knows and that holds readers back.
+        """
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+        commit = decision is Decision.COMMIT
+        named = [each for each in list_open(self._cluster, deadline) if transaction in (each.name, str(each.txn))]
+        if not named and self._cluster.rest is not None and is_number(transaction):
+            return end_by_hand(self._cluster, self._cluster.rest, transaction, commit, deadline)
+        if not named:
+            raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+        (listed,) = named
+        token = token_of(self._cluster, listed)
+        if token is not None:
+            ledger = self._context.ledger(self._settings.application, listed.owner)
+            return end_prepared(self._cluster, token, commit, ledger, deadline)
+        if commit:
+            raise InvalidState(f"transaction {transaction!r} is open and not prepared: only its writer can commit it")
+        return abort(self._cluster, listed, deadline)
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        if self._cluster.rest is None:
+            raise NotSupported(f"repairing transaction {transaction!r}: {NEEDS_REST}")
+        return repair(self._cluster, self._cluster.rest, transaction, deadline)
+
+    # --- the doctor ------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        return list(self._check_all(deadline))
+
+    def _check_all(self, deadline: Deadline) -> Iterator[Advice]:
+        if self._cluster.rest is None:
+            yield Advice("warning", "rest", f"nothing can be looked into: {NEEDS_REST}", "give the option admin_url")
+            return
+        rest = self._cluster.rest
+        parts: tuple[Callable[[], Iterable[Advice]], ...] = (
+            lambda: doctor.check_settings(rest, deadline),
+            lambda: doctor.check_namespace(rest, self._settings, deadline),
+            lambda: doctor.check_stores(self._cluster, rest, self.topics(deadline), deadline),
+            lambda: doctor.check_topics(self._cluster, rest, self.topics(deadline), deadline),
+            lambda: self._check_open(deadline),
+            lambda: doctor.check_held_back(self._cluster, rest, deadline),
+        )
+        for part in parts:
+            try:
+                yield from part()
+            except AccessDenied as error:
+                yield Advice("warning", "rights", str(error), "let an administrator of the cluster ask")
+            except ListingBlocked as error:
+                yield Advice("problem", "open transactions", str(error), "wait, or end it where it was begun")
+
+    def _check_open(self, deadline: Deadline) -> Iterator[Advice]:
+        listed = list_open(self._cluster, deadline)
+        yield from doctor.check_open(map(self._as_open_transaction, listed))
+        yield from doctor.check_at_risk(self._cluster, listed, deadline)
+
+
+def _behind(id: wire.MessageId) -> Position:
+    return id.ledger, id.entry + 1, 0
+
+
+def _retention(seconds: float | None, size: int | None) -> dict[str, int] | None:
+    for what, kept in (("retention_seconds", seconds), ("retention_bytes", size)):
+        if kept is not None and not kept > 0:
+            raise InvalidOption(f"{what} must be above 0, not {kept}")
+    if seconds is None and size is None:
+        return None
+    return {
+        "retentionTimeInMinutes": -1 if seconds is None else math.ceil(seconds / _MINUTE),
+        "retentionSizeInMB": -1 if size is None else math.ceil(size / _MEGABYTE),
+    }

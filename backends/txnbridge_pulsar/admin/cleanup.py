@@ -1,0 +1,140 @@
+"""Cleans up proof topics: drops records that no living token can need, and deletes topics of dead writers.
+
+Each writer records on its proof topic, before its transactions, until when any of them can be open. An hour later their
+tokens tell nothing more. Nothing else decides: neither a record's age, nor whether a writer seems to be alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+from txnbridge.errors import InvalidState, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client.rest import RestRefused, path_of
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.proof import PRESENCE, ProofRecord, proof_prefix, record_of
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
+
+_log = logging.getLogger("txnbridge")
+
+# A token tells how its transaction ended for this long after the deadline; clocks may differ by much less.
+KEPT_SECONDS = 3600.0
+# A short-lived bridge cleans nothing up. A later cleanup costs little, and has more to drop at once.
+_FIRST_SECONDS, _EVERY_SECONDS = 5.0, 600.0
+# Each bridge looks at this many topics of others at a time, so that many bridges do not all do the same work.
+_OTHERS = 20
+_SECONDS_A_TOPIC = 30.0
+
+
+def clean_up(cluster: ClusterAccess, topic: str, now_ms: float, deadline: Deadline) -> None:
+    """Drop expired records from a proof topic, given by its full name. Delete the topic if nothing else is left and it
+    belongs to no transactional id.
+
+    Raise `NotFound` for a missing topic. A topic with a producer is not deleted. What does not fit in the time is left.
+    """
+    with translated(f"clearing up {topic}"):
+        try:
+            consumer = cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left(), create=False)
+        except wire.ConsumerBusy:
+            return  # another process cleans it up
+        try:
+            newest, passed = _look_through(consumer, now_ms, deadline)
+            if passed is not None:
+                consumer.acknowledge_up_to(passed, timeout=deadline.left())
+        finally:
+            consumer.close(deadline.left())
+    if newest is not None and not newest.owned and _is_over(newest, now_ms):
+        _delete(cluster, topic, deadline)
+
+
+def _delete(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
+    """Delete the topic, unless its writer is alive with nothing to write, or a transaction is still open because nobody
+    connected to the coordinators. Brokers list no transactions while a topic of one is missing.
+    """
+    if cluster.rest is None:
+        return
+    try:
+        stats = cluster.rest.get(f"/admin/v3/transactions/transactionBufferStats/{path_of(topic)}", deadline)
+        if not stats.get("ongoingTxnSize"):
+            cluster.topics.delete(topic, deadline, force=False)
+    except (InvalidState, RestRefused) as error:
+        _log.debug("%s stays: %s", topic, error)
+
+
+def _look_through(
+    consumer: wire.PulsarConsumer, now_ms: float, deadline: Deadline
+) -> tuple[ProofRecord | None, wire.MessageId | None]:
+    """Read from the last dropped record to the first presence record that has not expired, or to the end.
+
+    Return that record, and the last entry before it, up to which everything may go.
+    """
+    newest: ProofRecord | None = None
+    passed: wire.MessageId | None = None
+    before: wire.MessageId | None = None
+    for entry in _entries(consumer, deadline):
+        record = record_of(entry)
+        if record is not None and record.kind == PRESENCE:
+            newest, passed = record, before
+            if not _is_over(record, now_ms):
+                break
+        before = entry.id
+    return newest, passed
+
+
+def _entries(consumer: wire.PulsarConsumer, deadline: Deadline) -> Iterator[wire.ReceivedEntry]:
+    """Yield the entries that can be read now."""
+    last, dropped = consumer.progress(deadline.left())
+    at = wire.EARLIEST if dropped is None else dropped
+    while at[:2] < last[:2] and not deadline.expired:
+        for entry in consumer.receive(deadline.left()):
+            at = entry.id
+            yield entry
+
+
+def _is_over(record: ProofRecord, now_ms: float) -> bool:
+    return record.until + KEPT_SECONDS * 1000 < now_ms
+
+
+class ProofTopicCleanup:
+    """Cleans up now and then on a thread of its own: an owner's proof topics, and a few of others."""
+
+    def __init__(self, cluster: ClusterAccess, name: str) -> None:
+        self._cluster = cluster
+        self._all = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
+        self._own = f"{self._all}{encoded(name)}."
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="txnbridge-pulsar-tidier", daemon=True).start()
+
+    def _run(self) -> None:
+        pause = _FIRST_SECONDS
+        while not self._stop.wait(pause):
+            try:
+                self.sweep()
+            except TxnBridgeError as error:
+                _log.debug("proof topics are not cleared up: %s", error)
+            pause = _EVERY_SECONDS
+
+    def sweep(self) -> None:
+        """Clean up once, as far as possible."""
+        topics = self._cluster.topics.all_concrete(Deadline(_SECONDS_A_TOPIC))
+        own = [topic for topic in topics if topic.startswith(self._own)]
+        others = [topic for topic in topics if topic.startswith(self._all) and not topic.startswith(self._own)]
+        for topic in (*own, *random.sample(others, min(len(others), _OTHERS))):
+            if self._stop.is_set():
+                return
+            try:
+                clean_up(self._cluster, topic, time.time() * 1000, Deadline(_SECONDS_A_TOPIC))
+            except TxnBridgeError as error:
+                _log.debug("%s is not cleared up: %s", topic, error)
+
+    def close(self) -> None:
+        """Stop. Closing the client ends a running cleanup."""
+        self._stop.set()

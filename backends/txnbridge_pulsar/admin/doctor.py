@@ -1,0 +1,330 @@
+"""The doctor finds settings and states of a cluster that weaken a promise or hold readers back."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import quote
+
+from txnbridge.errors import AccessDenied
+from txnbridge.spi import Advice, Deadline, OpenTransaction, TopicInfo
+from txnbridge_pulsar.admin.open_transactions import ListedTransaction
+from txnbridge_pulsar.admin.repair import held_back
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.proof import proof_prefix
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.write.fence import at_risk, fence_prefix
+
+# A transaction that is open for longer is reported: nothing behind it can be read.
+_LONG_SECONDS = 60
+# Stored copies before a record counts, so that losing one machine loses nothing.
+_COPIES = 2
+# A prepared transaction with less than this part of its time left is reported while it can still be committed.
+_LAST_PART = 0.25
+_NOT_KNOWN = ""
+# Each topic is a request, and there may be thousands.
+_SIDE_BY_SIDE = 8
+# Opening a subscription's pending-ack store reads a log of some thousand records. After this time it never finishes.
+_OPENING_SECONDS = 10
+_PAUSE = 0.2
+_OPENING = "Initializing"
+_CONF = "set it in broker.conf, and restart the brokers"
+_EVICTING = "consumer_backlog_eviction"
+_QUOTA = "the backlog quota drops what is not acknowledged, the decision log's records among it"
+
+
+def check_settings(rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+    config: Mapping[str, str] = rest.get("/admin/v2/brokers/configuration/runtime", deadline)
+    yield from _unless_set(
+        config,
+        "transactionCoordinatorEnabled",
+        Advice("problem", "transactions", "they are off: transactionCoordinatorEnabled is false", _CONF),
+    )
+    yield from _unless_set(
+        config,
+        "acknowledgmentAtBatchIndexLevelEnabled",
+        Advice(
+            "warning",
+            "acknowledgements",
+            "acknowledgmentAtBatchIndexLevelEnabled is false: brokers may deliver again what was acknowledged, where"
+            " other messages of the same entry were not",
+            _CONF,
+        ),
+    )
+    yield from _unless_set(
+        config,
+        "brokerDeduplicationEnabled",
+        Advice(
+            "warning",
+            "deduplication",
+            "brokerDeduplicationEnabled is false: a connection that is lost while a transaction sends ends that"
+            " transaction, and publishers have no sequences",
+            f"{_CONF}, or for a namespace: pulsar-admin namespaces set-deduplication --enable TENANT/NAMESPACE",
+        ),
+    )
+    if _int_of(config, "managedLedgerDefaultAckQuorum", _COPIES) < _COPIES:
+        yield Advice(
+            "warning",
+            "copies",
+            "managedLedgerDefaultAckQuorum is 1: what was committed is lost with one disk",
+            "set it to 2 with a write quorum of 3, where there are three bookies",
+        )
+    yield from _losses("the brokers", config, "ttlDurationDefaultInSeconds", "subscriptionExpirationTimeMinutes")
+    limits = ("backlogQuotaDefaultLimitBytes", "backlogQuotaDefaultLimitGB", "backlogQuotaDefaultLimitSecond")
+    evicts = config.get("backlogQuotaDefaultRetentionPolicy") == _EVICTING
+    if evicts and any(_int_of(config, name, -1) > 0 for name in limits):
+        yield Advice("problem", "the brokers", _QUOTA, f"backlogQuotaDefaultRetentionPolicy: {_CONF}")
+
+
+def check_namespace(rest: Rest, settings: PulsarSettings, deadline: Deadline) -> Iterator[Advice]:
+    name = settings.namespace
+    policies: Mapping[str, Any] = rest.get(f"/admin/v2/namespaces/{path_of(str(name))}", deadline)
+    yield from _losses(f"namespace {name}", policies, "message_ttl_in_seconds", "subscription_expiration_time_minutes")
+    for quota in (policies.get("backlog_quota_map") or {}).values():
+        if quota.get("policy") == _EVICTING:
+            yield Advice(
+                "problem",
+                f"namespace {name}",
+                _QUOTA,
+                f"pulsar-admin namespaces set-backlog-quota --policy producer_exception ... {name}",
+            )
+
+
+def check_topics(
+    cluster: ClusterAccess, rest: Rest, topics: Sequence[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
+    """Find topics that lose messages or our own records."""
+    yield from _check_kept(cluster, rest, topics, deadline)
+    yield from _check_own(cluster, rest, topics, deadline)
+    yield from _check_expiring(cluster, rest, topics, deadline)
+
+
+def _check_kept(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
+    """Find users' topics without retention and without a subscription."""
+    namespace = cluster.settings.namespace
+    dropped = [
+        topic.name
+        for topic in topics
+        if not topic.internal
+        and 0 in (topic.retention_seconds, topic.retention_bytes)
+        and not all(_subscriptions(rest, each, deadline) for each in cluster.topics.look(topic.name, deadline))
+    ]
+    if dropped:
+        yield Advice(
+            "warning",
+            f"namespace {namespace}",
+            f"{', '.join(sorted(dropped))}: their retention is 0 and they have no subscription, so brokers delete what"
+            " is committed there, and what is open too, before anybody has read it",
+            "make the subscription before the first message (pulsar-admin topics create-subscription), or keep what"
+            f" nobody has read yet: pulsar-admin namespaces set-retention --time 7d --size -1 {namespace}",
+        )
+
+
+def _check_own(cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline) -> Iterator[Advice]:
+    """Find internal topics whose subscription was deleted."""
+    settings = cluster.settings
+    own = [settings.namespace.full_name(name) for name in _kept_by_us(cluster, [topic.name for topic in topics])]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        subscriptions = asking.map(lambda topic: _subscriptions(rest, topic, deadline), own)
+        for topic, names in zip(own, subscriptions, strict=True):
+            if not names & {SUBSCRIPTION, _NOT_KNOWN}:
+                yield Advice(
+                    "problem",
+                    settings.namespace.short_name(topic),
+                    f"the subscription {SUBSCRIPTION!r} of this topic of our own is gone: brokers delete what tells how"
+                    " transactions ended, and which ones have not, and when nobody uses it the topic itself",
+                    f"pulsar-admin topics create-subscription --subscription {SUBSCRIPTION} --messageId earliest"
+                    f" {shlex.quote(topic)}; and find out who deletes subscriptions",
+                )
+
+
+def _kept_by_us(cluster: ClusterAccess, names: Sequence[str]) -> Iterator[str]:
+    """Yield the internal topics that must have their subscription. Proof topics of bridges without a transactional id
+    need none: without REST such a bridge deletes the subscription when it closes, and the broker deletes the topic.
+    """
+    fence, marker = fence_prefix(cluster), proof_prefix(cluster)
+    ids = {name.removeprefix(fence) for name in names if name.startswith(fence)}
+    for name in names:
+        id, _, _ = name.removeprefix(marker).rpartition(".")
+        if name.startswith(cluster.settings.prefix) and (not name.startswith(marker) or id in ids):
+            yield name
+
+
+def _check_expiring(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
+    """Find topics with a time-to-live of their own; `check_namespace` reports the namespace's."""
+    settings = cluster.settings
+    asked = [topic for topic in topics if topic.name.startswith(settings.prefix) or not topic.internal]
+    names = [settings.namespace.full_name(topic.name) for topic in asked]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        seconds_of = asking.map(lambda name: _time_to_live(rest, name, deadline), names)
+        for topic, name, seconds in zip(asked, names, seconds_of, strict=True):
+            if seconds:
+                yield Advice(
+                    "problem" if topic.internal else "warning",
+                    topic.name,
+                    f"messages expire on this topic after {seconds} s: "
+                    + (
+                        "decisions, and what tells how transactions ended, are lost with them"
+                        if topic.internal
+                        else "what a group has not acknowledged by then is taken from it, and it is not told"
+                    ),
+                    f"pulsar-admin topics remove-message-ttl {shlex.quote(name)}",
+                )
+
+
+def _time_to_live(rest: Rest, full: str, deadline: Deadline) -> int:
+    """Return the time-to-live in seconds; 0 without one, or where it is not known."""
+    try:
+        return int(rest.get(f"/admin/v2/persistent/{path_of(full)}/messageTTL", deadline) or 0)
+    except (RestRefused, AccessDenied):
+        return 0
+
+
+def _subscriptions(rest: Rest, concrete: str, deadline: Deadline) -> set[str]:
+    """Return the durable subscriptions (a reader's keeps nothing); one with an empty name if not known."""
+    try:
+        subscriptions = rest.get(f"/admin/v2/persistent/{path_of(concrete)}/stats", deadline)["subscriptions"]
+    except RestRefused:
+        return {_NOT_KNOWN}
+    return {name for name, each in subscriptions.items() if each.get("durable")}
+
+
+def check_stores(
+    cluster: ClusterAccess, rest: Rest, topics: Iterable[TopicInfo], deadline: Deadline
+) -> Iterator[Advice]:
+    """Find subscriptions that a broker never serves, because it does not finish opening their pending-ack store."""
+    concrete = [each for topic in topics if not topic.internal for each in cluster.topics.look(topic.name, deadline)]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as asking:
+        names = asking.map(lambda topic: _subscriptions(rest, topic, deadline) - {_NOT_KNOWN}, concrete)
+        groups = [(topic, group) for topic, durable in zip(concrete, names, strict=True) for group in sorted(durable)]
+        until = Deadline(min(_OPENING_SECONDS, deadline.left() / 2))
+        opening = list(asking.map(lambda group: _is_opening(rest, group, until, deadline), groups))
+    for (topic, group), stuck in zip(groups, opening, strict=True):
+        if stuck:
+            yield Advice(
+                "problem",
+                f"group {group}",
+                f"the broker opens its store of acknowledgements on {topic}, and comes to no end: until then nobody can"
+                " join the group there, and no transaction that acknowledges in it can end",
+                "if it stays so, start that broker anew; brokers up to 4.2.4 may wait there for ever"
+                " (https://github.com/apache/pulsar/issues/26368)",
+            )
+
+
+def _is_opening(rest: Rest, group: tuple[str, str], until: Deadline, deadline: Deadline) -> bool:
+    """Return whether an opening store is not open when the time is up; False where it is not known."""
+    topic, name = group
+    path = f"/admin/v3/transactions/pendingAckStats/{path_of(topic)}/{quote(name, safe='')}"
+    try:
+        while rest.get(path, deadline)["state"] == _OPENING:
+            if until.expired:
+                return True
+            time.sleep(_PAUSE)
+    except (RestRefused, AccessDenied):
+        pass
+    return False
+
+
+def check_open(transactions: Iterable[OpenTransaction]) -> Iterator[Advice]:
+    now = time.time() * 1000
+    for txn in transactions:
+        yield from _check_expiry(txn, now)
+        seconds = (now - (txn.since or now)) / 1000
+        if seconds > _LONG_SECONDS:
+            topics = ", ".join(sorted({topic for topic, _ in txn.partitions})) or "no topic of users"
+            yield Advice(
+                "warning",
+                f"transaction {txn.transaction}",
+                f"of {txn.owner} has been {txn.state} for {seconds:.0f} s and holds back all readers of {topics}",
+                f"txnbridge transactions commit (or abort) {shlex.quote(txn.transaction)} --yes --reason TEXT, or"
+                " wait for its deadline",
+            )
+
+
+def _check_expiry(txn: OpenTransaction, now: float) -> Iterator[Advice]:
+    if txn.state != "prepared" or not txn.since or not txn.expires_at:
+        return
+    left = txn.expires_at - now
+    if left < _LAST_PART * (txn.expires_at - txn.since):
+        yield Advice(
+            "problem",
+            f"transaction {txn.transaction}",
+            f"of {txn.owner} is prepared, and the broker aborts it in {max(0, left) / 1000:.0f} s",
+            f"txnbridge transactions commit (or abort) {shlex.quote(txn.transaction)} --yes --reason TEXT; for more"
+            " time, connect with a larger hold and longest_transaction",
+        )
+
+
+def check_at_risk(
+    cluster: ClusterAccess, transactions: Sequence[ListedTransaction], deadline: Deadline
+) -> Iterator[Advice]:
+    """Find topics where brokers cannot refuse the late messages yet of a transaction that was ended for its owner.
+
+    This is certain while the coordinator has an older transaction open. Afterwards the newer owner makes brokers refuse
+    them, and no other process can tell whether it has done so.
+    """
+    oldest: dict[int, ListedTransaction] = {}
+    for each in sorted(transactions, key=lambda each: each.txn):
+        oldest.setdefault(each.txn.most, each)
+    for ended in at_risk(cluster, deadline) if oldest else ():
+        older = oldest.get(ended.txn.most)
+        if older is not None and older.txn < ended.txn:
+            topics = ", ".join(sorted({cluster.topics.partition_of(topic)[0] for topic in ended.users_topics}))
+            yield Advice(
+                "warning",
+                f"transaction {ended.transaction}",
+                f"was ended for an older owner, which may still be sending: as long as transaction {older.name} is"
+                f" open, a late message would hold back all readers of {topics or 'no topic of users'}",
+                f"end {older.name}, or wait until it has ended; stop whoever else has opened the id",
+            )
+
+
+def check_held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[Advice]:
+    """Find partitions with an open transaction that no coordinator knows, and that will never end by itself."""
+    for topic, txn in held_back(cluster, rest, deadline):
+        yield Advice(
+            "problem",
+            topic,
+            f"is held back by transaction {txn}, which no coordinator knows: a message came after the transaction had"
+            " ended, or its topic was never named, and until it is ended there, too, nothing behind it can be read",
+            f"stop whoever still sends in it, then: txnbridge transactions repair {txn} --yes --reason TEXT",
+        )
+
+
+def _unless_set(config: Mapping[str, str], name: str, otherwise: Advice) -> Iterator[Advice]:
+    if config.get(name) == "false":
+        yield otherwise
+
+
+def _losses(whose: str, config: Mapping[str, Any], ttl: str, expiry: str) -> Iterator[Advice]:
+    if _int_of(config, ttl, 0) > 0:
+        yield Advice(
+            "problem",
+            whose,
+            f"{ttl} is {config[ttl]}: what is older counts as acknowledged, and decisions are lost with it",
+            "let no messages expire in the namespace of our own topics",
+        )
+    if _int_of(config, expiry, 0) > 0:
+        yield Advice(
+            "problem",
+            whose,
+            f"{expiry} is {config[expiry]}: subscriptions that nobody uses are deleted, those that keep our own topics"
+            " among them",
+            "let no subscriptions expire in the namespace of our own topics",
+        )
+
+
+def _int_of(config: Mapping[str, Any], name: str, default: int) -> int:
+    try:
+        return int(config[name])
+    except (KeyError, TypeError, ValueError):
+        return default

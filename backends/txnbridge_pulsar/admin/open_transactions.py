@@ -1,0 +1,218 @@
+"""The open transactions of a cluster: the coordinators' list, with what our fence and proof topics add."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, NotSupported, OutcomeUnknown
+from txnbridge.spi import Deadline, Outcome, Token
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client.rest import RestRefused, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.end_delivery import Participants
+from txnbridge_pulsar.outcome.late_writes import refuse_late_writes
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, end, outcome_by_proof
+from txnbridge_pulsar.outcome.proof import last_presence, proof_prefix
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, decoded, encoded
+from txnbridge_pulsar.topics import NEEDS_REST
+from txnbridge_pulsar.write.fence import fence_prefix, last_fence_record
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
+
+_NUMBER = re.compile(r"\((\d+),\s*(\d+)\)")
+# A writer's name: the transactional id and the writer's number, with a p for prepared transactions.
+_WRITER = re.compile(r"(?P<owner>.+)\.(?P<prepares>p?)\d+", re.DOTALL)
+# While a registered topic is not loaded, coordinators refuse to list, and those of 4.0 never answer.
+_UNLOADED = re.compile(r"Topic not found (persistent://\S+)")
+# In Java's error about a deleted subscription, which does not say which one.
+_DELETED = "PersistentSubscription.getTransactionInPendingAckStats"
+_PATIENCE = 3.0
+_SIDE_BY_SIDE = 8
+_PAUSE = 0.1
+_NO_PROOF = ProofLocation("", (0, 0), "")
+
+
+class ListingBlocked(BrokerUnavailable):
+    """No transaction can be listed while a certain one of them is open."""
+
+
+@dataclass(frozen=True)
+class ListedTransaction:
+    """A transaction that has not ended."""
+
+    txn: TxnId
+    status: str
+    since: int
+    expires_at: int
+    topics: tuple[str, ...]  # concrete topics
+    subscriptions: tuple[tuple[str, str], ...]
+    proof_topic: str = ""  # of its writer, if a bridge wrote it
+    writer: str = ""
+    owner: str = ""
+    prepares: bool = False  # whether its writer is for prepared transactions
+    transaction: str = ""
+    proof: ProofLocation | None = None
+    prepared: bool = False
+    messages: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the transaction's own id, or else the broker's number for it."""
+        return self.transaction or str(self.txn)
+
+    @property
+    def users_topics(self) -> tuple[str, ...]:
+        return tuple(topic for topic in self.topics if topic != self.proof_topic)
+
+
+def list_open(cluster: ClusterAccess, deadline: Deadline) -> list[ListedTransaction]:
+    """Return the open transactions of all programs. Raise `NotSupported` without REST, and `ListingBlocked`."""
+    listed = [_as_listed(cluster, number, about) for number, about in _listed(cluster, deadline).items()]
+    owners = {transaction.owner for transaction in listed if transaction.owner}
+    announced = {each.txn: each for owner in owners for each in _under_way(cluster, owner, deadline)}
+    return [_completed(cluster, transaction, announced.get(transaction.txn), deadline) for transaction in listed]
+
+
+def _listed(cluster: ClusterAccess, deadline: Deadline) -> Mapping[str, Any]:
+    rest = cluster.rest
+    if rest is None:
+        raise NotSupported(f"open transactions cannot be listed: {NEEDS_REST}")
+    with translated("loading the coordinators"):  # else they do not answer, and no transaction times out
+        cluster.client.transactions.connect(deadline.left())
+    patience = Deadline(min(_PATIENCE, deadline.left()))
+    while True:
+        try:
+            return rest.get("/admin/v3/transactions/slowTransactions/0", patience) or {}
+        except DeadlineExceeded:
+            if deadline.expired or patience is deadline:
+                raise
+            patience, unloaded = deadline, None
+            _load_all(cluster, deadline)
+        except RestRefused as refused:
+            if _DELETED in refused.text:
+                raise ListingBlocked(
+                    "listing open transactions: one of them names a subscription that was deleted, and until that one"
+                    " has ended brokers list none. They abort it when its time is over"
+                ) from refused
+            if deadline.left() <= _PAUSE:
+                raise unavailable(refused, "listing open transactions") from refused
+            unloaded = _UNLOADED.search(refused.text)
+        if unloaded is None:
+            time.sleep(_PAUSE)
+        else:
+            _load(cluster, unloaded[1], deadline)
+
+
+def _load_all(cluster: ClusterAccess, deadline: Deadline) -> None:
+    """Load all topics of the namespace: the answer does not say which one is missing."""
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as loading:
+        for loaded in [
+            loading.submit(_load, cluster, topic, deadline) for topic in cluster.topics.all_concrete(deadline)
+        ]:
+            loaded.result()
+
+
+def _load(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
+    with translated(f"loading {topic}"):
+        cluster.client.read(topic, timeout=deadline.left()).close(deadline.left())
+
+
+def _as_listed(cluster: ClusterAccess, number: str, about: Mapping[str, Any]) -> ListedTransaction:
+    most, least = _NUMBER.findall(number)[0]
+    topics = tuple(about.get("producedPartitions") or {})
+    opened = int(about["openTimestamp"])
+    begins = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
+    proof_topic = next((topic for topic in topics if topic.startswith(begins)), "")
+    writer = decoded(proof_topic.removeprefix(begins))
+    named = _WRITER.fullmatch(writer)
+    subscriptions = tuple(_pairs(about.get("ackedPartitions") or {}))
+    prepared = (proof_topic, SUBSCRIPTION)
+    return ListedTransaction(
+        txn=TxnId(int(most), int(least)),
+        status=str(about["status"]),
+        since=opened,
+        expires_at=opened + int(about["timeoutAt"]),  # named like a time, it is a duration
+        topics=topics,
+        subscriptions=tuple(pair for pair in subscriptions if pair != prepared),
+        proof_topic=proof_topic,
+        writer=writer,
+        owner="" if named is None else named["owner"],
+        prepares=named is not None and bool(named["prepares"]),
+        prepared=prepared in subscriptions,
+    )
+
+
+def _pairs(acked: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for topic, subscriptions in acked.items():
+        for subscription in subscriptions:
+            yield topic, subscription
+
+
+def _under_way(cluster: ClusterAccess, owner: str, deadline: Deadline) -> tuple[AnnouncedTransaction, ...]:
+    """Return the transactions that the newest owner of an id has announced; none for a made-up name."""
+    name = f"{fence_prefix(cluster)}{encoded(owner)}"
+    if not cluster.topics.look(name, deadline):
+        return ()
+    newest = last_fence_record(cluster, f"persistent://{cluster.settings.namespace}/{name}", deadline)
+    return () if newest is None else tuple(newest[1].under_way)
+
+
+def _completed(
+    cluster: ClusterAccess, listed: ListedTransaction, announced: AnnouncedTransaction | None, deadline: Deadline
+) -> ListedTransaction:
+    if announced is not None:
+        return replace(
+            listed,
+            transaction=announced.transaction,
+            proof=announced.proof,
+            prepared=announced.prepared,
+            messages=announced.messages if announced.prepared else None,
+        )
+    if not listed.prepares:
+        return listed
+    # A made-up name has no fence topic; its proof topic names the transaction.
+    presence = last_presence(cluster, listed.proof_topic, deadline)
+    if presence is None:
+        return replace(listed, prepared=False)
+    proof, record = presence
+    return replace(listed, transaction=record.transaction, proof=proof)
+
+
+def token_of(cluster: ClusterAccess, listed: ListedTransaction) -> Token | None:
+    """Return a prepared transaction's token; None for any other transaction."""
+    if not listed.prepared or listed.proof is None:
+        return None
+    return Token(
+        broker="pulsar",
+        cluster=cluster.id,
+        transaction=listed.transaction,
+        how=TokenEvidence(
+            listed.txn, listed.proof, participants=Participants(listed.topics, listed.subscriptions)
+        ).fields(),
+        prepared=True,
+        expires_at=listed.expires_at,
+        messages=listed.messages or 0,
+    )
+
+
+def abort(cluster: ClusterAccess, listed: ListedTransaction, deadline: Deadline) -> Outcome:
+    """End another writer's transaction, and have brokers refuse its late messages."""
+    ended = end(cluster, listed.txn, False, listed.topics, deadline)
+    if ended is EndResult.ABORTED:
+        proof = listed.proof or _NO_PROOF
+        refuse_late_writes(
+            cluster,
+            AnnouncedTransaction(listed.transaction, listed.txn, listed.topics, listed.subscriptions, proof),
+            deadline,
+        )
+        return Outcome.ABORTED
+    if ended is EndResult.COMMITTED:
+        return Outcome.COMMITTED
+    if listed.proof is None:
+        raise OutcomeUnknown(f"transaction {listed.name} ended while it was to be aborted, nobody knows how")
+    return outcome_by_proof(cluster, listed.txn, listed.proof, deadline)

@@ -1,0 +1,169 @@
+"""Repairs transactions that no coordinator knows and that still hold readers back.
+
+A message that arrives after the end of its transaction opens it again on that topic, where no coordinator ends it any
+more. A topic that was never registered with the transaction gets no end either. An administrator ends the transaction
+there by hand, in the way in which it had ended: aborting a committed one takes its messages away.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from txnbridge.errors import AccessDenied, DeadlineExceeded, InvalidOption, InvalidState, NotFound
+from txnbridge.spi import Deadline, Outcome
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.broker_evidence import (
+    entry_headers,
+    first_open_message,
+    ledger_sizes,
+    parse_position,
+    proof_of_commit,
+    topics_but_canary,
+    txn_of_headers,
+)
+
+_log = logging.getLogger("txnbridge")
+
+_NUMBER = re.compile(r"(\d+):(\d+)")
+_REST = "/admin/v3/transactions"
+# A coordinator that knows a transaction answers in milliseconds.
+_PATIENCE = 3.0
+
+
+def is_number(transaction: str) -> bool:
+    return _NUMBER.fullmatch(transaction) is not None
+
+
+def held_back(cluster: ClusterAccess, rest: Rest, deadline: Deadline) -> Iterator[tuple[str, TxnId]]:
+    """Yield the concrete topics whose readers wait for a transaction that no coordinator knows, each with the oldest
+    one.
+
+    Topics that are not loaded have no readers and are left out.
+    """
+    coordinators = _connect(cluster, deadline)
+    for topic in topics_but_canary(cluster, deadline):
+        txn = _oldest_open(rest, topic, deadline)
+        if (
+            txn is not None
+            and not _may_be_known(rest, txn, coordinators, deadline)
+            and first_open_message(rest, topic, txn, deadline)  # it may have ended between the two questions
+        ):
+            yield topic, txn
+
+
+def _may_be_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
+    """Return whether a coordinator may know it; one of 4.0 does not answer while a topic is not loaded."""
+    try:
+        return _is_known(rest, txn, coordinators, Deadline(min(_PATIENCE, deadline.left())))
+    except DeadlineExceeded:
+        return True
+
+
+def repair(cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline) -> str:
+    """Commit such a transaction wherever it holds readers back, if it was committed. Return what proves the commit.
+
+    Raise `InvalidState` without proof or if a coordinator knows it, `NotFound` if it holds nothing back,
+    `AccessDenied`.
+    """
+    txn, held = _find_held(cluster, rest, transaction, deadline)
+    where = ", ".join(map(cluster.settings.namespace.short_name, held))
+    proof = proof_of_commit(cluster, rest, txn, held, deadline)
+    if proof is None:
+        raise InvalidState(
+            f"{txn} holds back {where}, and nothing was found that tells whether it had been committed; if it had, an"
+            " abort takes committed messages away. Nothing was changed; if you know how it had ended, say so by:"
+            f" txnbridge transactions abort {txn} --yes --reason TEXT, or commit {txn}"
+        )
+    _end(cluster, txn, held, True, deadline)
+    return f"committed {txn} on {where}: {proof}, so it had been committed"
+
+
+def end_by_hand(cluster: ClusterAccess, rest: Rest, transaction: str, commit: bool, deadline: Deadline) -> Outcome:
+    """End such a transaction as an administrator says that it ended, but commit it if it was committed. Raise as
+    `repair`, except for a missing proof.
+    """
+    txn, held = _find_held(cluster, rest, transaction, deadline)
+    committed = commit or proof_of_commit(cluster, rest, txn, held, deadline) is not None
+    _end(cluster, txn, held, committed, deadline)
+    return Outcome.COMMITTED if committed else Outcome.ABORTED
+
+
+def _find_held(
+    cluster: ClusterAccess, rest: Rest, transaction: str, deadline: Deadline
+) -> tuple[TxnId, dict[str, tuple[int, int]]]:
+    """Return a transaction that no coordinator knows, and its first open message on each topic that it holds back."""
+    number = _NUMBER.fullmatch(transaction)
+    if number is None:
+        raise InvalidOption(f"{transaction!r} is no number of a transaction as the doctor tells it, such as 0:15")
+    txn = TxnId(int(number[1]), int(number[2]))
+    # The coordinator is asked first: what is open on a topic after it has forgotten the transaction stays open there.
+    if _is_known(rest, txn, _connect(cluster, deadline), deadline):
+        raise InvalidState(
+            f"transaction {txn} has a coordinator that knows it, so there is nothing to repair; end it with:"
+            f" txnbridge transactions abort {txn}"
+        )
+    firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics_but_canary(cluster, deadline))
+    held = {topic: first for topic, first in firsts if first is not None}
+    if not held:
+        raise NotFound(f"transaction {txn} has ended, and holds back no topic of {cluster.settings.namespace}")
+    return txn, held
+
+
+def _end(cluster: ClusterAccess, txn: TxnId, topics: Collection[str], commit: bool, deadline: Deadline) -> None:
+    decision = "commit" if commit else "abort"
+    with cluster.events.step("step:repair", str(txn), decision=decision, topics=len(topics)):
+        for topic in topics:
+            try:
+                with translated(f"ending transaction {txn} on {topic}"):
+                    cluster.client.transactions.end_on_partition(txn, topic, commit, deadline.left())
+            except AccessDenied as error:
+                raise AccessDenied(f"{error}: a superuser of the cluster has to do it") from error.__cause__
+
+
+def _connect(cluster: ClusterAccess, deadline: Deadline) -> int:
+    """Load all coordinators, as an unloaded one says that it knows nothing. Return their number."""
+    with translated("loading the coordinators"):
+        return cluster.client.transactions.connect(deadline.left())
+
+
+def _is_known(rest: Rest, txn: TxnId, coordinators: int, deadline: Deadline) -> bool:
+    if txn.most >= coordinators:
+        return False  # there is no such coordinator
+    try:
+        rest.get(f"{_REST}/transactionMetadata/{txn.most}/{txn.least}", deadline)
+    except RestRefused as refused:
+        # With the same status a coordinator says that it is not loaded; another status means that a topic is not.
+        if refused.status == 404 and f"({txn.most},{txn.least})" in refused.text:
+            return False
+        if refused.status == 404:
+            raise unavailable(refused, f"asking the coordinator of transaction {txn}") from refused
+    return True
+
+
+def _oldest_open(rest: Rest, topic: str, deadline: Deadline) -> TxnId | None:
+    """Return the transaction of the first message that readers cannot see yet."""
+    try:
+        stats = rest.get(f"{_REST}/transactionBufferStats/{path_of(topic)}", deadline)
+        if not stats.get("ongoingTxnSize"):
+            return None
+        ledgers = ledger_sizes(rest, topic, deadline)
+        headers = entry_headers(rest, topic, _behind(parse_position(stats["maxReadPosition"]), ledgers), deadline)
+        return txn_of_headers(headers)
+    except (RestRefused, KeyError):
+        return None  # the topic is not loaded, or the transaction has ended meanwhile
+
+
+def _behind(place: tuple[int, int], sizes: Mapping[int, int]) -> tuple[int, int]:
+    """Return the next position, in a later ledger if needed. Raise `KeyError` if there is none."""
+    ledger, entry = place
+    if entry + 1 < sizes.get(ledger, 0):
+        return ledger, entry + 1
+    for later in sorted(sizes):
+        if later > ledger and sizes[later]:
+            return later, 0
+    raise KeyError(place)

@@ -1,0 +1,128 @@
+"""A client of Apache Pulsar's binary protocol, transactions included. It knows nothing of bridges.
+
+It does what it is asked, when it is asked, and reports the result: it sends nothing twice, never reconnects or resumes
+by itself, and every error says whether the broker may have acted. Each connection has one reading thread; everything
+else runs on the caller's. Only the standard library is needed. google-crc32c makes checksums faster; lz4, zstandard and
+python-snappy are needed for those compressions.
+
+    with PulsarClient("pulsar://localhost:6650") as client:
+        txn = client.transactions.begin(60_000, timeout=10)
+        client.transactions.register(txn, 10, topics=["orders"])
+        producer = client.create_producer("orders", timeout=10, transactions=True)
+        batch = MessageBatch()
+        batch.extend([b"one", b"two"])
+        assert not producer.send(batch, txn, timeout=10).result(10).duplicate
+        client.transactions.end(txn, commit=True, timeout=10)
+"""
+
+from __future__ import annotations
+
+from .address import full_topic_name, partition_name, partition_of
+from .authentication import (
+    Authentication,
+    BasicAuthentication,
+    NoAuthentication,
+    TlsAuthentication,
+    TokenAuthentication,
+    tls_context,
+    token_file,
+)
+from .client import PulsarClient
+from .compression import Compression
+from .consumer import PulsarConsumer, SubscriptionType
+from .errors import (
+    BrokerConnectionLost,
+    Closed,
+    ConnectFailed,
+    ConsumerBusy,
+    CoordinatorNotFound,
+    CorruptEntry,
+    DuplicateUndecided,
+    InvalidTransactionStatus,
+    MessageTooLarge,
+    MissingLibrary,
+    NotAllowed,
+    NotAuthenticated,
+    NotAuthorized,
+    NotOwner,
+    PerhapsDropped,
+    ProducerBusy,
+    ProducerFenced,
+    ProtocolError,
+    PulsarError,
+    RequestTimedOut,
+    ServerError,
+    ServerErrorCode,
+    ServiceNotReady,
+    TopicNotFound,
+    TopicTerminated,
+    TransactionConflict,
+    TransactionNotFound,
+)
+from .ids import EARLIEST, LATEST, MessageId, TxnId
+from .inbox import Inbox
+from .incoming import ReceivedEntry, ReceivedMessage
+from .outgoing import MessageBatch, Single
+from .producer import AccessMode, PulsarProducer
+from .responses import Response
+from .sending import Receipt, Send
+from .transactions import Transactions
+
+__all__ = [
+    "EARLIEST",
+    "LATEST",
+    "AccessMode",
+    "Authentication",
+    "BasicAuthentication",
+    "BrokerConnectionLost",
+    "Closed",
+    "Compression",
+    "ConnectFailed",
+    "ConsumerBusy",
+    "CoordinatorNotFound",
+    "CorruptEntry",
+    "DuplicateUndecided",
+    "Inbox",
+    "InvalidTransactionStatus",
+    "MessageBatch",
+    "MessageId",
+    "MessageTooLarge",
+    "MissingLibrary",
+    "NoAuthentication",
+    "NotAllowed",
+    "NotAuthenticated",
+    "NotAuthorized",
+    "NotOwner",
+    "PerhapsDropped",
+    "ProducerBusy",
+    "ProducerFenced",
+    "ProtocolError",
+    "PulsarClient",
+    "PulsarConsumer",
+    "PulsarError",
+    "PulsarProducer",
+    "Receipt",
+    "ReceivedEntry",
+    "ReceivedMessage",
+    "RequestTimedOut",
+    "Response",
+    "Send",
+    "ServerError",
+    "ServerErrorCode",
+    "ServiceNotReady",
+    "Single",
+    "SubscriptionType",
+    "TlsAuthentication",
+    "TokenAuthentication",
+    "TopicNotFound",
+    "TopicTerminated",
+    "TransactionConflict",
+    "TransactionNotFound",
+    "Transactions",
+    "TxnId",
+    "full_topic_name",
+    "partition_name",
+    "partition_of",
+    "tls_context",
+    "token_file",
+]

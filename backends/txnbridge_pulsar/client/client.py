@@ -1,0 +1,189 @@
+"""The client of one cluster, which opens producers, consumers and readers, and has the transactions."""
+
+from __future__ import annotations
+
+import itertools
+import ssl
+import threading
+import uuid
+
+from .address import full_topic_name, service_url
+from .authentication import Authentication, NoAuthentication, tls_context
+from .clock import ClientDeadline
+from .compression import Compression
+from .connection import QUIET_SECONDS, ConnectionOptions
+from .consumer import ConsumerOptions, PulsarConsumer, SubscriptionType
+from .ids import EARLIEST, LATEST, MessageId
+from .inbox import Inbox
+from .lookup import Lookup
+from .pool import ConnectionPool
+from .producer import AccessMode, ProducerOptions, PulsarProducer
+from .sending import Budget
+from .transactions import Transactions
+
+# Unconfirmed frames over all producers: some seconds of a slow broker's work, and little beside what batches take.
+DEFAULT_UNCONFIRMED_BYTES = 64 * 1024 * 1024
+DEFAULT_PERMITS = 5000
+
+
+class PulsarClient:
+    """Connections to one cluster, made when needed. Any thread may call; every wait ends with its timeout.
+
+    What is opened under one `connection_key` shares no connection with another key. A producer that may be fenced needs
+    a key of its own, because the broker closes its whole connection.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        authentication: Authentication | None = None,
+        tls: ssl.SSLContext | None = None,
+        listener: str | None = None,
+        quiet_seconds: float = QUIET_SECONDS,
+        unconfirmed_bytes: int = DEFAULT_UNCONFIRMED_BYTES,
+    ) -> None:
+        """`url` names one or more brokers: `pulsar://host:6650,host2:6650`, or `pulsar+ssl://`, which takes `tls` or
+        the system's authorities. `listener` is the advertised listener to ask for. Connections are made later.
+        """
+        service = service_url(url)
+        if service.tls:
+            tls = tls or tls_context()
+        elif tls is not None:
+            raise ValueError("TLS needs a service URL that begins with pulsar+ssl://")
+        options = ConnectionOptions(authentication or NoAuthentication(), tls, quiet_seconds)
+        self._pool = ConnectionPool(options)
+        self._lookup = Lookup(self._pool, service, listener)
+        self._budget = Budget(unconfirmed_bytes)
+        self._ids = itertools.count()
+        self._ids_lock = threading.Lock()
+        self.transactions = Transactions(self._lookup)
+
+    def __enter__(self) -> PulsarClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _next_id(self) -> int:
+        with self._ids_lock:
+            return next(self._ids)
+
+    def partitions(self, topic: str, timeout: float) -> int:
+        """Return how many partitions a topic has now, 0 for a topic without partitions. The number can grow.
+
+        Raise `TopicNotFound`; the question creates no topic.
+        """
+        return self._lookup.partitions(topic, ClientDeadline(timeout))
+
+    def topics(self, namespace: str, timeout: float) -> list[str]:
+        """Return the full names of a namespace's persistent topics, each partition by itself."""
+        return self._lookup.topics(namespace, ClientDeadline(timeout))
+
+    def create_producer(
+        self,
+        topic: str,
+        *,
+        timeout: float,
+        name: str | None = None,
+        access: AccessMode = AccessMode.SHARED,
+        compression: Compression = Compression.NONE,
+        transactions: bool = False,
+        properties: tuple[tuple[str, str], ...] = (),
+        connection_key: str = "",
+    ) -> PulsarProducer:
+        """Open a producer on a topic or on one partition (`partition_name`).
+
+        `name` identifies it for the broker's deduplication; the default is unique. With `transactions`, wait until the
+        topic accepts transactional sends. Passing trouble is retried until the timeout. Raise `ProducerBusy` if the
+        name is in use, `ProducerFenced` if another producer holds the topic, `MissingLibrary`, `NotAuthorized`, and
+        others.
+        """
+        options = ProducerOptions(name, access, compression, transactions, properties, connection_key)
+        producer = PulsarProducer(self._lookup, self._budget, self._next_id(), full_topic_name(topic), options)
+        producer.reopen(timeout)
+        return producer
+
+    def subscribe(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        timeout: float,
+        type: SubscriptionType = SubscriptionType.EXCLUSIVE,
+        start: MessageId = LATEST,
+        durable: bool = True,
+        name: str | None = None,
+        inbox: Inbox | None = None,
+        permits: int = DEFAULT_PERMITS,
+        priority: int = 0,
+        read_compacted: bool = False,
+        properties: tuple[tuple[str, str], ...] = (),
+        hash_ranges: tuple[tuple[int, int], ...] = (),
+        connection_key: str = "",
+        create: bool = True,
+    ) -> PulsarConsumer:
+        """Open a consumer on a topic or on one partition.
+
+        `start` is where a new subscription begins: `EARLIEST`, `LATEST`, or, if not `durable`, behind a message.
+        `inbox` may be shared with other consumers. At most `permits` messages of this consumer wait there, fewer large
+        ones; with 0, only as many as `allow` says. `hash_ranges` are a key-shared consumer's; the broker chooses by
+        default. Without `create` a missing topic is `TopicNotFound`, even where brokers create topics by themselves.
+
+        Passing trouble is retried until the timeout. Raise `ConsumerBusy`, `NotAuthorized`, `TopicNotFound`, and
+        others.
+        """
+        if durable and start not in (EARLIEST, LATEST):
+            raise ValueError("a durable subscription begins at EARLIEST or LATEST; seek from there")
+        options = ConsumerOptions(
+            subscription,
+            type,
+            start,
+            durable,
+            name,
+            permits,
+            priority,
+            read_compacted,
+            properties,
+            hash_ranges,
+            connection_key,
+            create,
+        )
+        consumer = PulsarConsumer(self._lookup, self._next_id, full_topic_name(topic), options, inbox)
+        consumer.reopen(timeout)
+        return consumer
+
+    def read(
+        self,
+        topic: str,
+        *,
+        timeout: float,
+        start: MessageId = EARLIEST,
+        inbox: Inbox | None = None,
+        read_compacted: bool = False,
+        connection_key: str = "",
+        create: bool = True,
+    ) -> PulsarConsumer:
+        """Open a reader: a consumer without a lasting subscription, from `start` on. `create` as in `subscribe`."""
+        return self.subscribe(
+            topic,
+            f"reader-{uuid.uuid4().hex[:12]}",
+            timeout=timeout,
+            start=start,
+            durable=False,
+            inbox=inbox,
+            read_compacted=read_compacted,
+            connection_key=connection_key,
+            create=create,
+        )
+
+    def hang_up(self, connection_key: str) -> None:
+        """Close the connections of one key at once. Its producers and consumers are lost, and may be reopened.
+
+        Frames written before may still reach the broker.
+        """
+        self._pool.hang_up(connection_key)
+
+    def close(self) -> None:
+        """Close all connections at once: flush and close producers first. Repeating it is harmless."""
+        self._pool.close()

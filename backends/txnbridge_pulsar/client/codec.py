@@ -1,0 +1,227 @@
+"""Protocol buffers, as far as the schema needs them: dicts to bytes and back.
+
+It is written by hand because it is small, needs no generated code, and rejects garbage in a known way: for any bytes
+`decode` returns or raises `Malformed`, in time and memory bounded by their length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .schema import TYPES, Field, MessageType
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED = {_FIXED64: 8, _FIXED32: 4}
+# A message id can contain another one without end; nothing meaningful is nested deeper than this.
+MAX_DEPTH = 8
+
+Fields = dict[str, Any]
+
+
+class Malformed(ValueError):
+    """The bytes are not a valid message."""
+
+
+def varint(number: int) -> bytes:
+    """Encode a number: seven bits a byte, lowest first; a negative one as its 64-bit two's complement."""
+    if 0 <= number < 128:
+        return _ONE_BYTE[number]
+    number &= 0xFFFFFFFFFFFFFFFF
+    out = bytearray()
+    while number > 127:
+        out.append(number & 127 | 128)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+_ONE_BYTE = [bytes((number,)) for number in range(128)]
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at an offset, and the offset behind it. Raise `IndexError` where the bytes end."""
+    byte = data[at]
+    if byte < 128:
+        return byte, at + 1
+    number, shift = byte & 127, 7
+    while shift < 70:
+        at += 1
+        byte = data[at]
+        number |= (byte & 127) << shift
+        if byte < 128:
+            return number & 0xFFFFFFFFFFFFFFFF, at + 1
+        shift += 7
+    raise Malformed("a number has more than ten bytes")
+
+
+def with_length(data: bytes) -> bytes:
+    """Return bytes or a message with their length, as a field holds them."""
+    return varint(len(data)) + data
+
+
+def tag(type_name: str, field_name: str) -> bytes:
+    """Return the tag that precedes a field's value."""
+    return _WRITERS[type_name][field_name][0]
+
+
+def encode(type_name: str, fields: Mapping[str, Any]) -> bytes:
+    """Encode a message, its fields in the given order. A field that is None is left out."""
+    return _encode(_WRITERS[type_name], fields)
+
+
+def decode(type_name: str, data: bytes) -> Fields:
+    """Decode the fields that are present; unknown fields are skipped.
+
+    The last value of a field counts, unless it is repeated. Invalid UTF-8 is made readable, or one odd property would
+    make a topic unreadable.
+    """
+    try:
+        return _decode(TYPES[type_name], data, 0)
+    except IndexError:
+        raise Malformed(f"a {type_name} ends too early") from None
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+_Writer = tuple[bytes, "Callable[[Any], bytes]", bool]
+
+
+def _encode(writers: dict[str, _Writer], fields: Mapping[str, Any]) -> bytes:
+    parts: list[bytes] = []
+    for name, value in fields.items():
+        if value is None:
+            continue
+        tag, write, repeated = writers[name]
+        if repeated:
+            for item in value:
+                parts += (tag, write(item))
+        else:
+            parts += (tag, write(value))
+    return b"".join(parts)
+
+
+def _write_string(value: str) -> bytes:
+    return with_length(value.encode())
+
+
+def _message_writer(type_name: str) -> Callable[[Any], bytes]:
+    def write(fields: Mapping[str, Any]) -> bytes:
+        return with_length(_encode(_WRITERS[type_name], fields))
+
+    return write
+
+
+def _writer(field: Field) -> _Writer:
+    match field.type:
+        case "string":
+            write: Callable[[Any], bytes] = _write_string
+        case "bytes":
+            write = with_length
+        case scalar if scalar not in TYPES:
+            write = varint
+        case _:
+            write = _message_writer(field.type)
+    wire_type = _VARINT if write is varint else _BYTES
+    return varint(field.number << 3 | wire_type), write, field.label == "repeated"
+
+
+_WRITERS = {type.name: {field.name: _writer(field) for field in type.fields} for type in TYPES.values()}
+
+# ------------------------------------------------------------------------------------------------ reading
+
+# How to read a field, by its tag: its name, the function that converts its number or bytes (None for a message of the
+# type that follows), and whether it is repeated.
+_Plan = tuple[str, "Callable[[Any], Any] | None", str, bool]
+
+
+def _decode(type: MessageType, data: bytes, depth: int) -> Fields:
+    if depth > MAX_DEPTH:
+        raise Malformed(f"a {type.name} is nested too deep")
+    fields: Fields = {}
+    plans = _PLANS[type.name]
+    at, end = 0, len(data)
+    while at < end:
+        tag, at = read_varint(data, at)
+        value, at = _value(data, at, tag & 7)
+        plan = plans.get(tag)
+        if plan is None:
+            _put_odd(fields, type, tag, value)
+            continue
+        name, read, of, repeated = plan
+        value = _decode(TYPES[of], value, depth + 1) if read is None else read(value)
+        if repeated:
+            fields.setdefault(name, []).append(value)
+        else:
+            fields[name] = value
+    if not type.required <= fields.keys():
+        raise Malformed(f"a {type.name} lacks {', '.join(sorted(type.required - fields.keys()))}")
+    return fields
+
+
+def _value(data: bytes, at: int, wire_type: int) -> tuple[Any, int]:
+    """Return the value behind a tag, and the offset behind it. Raise `IndexError` where the bytes end."""
+    if wire_type == _VARINT:
+        return read_varint(data, at)
+    if wire_type == _BYTES:
+        length, at = read_varint(data, at)
+        end = at + length
+        value = data[at:end]
+    elif wire_type in _FIXED:
+        value, end = b"", at + _FIXED[wire_type]
+    else:
+        raise Malformed("a field is of an unknown kind")
+    if end > len(data):
+        raise IndexError(end)
+    return value, end
+
+
+def _put_odd(fields: Fields, type: MessageType, tag: int, value: Any) -> None:
+    """Store a field with an unusual tag: repeated numbers may be packed; unknown fields are skipped."""
+    field = type.by_number.get(tag >> 3)
+    if field is None:
+        return
+    read = _READERS.get(field.type)
+    if field.label != "repeated" or tag & 7 != _BYTES or read is None:
+        raise Malformed(f"{field.name} is not of its type")
+    fields.setdefault(field.name, []).extend(read(number) for number in _packed(value))
+
+
+def _packed(data: bytes) -> list[int]:
+    numbers, at = [], 0
+    while at < len(data):
+        number, at = read_varint(data, at)
+        numbers.append(number)
+    return numbers
+
+
+def _signed64(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _signed32(number: int) -> int:
+    number &= 0xFFFFFFFF
+    return number - (1 << 32) if number >> 31 else number
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "uint64": int,
+    "int64": _signed64,
+    "uint32": lambda number: number & 0xFFFFFFFF,
+    "int32": _signed32,
+    "bool": bool,
+    "string": lambda data: data.decode("utf-8", "replace"),
+    "bytes": bytes,
+}
+_PLANS: dict[str, dict[int, _Plan]] = {
+    type.name: {
+        read_varint(_WRITERS[type.name][field.name][0], 0)[0]: (
+            field.name,
+            _READERS.get(field.type),
+            field.type,
+            field.label == "repeated",
+        )
+        for field in type.fields
+    }
+    for type in TYPES.values()
+}

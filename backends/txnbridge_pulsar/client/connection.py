@@ -1,0 +1,411 @@
+"""One connection to one broker: requests by id, entries in both directions, and a ping when it is quiet.
+
+Its only thread reads and never blocks: it resolves responses, and passes receipts and entries to the registered
+producers and consumers. When the connection ends, everybody who waits gets the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .address import Address
+from .authentication import Authentication, NoAuthentication
+from .clock import ClientDeadline
+from .codec import Fields
+from .dialing import dial
+from .errors import (
+    BrokerConnectionLost,
+    Closed,
+    ConnectFailed,
+    ProtocolError,
+    PulsarError,
+    RequestTimedOut,
+    server_error,
+)
+from .frames import DEFAULT_MAX_MESSAGE, FRAME_ALLOWANCE, Frame, FrameReader, command, parse
+from .responses import Response, answer_to
+from .transport import NotWritten, Transport
+
+_log = logging.getLogger(__name__)
+_log.addHandler(logging.NullHandler())  # so that a program without logging settings does not print these lines
+
+CLIENT_VERSION = "txnbridge"
+# The newest version that brokers know: 17 answers acknowledgements, 19 lets clients connect to coordinators.
+PROTOCOL_VERSION = 21
+TRANSACTIONS_SINCE = 19
+# As in brokers: a ping after half a minute of silence, and the end after another half.
+QUIET_SECONDS = 30.0
+# Requests stay until they are answered or given up; more than this means that nobody reads the answers.
+MAX_IN_FLIGHT = 50_000
+# A connection that takes longer has lost a packet; the next attempt may succeed.
+CONNECT_SECONDS = 10.0
+
+
+class ProducerSide(Protocol):
+    """A producer, as the reading thread calls it; these methods may not block."""
+
+    def on_receipt(self, fields: Fields) -> None: ...
+
+    def on_send_error(self, fields: Fields) -> None: ...
+
+    def on_lost(self, reason: PulsarError) -> None: ...
+
+
+class ConsumerSide(Protocol):
+    """A consumer, as the reading thread calls it; these methods may not block."""
+
+    def on_message(self, fields: Fields, tail: bytes) -> None: ...
+
+    def on_active(self, active: bool) -> None: ...
+
+    def on_end_of_topic(self) -> None: ...
+
+    def on_lost(self, reason: PulsarError) -> None: ...
+
+
+@dataclass(frozen=True)
+class ConnectionOptions:
+    """The options of all connections of a client. `tls` decides whether they are encrypted."""
+
+    authentication: Authentication = field(default_factory=NoAuthentication)
+    tls: ssl.SSLContext | None = None
+    quiet_seconds: float = QUIET_SECONDS
+
+
+class BrokerConnection:
+    """A connection, open from the start; `open` makes one. Any thread may call."""
+
+    def __init__(
+        self, transport: Transport, address: Address, logical: Address | None, options: ConnectionOptions
+    ) -> None:
+        self.address = address
+        self.max_message_size = DEFAULT_MAX_MESSAGE
+        self.protocol_version = 0
+        self.server_version = ""
+        self._logical = logical
+        self._options = options
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._request_ids = itertools.count(1)
+        self._requests: dict[int, Response] = {}
+        self._producers: dict[int, ProducerSide] = {}
+        self._consumers: dict[int, ConsumerSide] = {}
+        self._hello = Response(lambda: None, "the greeting", "connected")
+        self._reason: PulsarError | None = None
+        self._frames = FrameReader()
+        self._heard = time.monotonic()
+        self._pinged = False
+        self._reader = threading.Thread(target=self._read, name=f"pulsar {address}", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"Connection({self.address}, {'closed' if self.closed else 'open'})"
+
+    # ------------------------------------------------------------------------------------------ opening
+
+    @classmethod
+    def open(
+        cls, address: Address, options: ConnectionOptions, deadline: ClientDeadline, logical: Address | None = None
+    ) -> BrokerConnection:
+        """Connect and send CONNECT. `logical` names the broker behind a proxy at the address.
+
+        Raise `ConnectFailed`, and the broker's refusal, mostly `NotAuthenticated`.
+        """
+        deadline = ClientDeadline(min(deadline.left, CONNECT_SECONDS))
+        try:
+            sock = dial(address, options.tls, deadline)
+        except (OSError, ValueError) as error:
+            raise ConnectFailed(f"{address} cannot be reached: {error}") from error
+        connection = cls(Transport(sock), address, logical, options)
+        connection._reader.start()
+        try:
+            connection._introduce(deadline)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _introduce(self, deadline: ClientDeadline) -> None:
+        authentication = self._options.authentication
+        hello = command(
+            "connect",
+            client_version=CLIENT_VERSION,
+            auth_data=authentication.data() or None,
+            protocol_version=PROTOCOL_VERSION,
+            auth_method_name=authentication.method,
+            proxy_to_broker_url=None if self._logical is None else str(self._logical),
+            feature_flags={"supports_auth_refresh": True},
+        )
+        try:
+            self._write(hello, deadline)
+            answer = self._hello.result(deadline.left)
+        except BrokerConnectionLost as error:
+            raise ConnectFailed(f"{self.address} did not let us in: {error}") from error
+        self.server_version = answer["server_version"]
+        self.protocol_version = answer.get("protocol_version", 0)
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    @property
+    def closed(self) -> bool:
+        return self._reason is not None
+
+    def request(self, name: str, deadline: ClientDeadline, **fields: Any) -> Response:
+        """Send a request without waiting for the answer. Raise `BrokerConnectionLost` or `RequestTimedOut`."""
+        with self._lock:
+            self._check_open()
+            if len(self._requests) >= MAX_IN_FLIGHT:
+                raise RequestTimedOut(
+                    "too many requests wait for an answer on one connection", may_have_had_effect=False
+                )
+            id = next(self._request_ids)
+            what = f"{name} from {self.address}"
+            response = self._requests[id] = Response(lambda: self._forget(id), what, answer_to(name))
+        try:
+            self._write(command(name, request_id=id, **fields), deadline)
+        except BaseException:
+            self._forget(id)
+            raise
+        return response
+
+    def ask(self, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
+        """Send a request and return the answer's fields. Raise as `Response.result`."""
+        return self.request(name, deadline, **fields).result(deadline.left)
+
+    def _forget(self, id: int) -> None:
+        with self._lock:
+            self._requests.pop(id, None)
+
+    def write(self, frame: bytes, deadline: ClientDeadline) -> None:
+        """Write a frame that has no answer by request id. Raise `BrokerConnectionLost`, `RequestTimedOut`."""
+        with self._lock:
+            self._check_open()
+        self._write(frame, deadline)
+
+    def post(self, frame: bytes) -> None:
+        """Write a small frame once the connection takes it, without waiting or raising."""
+        with suppress(OSError):
+            self._transport.post(frame)
+
+    def _write(self, frame: bytes, deadline: ClientDeadline) -> None:
+        try:
+            self._transport.write(frame, deadline)
+        except NotWritten as error:
+            if self._reason is not None:
+                raise self._lost(error.started) from self._reason
+            text = f"{self.address} took nothing more in {deadline.seconds:g} s"
+            raise RequestTimedOut(text, may_have_had_effect=error.started) from None
+        except OSError as error:
+            self._transport.interrupt()
+            raise BrokerConnectionLost(f"the connection to {self.address} broke: {error}") from error
+
+    def _check_open(self) -> None:
+        if self._reason is not None:
+            raise self._lost(False) from self._reason
+
+    def _lost(self, may_have_had_effect: bool) -> BrokerConnectionLost:
+        return BrokerConnectionLost(f"the connection to {self.address} is closed: {self._reason}", may_have_had_effect)
+
+    # ------------------------------------------------------------------------------------------ who listens
+
+    def add_producer(self, id: int, producer: ProducerSide) -> None:
+        """Register a producer for its receipts. Raise `BrokerConnectionLost`."""
+        with self._lock:
+            self._check_open()
+            self._producers[id] = producer
+
+    def add_consumer(self, id: int, consumer: ConsumerSide) -> None:
+        """Register a consumer for its entries. Raise `BrokerConnectionLost`."""
+        with self._lock:
+            self._check_open()
+            self._consumers[id] = consumer
+
+    def remove_producer(self, id: int) -> None:
+        with self._lock:
+            self._producers.pop(id, None)
+
+    def remove_consumer(self, id: int) -> None:
+        with self._lock:
+            self._consumers.pop(id, None)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def _read(self) -> None:
+        try:
+            while True:
+                with self._frames.space() as space:
+                    received = self._transport.read_into(space, self._quiet_left())
+                if received is None:
+                    self._keep_alive()
+                    continue
+                self._heard = time.monotonic()
+                self._pinged = False
+                for data in self._frames.frames(received):
+                    self._handle(parse(data))
+        except PulsarError as error:
+            self._end(error)
+        except OSError as error:
+            self._end(BrokerConnectionLost(str(error)))
+        except Exception as error:  # a handler's mistake must not leave others waiting
+            _log.exception("a frame from %s could not be handled", self.address)
+            self._end(ProtocolError(f"a frame could not be handled: {type(error).__name__}"))
+
+    def _quiet_left(self) -> float:
+        return max(0.0, self._heard + self._options.quiet_seconds * (2 if self._pinged else 1) - time.monotonic())
+
+    def _keep_alive(self) -> None:
+        if self._quiet_left() > 0:
+            return
+        if self._pinged:
+            raise BrokerConnectionLost(
+                f"nothing came for {2 * self._options.quiet_seconds:g} s, not even an answer to a ping"
+            )
+        self._pinged = True
+        self._transport.post(command("ping"))
+
+    def _handle(self, frame: Frame) -> None:
+        handler = _HANDLERS.get(frame.name)
+        if handler is not None:
+            handler(self, frame)
+        elif "request_id" in frame.fields:
+            self._answer(frame.name, frame.fields)
+        else:
+            _log.debug("%s sent %s, which means nothing here", self.address, frame.name or "an unknown command")
+
+    def _answer(self, name: str, fields: Fields) -> None:
+        if name == "producer_success" and not fields.get("producer_ready", True):
+            return  # the producer waits for the topic; a second answer with the same id says when it has it
+        with self._lock:
+            response = self._requests.pop(fields["request_id"], None)
+        if response is None and name == "error":
+            response = self._hello  # no longer needed once it is answered
+        if response is not None:
+            response.resolve(_refusal(fields) or _unfit(name, response.kind) or fields)
+
+    def _on_connected(self, frame: Frame) -> None:
+        largest = frame.fields.get("max_message_size", 0)
+        if largest > 0:
+            self.max_message_size = largest
+            self._frames.limit = largest + FRAME_ALLOWANCE
+        self._hello.resolve(frame.fields)
+
+    def _on_ping(self, frame: Frame) -> None:
+        self._transport.post(command("pong"))
+
+    def _on_auth_challenge(self, frame: Frame) -> None:
+        # On a thread of its own, because fetching credentials may take a while.
+        threading.Thread(target=self._refresh, name="pulsar credentials", daemon=True).start()
+
+    def _refresh(self) -> None:
+        authentication = self._options.authentication
+        try:
+            data = authentication.data()
+        except Exception as error:  # any exception of the user's function; without an answer the broker hangs up
+            _log.warning("new credentials could not be had: %s", type(error).__name__)
+            return
+        response = {"auth_method_name": authentication.method, "auth_data": data}
+        self.post(
+            command(
+                "auth_response", client_version=CLIENT_VERSION, response=response, protocol_version=PROTOCOL_VERSION
+            )
+        )
+
+    def _on_receipt(self, frame: Frame) -> None:
+        producer = self._producers.get(frame.fields["producer_id"])
+        if producer is not None:
+            producer.on_receipt(frame.fields)
+
+    def _on_send_error(self, frame: Frame) -> None:
+        producer = self._producers.get(frame.fields["producer_id"])
+        if producer is not None:
+            producer.on_send_error(frame.fields)
+
+    def _on_message(self, frame: Frame) -> None:
+        consumer = self._consumers.get(frame.fields["consumer_id"])
+        if consumer is not None:
+            consumer.on_message(frame.fields, frame.tail)
+
+    def _on_active(self, frame: Frame) -> None:
+        consumer = self._consumers.get(frame.fields["consumer_id"])
+        if consumer is not None:
+            consumer.on_active(frame.fields.get("is_active", False))
+
+    def _on_end_of_topic(self, frame: Frame) -> None:
+        consumer = self._consumers.get(frame.fields["consumer_id"])
+        if consumer is not None:
+            consumer.on_end_of_topic()
+
+    def _on_close_producer(self, frame: Frame) -> None:
+        self._lose(self._producers, frame.fields["producer_id"])
+
+    def _on_close_consumer(self, frame: Frame) -> None:
+        self._lose(self._consumers, frame.fields["consumer_id"])
+
+    def _on_migrated(self, frame: Frame) -> None:
+        sides: dict[int, Any] = self._consumers if frame.fields["resource_type"] else self._producers
+        self._lose(sides, frame.fields["resource_id"])
+
+    def _lose(self, sides: dict[int, Any], id: int) -> None:
+        with self._lock:
+            side = sides.pop(id, None)
+        if side is not None:
+            side.on_lost(BrokerConnectionLost("the broker has closed it; the topic may have moved"))
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def close(self) -> None:
+        """Close. Waiting calls get `BrokerConnectionLost`. Wait a moment for the reading thread only."""
+        with self._lock:
+            self._reason = self._reason or Closed("it was closed on this side")
+        self._transport.interrupt()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(1.0)
+
+    def _end(self, reason: PulsarError) -> None:
+        with self._lock:
+            self._reason = reason = self._reason or reason
+            requests, self._requests = [*self._requests.values(), self._hello], {}
+            sides: list[ProducerSide | ConsumerSide] = [*self._producers.values(), *self._consumers.values()]
+            self._producers.clear()
+            self._consumers.clear()
+        self._transport.close()
+        lost = self._lost(may_have_had_effect=True)
+        lost.__cause__ = reason
+        for response in requests:
+            response.resolve(lost)
+        for side in sides:
+            side.on_lost(lost)
+
+
+_HANDLERS: dict[str, Callable[[BrokerConnection, Frame], None]] = {
+    "connected": BrokerConnection._on_connected,
+    "ping": BrokerConnection._on_ping,
+    "pong": lambda connection, frame: None,
+    "auth_challenge": BrokerConnection._on_auth_challenge,
+    "send_receipt": BrokerConnection._on_receipt,
+    "send_error": BrokerConnection._on_send_error,
+    "message": BrokerConnection._on_message,
+    "active_consumer_change": BrokerConnection._on_active,
+    "reached_end_of_topic": BrokerConnection._on_end_of_topic,
+    "close_producer": BrokerConnection._on_close_producer,
+    "close_consumer": BrokerConnection._on_close_consumer,
+    "topic_migrated": BrokerConnection._on_migrated,
+}
+
+
+def _unfit(name: str, expected: str) -> PulsarError | None:
+    return None if name == expected else ProtocolError(f"the broker answered {name} where {expected} was due")
+
+
+def _refusal(fields: Fields) -> PulsarError | None:
+    # Test for presence: the code of an unknown error is 0.
+    if "error" in fields:
+        return server_error(fields["error"], fields.get("message", ""))
+    return None

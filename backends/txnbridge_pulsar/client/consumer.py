@@ -1,0 +1,459 @@
+"""A consumer: one subscription to one topic or partition, on one connection at a time.
+
+Entries come to its inbox; permits limit what the broker sends. It never reconnects by itself: when the connection ends
+or the topic moves, `lost` says why, and `reopen` subscribes again. The broker then redelivers everything
+unacknowledged, and a higher `generation` tells new deliveries from older ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+from .chunks import Chunks
+from .clock import ClientDeadline
+from .codec import Fields
+from .connection import BrokerConnection
+from .errors import BrokerConnectionLost, Closed, PulsarError
+from .frames import command
+from .ids import EARLIEST, MessageId, TxnId, cumulative_ack_fields, individual_ack_fields, message_id, position_fields
+from .inbox import Inbox
+from .incoming import ReceivedEntry
+from .lookup import Lookup
+from .pool import an_attempt, retrying
+from .responses import Response
+
+# Until the size of messages is known, so few are requested that the largest do no harm.
+FIRST_PERMITS = 16
+# A seen size is forgotten slowly, or one large message would slow the consumer down for ever.
+_FORGETTING = 0.99
+# Ids in one command, which keeps it far below the size of a frame, even with the bits of large batches.
+MOST_IDS = 5000
+_INDIVIDUAL, _CUMULATIVE = 0, 1
+
+
+def _commands(ids: Sequence[Fields], in_transaction: bool) -> list[Sequence[Fields]]:
+    """Divide ids into ACK commands of up to 5000; in a transaction each part of an entry gets a command of its own.
+
+    A broker that loads a topic reads the transactions' ACK commands from the pending-ack log, and skips a whole command
+    if the subscription's cursor has one of its positions. The cursor keeps whole entries, and parts may be in the log
+    alone. So a part that shared its command with a whole entry would be redelivered.
+    """
+    together = [id for id in ids if not (in_transaction and id.get("ack_set"))]
+    commands: list[Sequence[Fields]] = [together[at : at + MOST_IDS] for at in range(0, len(together), MOST_IDS)]
+    return [*commands, *([id] for id in ids if in_transaction and id.get("ack_set"))]
+
+
+class SubscriptionType(IntEnum):
+    """The way in which a subscription's consumers share its messages."""
+
+    EXCLUSIVE = 0
+    SHARED = 1
+    FAILOVER = 2
+    KEY_SHARED = 3
+
+
+class ConsumerOptions(NamedTuple):
+    """The options of a consumer; `PulsarClient.subscribe` explains them."""
+
+    subscription: str
+    type: SubscriptionType
+    start: MessageId
+    durable: bool
+    name: str | None
+    permits: int
+    priority: int
+    read_compacted: bool
+    properties: tuple[tuple[str, str], ...]
+    hash_ranges: tuple[tuple[int, int], ...]
+    connection_key: str
+    create: bool
+
+    @property
+    def ordered(self) -> bool:
+        """Return whether the broker keeps a position in the topic, and not a set of messages."""
+        return self.type in (SubscriptionType.EXCLUSIVE, SubscriptionType.FAILOVER)
+
+
+class PulsarConsumer:
+    """A consumer, subscribed from the start. One thread receives; any thread acknowledges."""
+
+    def __init__(
+        self, lookup: Lookup, next_id: Callable[[], int], topic: str, options: ConsumerOptions, inbox: Inbox | None
+    ) -> None:
+        self.topic = topic
+        self.subscription = options.subscription
+        self.inbox = Inbox() if inbox is None else inbox
+        self.generation = 0
+        self.active: bool | None = None
+        # How often a failover subscription has given it the topic; every time messages are redelivered.
+        self.activations = 0
+        self.at_end = False
+        # How many entries of this generation have come, and how many of them were taken or dropped.
+        self.arrived = 0
+        self._taken = 0
+        self._lookup = lookup
+        self._next_id = next_id
+        self._options = options
+        self._id = -1
+        self._connection: BrokerConnection | None = None
+        self._lost: PulsarError | None = Closed("the consumer was never opened")
+        self._subscribed = False
+        self._was_subscribed = False
+        self._state = threading.Lock()
+        self._start = options.start._replace(first_chunk=())  # behind the last chunk of a message in chunks
+        self._epoch = 0
+        self._outstanding = 0
+        self._largest = 0.0
+        self._held = False
+        self._answers: list[Response] = []  # of acknowledgements
+        self._chunks = Chunks()
+
+    def __repr__(self) -> str:
+        return f"Consumer({self.topic}, {self.subscription}, {'lost' if self._lost else 'open'})"
+
+    # ------------------------------------------------------------------------------------------ opening
+
+    @property
+    def lost(self) -> PulsarError | None:
+        """Return why nothing comes until the consumer is reopened; None while it is subscribed."""
+        return self._lost
+
+    @property
+    def connection(self) -> BrokerConnection | None:
+        return self._connection
+
+    @property
+    def all_taken(self) -> bool:
+        """Return whether none of its entries wait in the inbox."""
+        return self._taken == self.arrived
+
+    def reopen(self, timeout: float) -> None:
+        """Subscribe again. A durable subscription continues after its acknowledgements. Another one continues behind
+        the last entry that was taken, or before an incomplete message in chunks. Raise as `PulsarClient.subscribe`.
+        """
+        if isinstance(self._lost, Closed) and self._connection is not None:
+            raise Closed("the consumer is closed")
+        deadline = ClientDeadline(timeout)
+        self._leave(deadline)
+        self._epoch += 1
+        retrying(deadline, lambda: self._open(an_attempt(deadline)))
+
+    def _open(self, deadline: ClientDeadline) -> None:
+        connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
+        with self._state:
+            self._connection, self._id = connection, self._next_id()
+            self.generation += 1
+            self._outstanding = self.arrived = self._taken = 0
+            self._chunks.clear()
+            self.active, self.at_end = None, False
+            self._lost, self._subscribed = None, False
+        connection.add_consumer(self._id, _Side(self, self.generation))
+        try:
+            connection.ask("subscribe", deadline, **self._subscribe_fields())
+        except BaseException as error:
+            connection.remove_consumer(self._id)
+            self._lost = BrokerConnectionLost("the subscription was not made", may_have_had_effect=False)
+            if getattr(error, "may_have_had_effect", True):
+                connection.post(command("close_consumer", consumer_id=self._id, request_id=0))
+            raise
+        self.inbox.join(self)
+        self._subscribed = self._was_subscribed = True
+        self._grant()
+
+    def _subscribe_fields(self) -> Fields:
+        options = self._options
+        ranges = [{"start": first, "end": last} for first, last in options.hash_ranges]
+        key_shared: Fields = {"key_shared_mode": 1, "hash_ranges": ranges} if ranges else {"key_shared_mode": 0}
+        return {
+            "topic": self.topic,
+            "subscription": options.subscription,
+            "sub_type": options.type,
+            "consumer_id": self._id,
+            "consumer_name": options.name,
+            "priority_level": options.priority or None,
+            "durable": options.durable,
+            "start_message_id": None if options.durable else position_fields(self._start),
+            "read_compacted": options.read_compacted or None,
+            # A deleted subscription is created again, with everything that has come since.
+            "initial_position": 1 if options.start == EARLIEST or self._was_subscribed else 0,
+            "force_topic_creation": None if options.create else False,
+            "key_shared_meta": key_shared if options.type is SubscriptionType.KEY_SHARED else None,
+            "subscription_properties": [{"key": key, "value": value} for key, value in options.properties],
+            "consumer_epoch": self._epoch if options.ordered else None,
+        }
+
+    # ------------------------------------------------------------------------------------------ receiving
+
+    def receive(self, timeout: float, most: int = 100) -> list[ReceivedEntry]:
+        """Return up to `most` entries of this consumer, or of all that share its inbox; empty if none came in time.
+
+        Raise `lost` once everything that had come before it is taken.
+        """
+        entries = self.inbox.take(timeout, most)
+        if not entries and self._lost is not None:
+            self._open_connection()
+        return entries
+
+    def accept(self, generation: int, fields: Fields, tail: bytes) -> ReceivedEntry | None:
+        """Read an entry that waited, and grant permits for others. Return None if the caller does not get the entry."""
+        entry = ReceivedEntry(self, generation, fields, tail)
+        with self._state:
+            if generation != self.generation:
+                return None
+            self._outstanding -= entry.permits
+            self._taken += 1
+            entry.arrival = self._taken
+            self._largest = max(entry.size / entry.permits, self._largest * _FORGETTING)
+        self._grant()
+        if entry.is_marker or fields.get("consumer_epoch", self._epoch) < self._epoch:
+            return None
+        if not self._options.durable and not self._is_behind_start(entry):
+            return None
+        place, chunk = entry.id, entry.chunk
+        # With many consumers each gets little room, but a message may be as large as with one.
+        whole = entry if chunk is None else self._chunks.add(entry, chunk, self.inbox.max_bytes)
+        if not self._chunks.incomplete:  # else the held chunks would not come again
+            self._start = place
+        return whole
+
+    def _is_behind_start(self, entry: ReceivedEntry) -> bool:
+        """Return whether the entry has messages behind the start: the broker sends the start's whole entry."""
+        start = self._start
+        if (start.ledger, start.entry) != (entry.id.ledger, entry.id.entry):
+            return True
+        if start.batch_index < 0 or start.batch_index + 1 >= entry.count:
+            return False
+        entry.skip(start.batch_index + 1)
+        return True
+
+    def hold(self, held: bool) -> None:
+        """Stop granting permits, or start again; what was requested still comes."""
+        self._held = held
+        self._grant()
+
+    def allow(self, messages: int) -> None:
+        """Grant permits for this many messages on their way; without `permits` nothing else requests any."""
+        self._let(lambda: messages, 1)
+
+    def _grant(self) -> None:
+        """Grant permits for the room that is left, once that is worth a command."""
+        self._let(self._room, 2)
+
+    def _room(self) -> int:
+        if self._held:
+            return 0
+        if not self._largest:
+            return min(self._options.permits, FIRST_PERMITS)
+        return min(self._options.permits, max(1, int(self.inbox.bytes_each / self._largest)))
+
+    def _let(self, room: Callable[[], int], worth: int) -> None:
+        with self._state:
+            grant = (wanted := room()) - self._outstanding
+            # A broker drops flow permits that arrive before it has created the consumer.
+            if self._connection is None or self._lost is not None or not self._subscribed:
+                return
+            if grant < 1 or worth * grant < wanted:
+                return
+            self._outstanding += grant
+            flow = command("flow", consumer_id=self._id, message_permits=grant)
+            connection = self._connection
+        connection.post(flow)
+
+    # ------------------------------------------------------------------------------------------ acknowledging
+
+    def acknowledge(self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float) -> None:
+        """Acknowledge messages by id, of a batch only those given; in a transaction if `txn` is given.
+
+        For an entry in several chunks give all its `parts`. Raise `TransactionConflict`, which leaves all ids of its
+        command unacknowledged (see `_commands`), or `BrokerConnectionLost`, after which the result is not known.
+        """
+        deadline = ClientDeadline(timeout)
+        for response in self.start_acknowledge(ids, txn, timeout=timeout):
+            response.result(deadline.left)
+
+    def start_acknowledge(
+        self, ids: Iterable[MessageId], txn: TxnId | None = None, *, timeout: float
+    ) -> list[Response]:
+        """Acknowledge without waiting for the answers, which fail as `acknowledge` says."""
+        deadline = ClientDeadline(timeout)
+        commands = _commands(individual_ack_fields(ids), in_transaction=txn is not None)
+        return [self._acknowledge(_INDIVIDUAL, command, txn, deadline) for command in commands]
+
+    def acknowledge_up_to(self, id: MessageId, txn: TxnId | None = None, *, timeout: float) -> None:
+        """Acknowledge everything up to and including a message, on exclusive and failover subscriptions.
+
+        Raise `ValueError` on others, where the broker would accept it and do nothing; else as `acknowledge`.
+        """
+        if not self._options.ordered:
+            raise ValueError("only exclusive and failover subscriptions can be acknowledged up to a message")
+        deadline = ClientDeadline(timeout)
+        self._acknowledge(_CUMULATIVE, [cumulative_ack_fields(id)], txn, deadline).result(deadline.left)
+
+    def _acknowledge(self, kind: int, ids: Sequence[Fields], txn: TxnId | None, deadline: ClientDeadline) -> Response:
+        txn_fields: Fields = {} if txn is None else txn.fields
+        generation = self.generation
+        answer = self._open_connection().request(
+            "ack", deadline, consumer_id=self._id, ack_type=kind, message_id=ids, **txn_fields
+        )
+        with self._state:
+            self._answers = [each for each in self._answers if not each.done]
+            reason = self._lost
+            if reason is None and generation == self.generation:
+                self._answers.append(answer)
+                return answer
+        answer.resolve(_unanswered(reason or "it was opened anew"))
+        return answer
+
+    def redeliver(self, ids: Iterable[MessageId] | None = None) -> None:
+        """Have unacknowledged messages redelivered: all of them, or on shared subscriptions these entries.
+
+        On exclusive and failover subscriptions always all: waiting entries are dropped first, so that everything comes
+        once and in order. Raise `BrokerConnectionLost`.
+        """
+        connection = self._open_connection()
+        fields: list[Fields] = []
+        if self._options.ordered:
+            with self._state:
+                self._epoch += 1
+            self._drop_waiting()
+        else:
+            places = {(id.ledger, id.entry) for id in ids or ()}
+            fields = [{"ledger_id": ledger, "entry_id": entry} for ledger, entry in sorted(places)]
+            if ids is not None and not fields:
+                return
+        epoch = self._epoch if self._options.ordered else None
+        for at in range(0, len(fields) or 1, MOST_IDS):
+            part = fields[at : at + MOST_IDS]
+            connection.post(command("redeliver", consumer_id=self._id, message_ids=part, consumer_epoch=epoch))
+
+    def _drop_waiting(self) -> None:
+        dropped = self.inbox.drop(self)
+        self._chunks.clear()
+        with self._state:
+            for generation, fields, tail in dropped:
+                if generation == self.generation:
+                    self._outstanding -= ReceivedEntry(self, generation, fields, tail).permits
+                    self._taken += 1
+        self._grant()
+
+    # ------------------------------------------------------------------------------------------ moving and asking
+
+    def seek(self, to: MessageId | int, timeout: float) -> None:
+        """Go to a message, to `EARLIEST` or `LATEST`, or to the first one published at a time (milliseconds since
+        1970).
+
+        This subscribes again and drops waiting entries. Raise `ValueError` for a subscription that is not durable.
+        """
+        deadline = ClientDeadline(timeout)
+        if not self._options.durable:
+            raise ValueError("a subscription that is not durable cannot seek: begin another one")
+        if isinstance(to, MessageId):
+            self._ask("seek", deadline, message_id=position_fields(to))
+        else:
+            self._ask("seek", deadline, message_publish_time=to)
+        self.reopen(deadline.left)
+
+    def last_message_id(self, timeout: float) -> MessageId:
+        """Return the last message that can be read now, in front of any open transaction; entry -1 if there is none."""
+        return self.progress(timeout)[0]
+
+    def progress(self, timeout: float) -> tuple[MessageId, MessageId | None]:
+        """Return the last message that can be read now, and the mark-delete position, if the broker tells."""
+        answer = self._ask("get_last_message_id", ClientDeadline(timeout))
+        acknowledged = answer.get("consumer_mark_delete_position")
+        return message_id(answer["last_message_id"]), acknowledged and message_id(acknowledged)
+
+    def unsubscribe(self, timeout: float, force: bool = False) -> None:
+        """Delete the subscription for all its consumers, and close this one. With `force`, also if others use it."""
+        self._ask("unsubscribe", ClientDeadline(timeout), force=force or None)
+        self._finish()
+
+    def _ask(self, name: str, deadline: ClientDeadline, **fields: object) -> Fields:
+        return self._open_connection().ask(name, deadline, consumer_id=self._id, **fields)
+
+    def _open_connection(self) -> BrokerConnection:
+        connection, lost = self._connection, self._lost
+        if lost is not None or connection is None:
+            if isinstance(lost, Closed):
+                raise Closed(str(lost))
+            raise BrokerConnectionLost(f"the consumer is to be reopened: {lost}", False) from lost
+        return connection
+
+    # ------------------------------------------------------------------------------------------ told by the connection
+
+    def told_message(self, generation: int, fields: Fields, tail: bytes) -> None:
+        self.arrived += generation == self.generation
+        self.inbox.put(self, generation, fields, tail)
+
+    def told_active(self, generation: int, active: bool) -> None:
+        with self._state:
+            if generation != self.generation:
+                return
+            self.activations += active and not self.active
+            self.active = active
+        if not active:
+            self._drop_waiting()  # it comes to another consumer, or here again
+        self.inbox.wake()
+
+    def told_lost(self, generation: int, reason: PulsarError) -> None:
+        with self._state:
+            if generation != self.generation or self._lost is not None:
+                return
+            self._lost = reason
+            unanswered, self._answers = self._answers, []
+        for answer in unanswered:
+            answer.resolve(_unanswered(reason))
+        self.inbox.wake()
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def close(self, timeout: float) -> None:
+        """Leave the subscription; a durable one stays. Repeating it is harmless."""
+        self._leave(ClientDeadline(timeout))
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._connection is not None:
+            self._connection.remove_consumer(self._id)
+        with self._state:
+            self._lost = Closed("the consumer is closed")
+        self.inbox.leave(self)
+        self.inbox.wake()
+
+    def _leave(self, deadline: ClientDeadline) -> None:
+        connection = self._connection
+        if connection is not None and self._lost is None and not connection.closed:
+            with suppress(PulsarError):
+                connection.ask("close_consumer", deadline, consumer_id=self._id)
+            connection.remove_consumer(self._id)
+        self.inbox.leave(self)
+
+
+class _Side:
+    """One generation of a consumer, as its connection sees it."""
+
+    def __init__(self, consumer: PulsarConsumer, generation: int) -> None:
+        self._consumer = consumer
+        self._generation = generation
+
+    def on_message(self, fields: Fields, tail: bytes) -> None:
+        self._consumer.told_message(self._generation, fields, tail)
+
+    def on_active(self, active: bool) -> None:
+        self._consumer.told_active(self._generation, active)
+
+    def on_end_of_topic(self) -> None:
+        self._consumer.at_end = True
+        self._consumer.inbox.wake()
+
+    def on_lost(self, reason: PulsarError) -> None:
+        self._consumer.told_lost(self._generation, reason)
+
+
+def _unanswered(reason: object) -> BrokerConnectionLost:
+    """Return the error for unanswered requests: a broker that closes a consumer answers none of its requests."""
+    return BrokerConnectionLost(f"the consumer was closed before it was answered: {reason}")

@@ -1,0 +1,226 @@
+"""The client's errors. Their classes tell apart a refusal, passing trouble, and an unknown result.
+
+Every error says in `may_have_had_effect` whether the broker may have acted on the request; False is a promise that it
+has not. Errors can be pickled, and contain no payloads, keys or credentials.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import IntEnum
+
+
+class ServerErrorCode(IntEnum):
+    UNKNOWN = 0
+    METADATA = 1
+    PERSISTENCE = 2
+    AUTHENTICATION = 3
+    AUTHORIZATION = 4
+    CONSUMER_BUSY = 5
+    SERVICE_NOT_READY = 6
+    QUOTA_EXCEEDED_ERROR = 7
+    QUOTA_EXCEEDED_EXCEPTION = 8
+    CHECKSUM = 9
+    UNSUPPORTED_VERSION = 10
+    TOPIC_NOT_FOUND = 11
+    SUBSCRIPTION_NOT_FOUND = 12
+    CONSUMER_NOT_FOUND = 13
+    TOO_MANY_REQUESTS = 14
+    TOPIC_TERMINATED = 15
+    PRODUCER_BUSY = 16
+    INVALID_TOPIC_NAME = 17
+    INCOMPATIBLE_SCHEMA = 18
+    CONSUMER_ASSIGN = 19
+    COORDINATOR_NOT_FOUND = 20
+    INVALID_TXN_STATUS = 21
+    NOT_ALLOWED = 22
+    TRANSACTION_CONFLICT = 23
+    TRANSACTION_NOT_FOUND = 24
+    PRODUCER_FENCED = 25
+
+
+# Trouble of the broker's stores, load or ownership: the same request may succeed a moment later.
+_PASSING = {
+    ServerErrorCode.UNKNOWN,
+    ServerErrorCode.METADATA,
+    ServerErrorCode.PERSISTENCE,
+    ServerErrorCode.SERVICE_NOT_READY,
+    ServerErrorCode.TOO_MANY_REQUESTS,
+    ServerErrorCode.COORDINATOR_NOT_FOUND,
+}
+
+
+class PulsarError(Exception):
+    """The base class of all errors here."""
+
+    may_have_had_effect = False
+    # Whether a repetition may help, as far as the error itself tells.
+    retriable = False
+
+
+class ConnectFailed(PulsarError):
+    """No connection could be made: nothing was sent."""
+
+    retriable = True
+
+
+class BrokerConnectionLost(PulsarError):
+    """The connection ended before the answer came; or, with `may_have_had_effect` False, before anything was sent."""
+
+    retriable = True
+
+    def __init__(self, text: str, may_have_had_effect: bool = True) -> None:
+        super().__init__(text, may_have_had_effect)
+        self.may_have_had_effect = may_have_had_effect
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class RequestTimedOut(BrokerConnectionLost):
+    """The deadline came first. A later answer is ignored."""
+
+    retriable = False
+
+
+class Closed(PulsarError):
+    """The owner has closed the client, producer or consumer."""
+
+
+class ProtocolError(PulsarError):
+    """The broker violated the protocol; the connection is closed."""
+
+
+class CorruptEntry(PulsarError):
+    """A stored entry cannot be read: its checksum, compression or framing is wrong."""
+
+
+class PerhapsDropped(PulsarError):
+    """The broker failed to store an entry, then dropped its repetition: it has the entry, or only later ones."""
+
+    may_have_had_effect = True
+
+    def __str__(self) -> str:
+        return "an entry that the broker could not store was dropped as a duplicate when it was sent again"
+
+
+class MessageTooLarge(PulsarError):
+    """The entry is larger than the broker accepts; nothing was sent."""
+
+
+class MissingLibrary(PulsarError):
+    """A compression needs a package that is not installed."""
+
+
+class ServerError(PulsarError):
+    """The broker refused a request, with its code and text. `server_error` chooses the class."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+        self.text = text
+
+    @property
+    def name(self) -> str:
+        return (
+            ServerErrorCode(self.code).name if self.code in ServerErrorCode._value2member_map_ else f"code {self.code}"
+        )
+
+    @property
+    def retriable(self) -> bool:  # type: ignore[override]
+        return self.code in _PASSING
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.text}" if self.text else self.name
+
+
+class ServiceNotReady(ServerError):
+    """The broker does not serve this topic or coordinator now: look it up again."""
+
+
+class NotAuthenticated(ServerError):
+    """The broker refused the credentials."""
+
+
+class NotAuthorized(ServerError):
+    """The credentials are valid, but lack the right."""
+
+
+class NotOwner(NotAuthorized):
+    """Another user began the transaction: only that user and superusers may end it."""
+
+
+class TopicNotFound(ServerError):
+    """The topic does not exist, and asking does not create it."""
+
+
+class TopicTerminated(ServerError):
+    """The topic accepts no messages any more."""
+
+
+class ConsumerBusy(ServerError):
+    """The exclusive subscription has a consumer, or the subscription is of another type."""
+
+
+class ProducerBusy(ServerError):
+    """The producer's name is in use on the topic; during a takeover only for a moment."""
+
+
+class ProducerFenced(ServerError):
+    """Another producer holds the topic exclusively, or took it over."""
+
+
+class NotAllowed(ServerError):
+    """The broker's settings or the topic's state forbid it: transactions are off, or this one has ended there."""
+
+
+class CoordinatorNotFound(ServerError):
+    """The broker does not have the coordinator: connect to it again."""
+
+
+class InvalidTransactionStatus(ServerError):
+    """The transaction is not open; `state` is the broker's word for its state, empty if it gives none."""
+
+    @property
+    def state(self) -> str:
+        match = re.search(r"but it is in (\w+) status", self.text)
+        return match[1] if match else ""
+
+
+class TransactionNotFound(ServerError):
+    """The coordinator does not know the transaction: committed, aborted, timed out, or never begun."""
+
+
+class TransactionConflict(ServerError):
+    """A position is acknowledged already, or pending in an open transaction, perhaps in this one."""
+
+
+class DuplicateUndecided(ServerError):
+    """The broker cannot tell yet whether it has this sequence id: send it again later."""
+
+
+_CLASSES: dict[int, type[ServerError]] = {
+    ServerErrorCode.AUTHENTICATION: NotAuthenticated,
+    ServerErrorCode.AUTHORIZATION: NotAuthorized,
+    ServerErrorCode.CONSUMER_BUSY: ConsumerBusy,
+    ServerErrorCode.SERVICE_NOT_READY: ServiceNotReady,
+    ServerErrorCode.TOPIC_NOT_FOUND: TopicNotFound,
+    ServerErrorCode.TOPIC_TERMINATED: TopicTerminated,
+    ServerErrorCode.PRODUCER_BUSY: ProducerBusy,
+    ServerErrorCode.PRODUCER_FENCED: ProducerFenced,
+    ServerErrorCode.NOT_ALLOWED: NotAllowed,
+    ServerErrorCode.COORDINATOR_NOT_FOUND: CoordinatorNotFound,
+    ServerErrorCode.INVALID_TXN_STATUS: InvalidTransactionStatus,
+    ServerErrorCode.TRANSACTION_NOT_FOUND: TransactionNotFound,
+    ServerErrorCode.TRANSACTION_CONFLICT: TransactionConflict,
+}
+
+
+def server_error(code: int, text: str) -> ServerError:
+    """Return the error of the right class for a broker's answer."""
+    if code == ServerErrorCode.PERSISTENCE and text.startswith("Cannot determine whether the message is a duplicate"):
+        return DuplicateUndecided(code, text)
+    # The code says that the transaction does not exist, and the text that it does.
+    if code == ServerErrorCode.TRANSACTION_NOT_FOUND and "super user" in text:
+        return (NotOwner if "neither the owner" in text else NotAuthorized)(code, text)
+    return _CLASSES.get(code, ServerError)(code, text)

@@ -1,0 +1,272 @@
+"""Received entries, as the broker stores them, and their messages."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+
+from .codec import Fields, Malformed, decode, read_varint
+from .compression import decompress
+from .errors import CorruptEntry, PulsarError
+from .frames import split_entry
+from .ids import MessageId, TxnId, delivered_indexes, message_id
+
+_SIZE = struct.Struct(">I")
+# The most that an entry may claim to unpack to; far above any broker's limit.
+MAX_UNPACKED = 256 * 1024 * 1024
+
+
+class ReceivedMessage:
+    """One message, whose parts are read from its entry when they are asked for."""
+
+    __slots__ = ("_described", "entry", "index", "payload")
+
+    def __init__(self, entry: ReceivedEntry, index: int, payload: bytes, described: Fields) -> None:
+        self.entry = entry
+        self.index = index
+        self.payload = payload
+        self._described = described
+
+    def __repr__(self) -> str:
+        return f"Message({self.id}, {len(self.payload)} bytes)"
+
+    @property
+    def id(self) -> MessageId:
+        """Return where the message is stored, with its index in a batch."""
+        whole = self.entry.id
+        if self.index < 0:
+            return whole
+        return MessageId(whole.ledger, whole.entry, whole.partition, self.index, self.entry.count)
+
+    @property
+    def value(self) -> bytes | None:
+        """Return the payload; None for a tombstone."""
+        return None if self._described.get("null_value") else self.payload
+
+    @property
+    def key(self) -> bytes | None:
+        """Return the key's bytes, whether it was written as text or as bytes."""
+        return _key(self._described)
+
+    @property
+    def ordering_key(self) -> bytes | None:
+        key: bytes | None = self._described.get("ordering_key")
+        return key
+
+    @property
+    def properties(self) -> list[tuple[str, str]]:
+        return [(pair["key"], pair["value"]) for pair in self._described.get("properties", ())]
+
+    @property
+    def event_time(self) -> int | None:
+        """Return the sender's time in milliseconds since 1970; None for 0, which other clients write for none."""
+        return self._described.get("event_time") or None
+
+    @property
+    def sequence_id(self) -> int:
+        """Return its own sequence id if the batch has it, else one counted from the entry's."""
+        own: int = self._described.get("sequence_id", self.entry.sequence_id + max(self.index, 0))
+        return own
+
+
+def _key(described: Fields) -> bytes | None:
+    text: str | None = described.get("partition_key")
+    if text is None or described.get("null_partition_key"):
+        return None
+    if not described.get("partition_key_b64_encoded"):
+        return text.encode()
+    try:
+        return base64.b64decode(text)
+    except binascii.Error:
+        return text.encode()
+
+
+class ReceivedEntry:
+    """One received entry, read as far as needed to know what it is.
+
+    An unreadable entry has a `fault`, which `messages` raises: the caller decides what to do with it. `parts` are the
+    ids of all chunks, in order, of a message that was sent in several.
+    """
+
+    __slots__ = (
+        "_index_words",
+        "_payload",
+        "_skipped",
+        "arrival",
+        "consumer",
+        "fault",
+        "generation",
+        "id",
+        "index",
+        "metadata",
+        "parts",
+        "redeliveries",
+        "size",
+    )
+
+    def __init__(self, consumer: object | None, generation: int, fields: Fields, tail: bytes) -> None:
+        self.consumer = consumer
+        self.generation = generation
+        self.arrival = 0  # its number since the consumer was opened
+        self.id = message_id(fields["message_id"])
+        self.redeliveries: int = fields.get("redelivery_count", 0)
+        self.size = len(tail)
+        self.fault: PulsarError | None = None
+        self.parts: tuple[MessageId, ...] = ()
+        self._index_words: list[int] = fields.get("ack_set", [])
+        self._skipped = 0
+        try:
+            self.metadata, self._payload, added = split_entry(tail)
+        except CorruptEntry as error:
+            self.metadata, self._payload, added = {}, b"", {}
+            self.refuse(str(error))
+        # The topic-wide index of its last message; None where the broker does not tell.
+        self.index: int | None = added.get("index")
+
+    def __repr__(self) -> str:
+        return f"Entry({self.id.ledger}:{self.id.entry}, {self.count} messages, {self.size} bytes)"
+
+    @property
+    def is_batch(self) -> bool:
+        return "num_messages_in_batch" in self.metadata
+
+    @property
+    def count(self) -> int:
+        """Return how many messages the entry has, delivered or not."""
+        return max(1, int(self.metadata.get("num_messages_in_batch", 1)))
+
+    @property
+    def permits(self) -> int:
+        """Return how many permits the broker counts for the entry."""
+        return max(1, len(delivered_indexes(self._index_words))) if self._index_words else self.count
+
+    @property
+    def txn(self) -> TxnId | None:
+        if "txnid_least_bits" not in self.metadata or "txnid_most_bits" not in self.metadata:
+            return None
+        return TxnId(self.metadata["txnid_most_bits"], self.metadata["txnid_least_bits"])
+
+    @property
+    def is_marker(self) -> bool:
+        """Return whether the entry is a control marker, which has no messages."""
+        return "marker_type" in self.metadata
+
+    @property
+    def producer_name(self) -> str:
+        return str(self.metadata.get("producer_name", ""))
+
+    @property
+    def sequence_id(self) -> int:
+        return int(self.metadata.get("sequence_id", 0))
+
+    @property
+    def publish_time(self) -> int:
+        """Return milliseconds since 1970 by the sender's clock."""
+        return int(self.metadata.get("publish_time", 0))
+
+    @property
+    def chunk(self) -> tuple[str, int, int] | None:
+        """Return the message's uuid, the chunk's number and their count; None for an entry that is no chunk."""
+        chunks = self.metadata.get("num_chunks_from_msg", 0)
+        if chunks < 2 or self.parts:
+            return None
+        return self.metadata.get("uuid", ""), self.metadata.get("chunk_id", 0), chunks
+
+    def refuse(self, why: str) -> None:
+        """Make it an unreadable entry."""
+        self.fault = CorruptEntry(f"{why} ({self.id.ledger}:{self.id.entry})")
+
+    def join(self, earlier: list[ReceivedEntry]) -> None:
+        """Make this last chunk the whole message. If the sizes do not match, its fault is `CorruptEntry`."""
+        first = earlier[0].id
+        self.parts = (*(chunk.id for chunk in earlier), self.id)
+        self.id = self.id._replace(first_chunk=(first.ledger, first.entry))
+        self._payload = b"".join([*(chunk._payload for chunk in earlier), self._payload])
+        self.size = sum((chunk.size for chunk in earlier), self.size)
+        if len(self._payload) != self.metadata.get("total_chunk_msg_size", len(self._payload)):
+            self.fault = CorruptEntry(f"the chunks of a message are not of its size ({first.ledger}:{first.entry})")
+
+    def messages(self) -> list[ReceivedMessage]:
+        """Return the messages of this delivery: those of a batch that are not acknowledged yet.
+
+        Raise `CorruptEntry`, `MissingLibrary`.
+        """
+        return [ReceivedMessage(self, *record) for record in self.records()]
+
+    def records(self) -> list[tuple[int, bytes, Fields]]:
+        """Return the messages' parts: the index in the batch, the payload, and the metadata beside the entry's, which
+        are mostly empty. `ReceivedMessage` reads them.
+        """
+        if self.fault is not None:
+            raise self.fault
+        payload = self._unpacked()
+        if not self.is_batch:
+            return [(-1, payload, self.metadata)]
+        try:
+            records = self._alike(payload) or self._batched(payload)
+        except (Malformed, IndexError, struct.error) as error:
+            raise CorruptEntry(f"a batch cannot be read ({self.id.ledger}:{self.id.entry})") from error
+        if self._index_words:
+            wanted = set(delivered_indexes(self._index_words))
+            records = [record for record in records if record[0] in wanted]
+        return [record for record in records if record[0] >= self._skipped] if self._skipped else records
+
+    def skip(self, messages: int) -> None:
+        """Leave out the first messages of the batch."""
+        self._skipped = messages
+
+    def _unpacked(self) -> bytes:
+        if self.metadata.get("encryption_keys"):
+            raise CorruptEntry(f"an entry is encrypted ({self.id.ledger}:{self.id.entry})")
+        kind, size = self.metadata.get("compression", 0), self.metadata.get("uncompressed_size", 0)
+        return decompress(kind, self._payload, size, MAX_UNPACKED)
+
+    def _alike(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
+        """Return the messages of a batch without metadata and of equal size, as most are, in few steps for all of them;
+        empty for any other batch.
+        """
+        count, step = self.count, len(payload) // self.count
+        if payload[4:5] != b"\x18" or step * count != len(payload):
+            return []
+        length, start = read_varint(payload, 5)
+        if start != 4 + _SIZE.unpack_from(payload)[0] or start + length != step:
+            return []
+        if any(payload[at::step] != payload[at : at + 1] * count for at in range(start)):
+            return []
+        nothing: Fields = {}
+        # An empty last message begins where the batch ends.
+        places = range(start, len(payload) + 1, step)
+        return [(index, payload[at : at + length], nothing) for index, at in enumerate(places)]
+
+    def _batched(self, payload: bytes) -> list[tuple[int, bytes, Fields]]:
+        records: list[tuple[int, bytes, Fields]] = []
+        at, head = 0, b""
+        length = 0
+        fields: Fields = {}
+        for index in range(self.count):
+            # Consecutive messages of equal size and metadata have equal heads, which are parsed once.
+            if head and payload.startswith(head, at):
+                start = at + len(head)
+            else:
+                (size,) = _SIZE.unpack_from(payload, at)
+                start = at + 4 + size
+                head = payload[at:start]
+                length, fields = _described(head[4:])
+            at = start + length
+            if length < 0 or at > len(payload):
+                raise Malformed("a message is longer than its batch")
+            if not fields.get("compacted_out"):
+                records.append((index, payload[start:at], fields))
+        return records
+
+
+def _described(data: bytes) -> tuple[int, Fields]:
+    """Return the size of a message in a batch, and its metadata."""
+    # Most have only the required size field.
+    if data[:1] == b"\x18":
+        length, end = read_varint(data, 1)
+        if end == len(data) and length >> 31 == 0:
+            return length, {}
+    fields = decode("SingleMessageMetadata", data)
+    return fields["payload_size"], fields

@@ -1,0 +1,110 @@
+"""Finds a topic's broker, through redirects and proxies, and the number of its partitions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from .address import Address, ServiceUrl, full_topic_name, service_url
+from .clock import ClientDeadline
+from .connection import BrokerConnection
+from .errors import ProtocolError, PulsarError, ServiceNotReady, server_error
+from .pool import ConnectionPool, ConnectionTarget, retrying
+
+T = TypeVar("T")
+
+_REDIRECT, _CONNECT = 0, 1
+# As in the Java client; a broker that redirects more often goes in circles.
+MOST_REDIRECTS = 20
+# A broker that does not answer by then will hardly answer later, but another one may.
+_SECONDS_AN_ATTEMPT = 10.0
+_LANE = ""
+
+
+class Lookup:
+    """Questions that any broker answers. Each is repeated at the brokers in turn until its deadline."""
+
+    def __init__(self, pool: ConnectionPool, service: ServiceUrl, listener: str | None) -> None:
+        self._pool = pool
+        self._service = service
+        self._listener = listener
+        self._turn = itertools.cycle(service.addresses)
+        self._current = next(self._turn)
+
+    def connection(self, topic: str, connection_key: str, deadline: ClientDeadline) -> BrokerConnection:
+        """Return a connection to the broker that serves a topic. This is one attempt: if that broker refuses the
+        caller's request, the caller repeats both.
+        """
+        return self._pool.get(self._target(full_topic_name(topic), deadline), connection_key, deadline)
+
+    def partitions(self, topic: str, deadline: ClientDeadline) -> int:
+
+        def ask(connection: BrokerConnection, left: ClientDeadline) -> int:
+            answer = connection.ask(
+                "partition_metadata", left, topic=full_topic_name(topic), metadata_auto_creation_enabled=False
+            )
+            return int(answer.get("partitions", 0))
+
+        return self._anywhere(deadline, ask)
+
+    def topics(self, namespace: str, deadline: ClientDeadline) -> list[str]:
+
+        def ask(connection: BrokerConnection, left: ClientDeadline) -> list[str]:
+            answer = connection.ask("get_topics_of_namespace", left, namespace=namespace, mode=0)
+            return list(answer.get("topics", []))
+
+        return self._anywhere(deadline, ask)
+
+    def _anywhere(self, deadline: ClientDeadline, ask: Callable[[BrokerConnection, ClientDeadline], T]) -> T:
+        def attempt() -> T:
+            left = _shorter(deadline)
+            with self._next_on_failure():
+                return ask(self._pool.get(ConnectionTarget(self._current), _LANE, left), left)
+
+        return retrying(deadline, attempt)
+
+    def _target(self, topic: str, deadline: ClientDeadline) -> ConnectionTarget:
+        left = _shorter(deadline)
+        with self._next_on_failure():
+            return self._follow(topic, ConnectionTarget(self._current), left)
+
+    def _follow(self, topic: str, target: ConnectionTarget, deadline: ClientDeadline) -> ConnectionTarget:
+        authoritative = False
+        for _ in range(MOST_REDIRECTS):
+            answer = self._pool.get(target, _LANE, deadline).ask(
+                "lookup", deadline, topic=topic, authoritative=authoritative, advertised_listener_name=self._listener
+            )
+            target = self._named(answer.get("broker_service_url"), answer.get("broker_service_url_tls"), answer)
+            if answer.get("response") != _REDIRECT:
+                return target
+            authoritative = answer.get("authoritative", False)
+        raise ServiceNotReady(6, f"the brokers redirect in circles for {topic}")
+
+    def _named(self, url: str | None, url_tls: str | None, answer: dict[str, object]) -> ConnectionTarget:
+        if answer.get("response") not in (_REDIRECT, _CONNECT):
+            raise server_error(0, "the lookup failed")
+        try:
+            (broker,) = service_url((url_tls if self._service.tls else url) or "").addresses
+        except ValueError:
+            raise ProtocolError("a lookup was answered without the address of a broker") from None
+        return self._through(broker) if answer.get("proxy_through_service_url") else ConnectionTarget(broker)
+
+    def _through(self, broker: Address) -> ConnectionTarget:
+        return (
+            ConnectionTarget(broker) if broker in self._service.addresses else ConnectionTarget(self._current, broker)
+        )
+
+    @contextmanager
+    def _next_on_failure(self) -> Iterator[None]:
+        """Go on to the next broker of the service URL if the block fails."""
+        try:
+            yield
+        except PulsarError:
+            self._current = next(self._turn)
+            raise
+
+
+def _shorter(deadline: ClientDeadline) -> ClientDeadline:
+    return ClientDeadline(min(deadline.left, _SECONDS_AN_ATTEMPT))

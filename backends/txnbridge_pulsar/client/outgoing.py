@@ -1,0 +1,158 @@
+"""Content to send: one message, or a batch of messages in one entry.
+
+Brokers work by entries, so messages in a batch cost little: a thousand of 100 bytes are about a hundred times as fast.
+"""
+
+from __future__ import annotations
+
+from binascii import b2a_base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .codec import Fields, tag, varint, with_length
+
+Properties = Sequence[tuple[str, str]]
+
+
+def key_fields(key: bytes | str | None) -> Fields:
+    """Return a key as messages hold it: text unchanged, bytes in base64 with a flag."""
+    if key is None:
+        return {}
+    if isinstance(key, str):
+        return {"partition_key": key}
+    return {"partition_key": _base64(key).decode(), "partition_key_b64_encoded": True}
+
+
+def _base64(key: bytes) -> bytes:
+    return b2a_base64(key, newline=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """One message in an entry of its own. A payload of None is a tombstone."""
+
+    payload: bytes | None
+    key: bytes | str | None = None
+    properties: Properties = ()
+    event_time: int | None = None  # milliseconds since 1970
+    ordering_key: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"Single({len(self.payload or b'')} bytes)"
+
+    @property
+    def count(self) -> int:
+        return 1
+
+    def body(self) -> bytes:
+        """Return the payload before compression."""
+        return self.payload or b""
+
+    def metadata(self) -> Fields:
+        """Return the message's part of the entry's metadata."""
+        return {
+            "properties": [{"key": name, "value": value} for name, value in self.properties],
+            **key_fields(self.key),
+            "event_time": self.event_time,
+            "ordering_key": self.ordering_key,
+            "null_value": True if self.payload is None else None,
+        }
+
+
+class MessageBatch:
+    """Messages that share an entry: stored together or not at all, and in one transaction.
+
+    Append until `size` or `count` suffices, then send it once. The broker routes the entry by the key of its first
+    message, so on a key-shared subscription a batch must have one key only.
+    """
+
+    __slots__ = ("_first", "_heads", "_parts", "count", "size")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.size = 0
+        self._parts: list[bytes] = []
+        self._heads: dict[int, bytes] = {}
+        self._first: Fields = {}
+
+    def __repr__(self) -> str:
+        return f"Batch({self.count} messages, {self.size} bytes)"
+
+    def append(
+        self,
+        payload: bytes | None,
+        key: bytes | str | None = None,
+        properties: Properties = (),
+        event_time: int | None = None,
+        ordering_key: bytes | None = None,
+    ) -> None:
+        """Add one message; None is a tombstone."""
+        if not self.count:
+            self._first = {**key_fields(key), "ordering_key": ordering_key}
+        if key is None and not properties and event_time is None and ordering_key is None and payload is not None:
+            head = self._heads.get(len(payload)) or self._head(len(payload))
+        else:
+            head = _head(payload, key, properties, event_time, ordering_key)
+            payload = payload or b""
+        self._parts += (head, payload)
+        self.size += len(head) + len(payload)
+        self.count += 1
+
+    def extend(self, payloads: Iterable[bytes]) -> None:
+        """Add messages without metadata: the fastest way, above all for payloads of equal size."""
+        payloads = payloads if isinstance(payloads, (list, tuple)) else list(payloads)
+        lengths = set(map(len, payloads))
+        heads = {length: self._heads.get(length) or self._head(length) for length in lengths}
+        if len(heads) == 1:
+            (head,) = heads.values()
+            joined = head + head.join(payloads)
+        else:
+            joined = b"".join([part for payload in payloads for part in (heads[len(payload)], payload)])
+        self._parts.append(joined)
+        self.size += len(joined)
+        self.count += len(payloads)
+
+    def body(self) -> bytes:
+        return b"".join(self._parts)
+
+    def metadata(self) -> Fields:
+        return {**self._first, "num_messages_in_batch": self.count}
+
+    def _head(self, length: int) -> bytes:
+        described = _PAYLOAD_SIZE + varint(length)
+        head = self._heads[length] = len(described).to_bytes(4, "big") + described
+        return head
+
+
+_KIND = "SingleMessageMetadata"
+_PROPERTY, _NAME, _VALUE = tag(_KIND, "properties"), tag("KeyValue", "key"), tag("KeyValue", "value")
+_KEY, _ORDERING_KEY = tag(_KIND, "partition_key"), tag(_KIND, "ordering_key")
+_PAYLOAD_SIZE, _EVENT_TIME = tag(_KIND, "payload_size"), tag(_KIND, "event_time")
+_KEY_IS_BASE64, _NULL = tag(_KIND, "partition_key_b64_encoded") + b"\x01", tag(_KIND, "null_value") + b"\x01"
+
+
+def _head(
+    payload: bytes | None,
+    key: bytes | str | None,
+    properties: Properties,
+    event_time: int | None,
+    ordering_key: bytes | None,
+) -> bytes:
+    """Return the head of a message in a batch. Encoded by hand, because it is done for every message."""
+    parts: list[bytes] = []
+    for name, value in properties:
+        pair = _NAME + with_length(name.encode()) + _VALUE + with_length(value.encode())
+        parts += (_PROPERTY, with_length(pair))
+    if key is not None:
+        parts += (_KEY, with_length(key.encode() if isinstance(key, str) else _base64(key)))
+    parts += (_PAYLOAD_SIZE, varint(len(payload or b"")))
+    if event_time is not None:
+        parts += (_EVENT_TIME, varint(event_time))
+    if isinstance(key, bytes):
+        parts.append(_KEY_IS_BASE64)
+    if ordering_key is not None:
+        parts += (_ORDERING_KEY, with_length(ordering_key))
+    if payload is None:
+        parts.append(_NULL)
+    described = b"".join(parts)
+    return len(described).to_bytes(4, "big") + described

@@ -1,0 +1,370 @@
+"""A producer: sends entries without waiting, and reports the result of each.
+
+It never sends anything twice by itself. When the connection ends, or the broker moves the topic, every send without a
+receipt fails with `BrokerConnectionLost`: it may or may not be stored. The caller decides: `reopen`, and `resend` the
+unconfirmed sends (byte for byte, which makes duplicates unless the broker removes them), or `forget` them. Sequence ids
+are never reused, whatever became of their messages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+from .clock import ClientDeadline
+from .codec import Fields, encode
+from .compression import Compression, check_installed, compress
+from .connection import BrokerConnection
+from .errors import (
+    BrokerConnectionLost,
+    Closed,
+    MessageTooLarge,
+    PerhapsDropped,
+    ProducerFenced,
+    PulsarError,
+    RequestTimedOut,
+    server_error,
+)
+from .frames import command, send_command
+from .ids import MessageId, TxnId, message_id
+from .lookup import Lookup
+from .pool import an_attempt, retrying
+from .sending import Budget, Content, Receipt, Send
+
+
+def nobody(send: Send) -> None:
+    """Ignore the result of a send."""
+
+
+class AccessMode(IntEnum):
+    """The claim on a topic: which other producers it may have."""
+
+    SHARED = 0
+    EXCLUSIVE = 1  # none; refused with `ProducerFenced` if another has the topic
+    WAIT_FOR_EXCLUSIVE = 2  # none; waits for its turn
+    EXCLUSIVE_WITH_FENCING = 3  # none; the other producer is fenced, and its next send loses its whole connection
+
+
+class ProducerOptions(NamedTuple):
+    """The options of a producer; `PulsarClient.create_producer` explains them."""
+
+    name: str | None
+    access: AccessMode
+    compression: Compression
+    transactions: bool
+    properties: tuple[tuple[str, str], ...]
+    connection_key: str
+
+
+class PulsarProducer:
+    """A producer, open from the start. Any thread may send; the order is that of the calls."""
+
+    def __init__(self, lookup: Lookup, budget: Budget, id: int, topic: str, options: ProducerOptions) -> None:
+        check_installed(options.compression)
+        self.id = id
+        self.topic = topic
+        self.name = options.name or ""
+        self.last_sequence_id = -1
+        self.topic_epoch: int | None = None
+        self._lookup = lookup
+        self._budget = budget
+        self._options = options
+        self._connection: BrokerConnection | None = None
+        self._epoch = -1
+        self._next = 0
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._state = threading.Condition()
+        self._pending: dict[int, Send] = {}
+        self._unconfirmed: list[Send] = []
+        self._lost: PulsarError | None = Closed("the producer was never opened")
+
+    def __repr__(self) -> str:
+        return f"Producer({self.topic}, {self.name}, {'lost' if self._lost else 'open'})"
+
+    # ------------------------------------------------------------------------------------------ opening
+
+    @property
+    def lost(self) -> PulsarError | None:
+        """Return why it can send nothing until it is reopened; None while it is open."""
+        return self._lost
+
+    @property
+    def generation(self) -> int:
+        """Return how often it was reopened."""
+        return self._epoch
+
+    @property
+    def connection(self) -> BrokerConnection | None:
+        return self._connection
+
+    @property
+    def unconfirmed(self) -> list[Send]:
+        """Return the sends that were on their way when the connection ended, in order; each may be stored or not."""
+        with self._state:
+            return list(self._unconfirmed)
+
+    def reopen(self, timeout: float) -> None:
+        """Open again under the same name, and with the same epoch if it holds the topic exclusively.
+
+        Unconfirmed sends stay unconfirmed. `last_sequence_id` is then the broker's, -1 if it keeps none. Raise
+        `ProducerFenced` if another producer took the topic over, and as `PulsarClient.create_producer`.
+        """
+        if self._epoch >= 0 and isinstance(self._lost, Closed):
+            raise Closed(str(self._lost))
+        if self._connection is not None:
+            self._leave(self._connection)
+        self._epoch += 1
+        deadline = ClientDeadline(timeout)
+        retrying(deadline, lambda: self._open(an_attempt(deadline)))
+
+    def _open(self, deadline: ClientDeadline) -> None:
+        connection = self._lookup.connection(self.topic, self._options.connection_key, deadline)
+        with self._state:
+            # From now on the connection may be lost again, even before the producer is known to be open.
+            self._connection, self._lost = None, None
+        connection.add_producer(self.id, self)
+        try:
+            answer = self._take_topic(connection, deadline)
+        except BaseException as error:
+            connection.remove_producer(self.id)
+            self._lost = BrokerConnectionLost("the producer was not opened", may_have_had_effect=False)
+            if getattr(error, "may_have_had_effect", True):
+                connection.post(command("close_producer", producer_id=self.id, request_id=0))
+            raise
+        with self._state:
+            self.name = answer["producer_name"]
+            self.last_sequence_id = answer.get("last_sequence_id", -1)
+            self.topic_epoch = answer.get("topic_epoch")
+            self._next = max(self._next, self.last_sequence_id + 1)
+            self._connection = connection
+
+    def _take_topic(self, connection: BrokerConnection, deadline: ClientDeadline) -> Fields:
+        """Ask for the topic with our epoch if we own it, which fences nobody.
+
+        The broker refuses to fence with an epoch that is not the newest, but closes the owner's connection all the
+        same. So we only fence where we hold the topic ourselves, on a connection whose end the broker has not noticed.
+        """
+        access = self._options.access
+        if access is AccessMode.EXCLUSIVE_WITH_FENCING and self.topic_epoch is not None:
+            try:
+                return self._introduce(connection, AccessMode.EXCLUSIVE, deadline)
+            except ProducerFenced as error:
+                if not error.text.endswith(f" existing exclusive producer: {self.name}"):
+                    raise
+        return self._introduce(connection, access, deadline)
+
+    def _introduce(self, connection: BrokerConnection, access: AccessMode, deadline: ClientDeadline) -> Fields:
+        options = self._options
+        return connection.ask(
+            "producer",
+            deadline,
+            topic=self.topic,
+            producer_id=self.id,
+            producer_name=self.name or None,
+            metadata=[{"key": key, "value": value} for key, value in options.properties],
+            epoch=self._epoch,
+            user_provided_producer_name=options.name is not None,
+            producer_access_mode=access,
+            topic_epoch=self.topic_epoch,
+            txn_enabled=options.transactions,
+        )
+
+    # ------------------------------------------------------------------------------------------ sending
+
+    def send(
+        self,
+        content: Content,
+        txn: TxnId | None = None,
+        *,
+        sequence_id: int | None = None,
+        timeout: float,
+        when_done: Callable[[Send], None] = nobody,
+    ) -> Send:
+        """Send an entry. `sequence_id` is its first message's; by default the next one. `when_done` is called as in
+        `Send.when_done`, even for an entry that was sent although this call raised.
+
+        Wait only for room. Raise `MessageTooLarge`; `BrokerConnectionLost` or `RequestTimedOut`, which say whether the
+        entry may have been sent: if so, it is unconfirmed.
+        """
+        deadline = ClientDeadline(timeout)
+        with self._turn(deadline):
+            connection = self._open_connection()
+            first = self._next if sequence_id is None else sequence_id
+            frame = self._frame(content, txn, first, connection.max_message_size)
+            send = Send(next(self._numbers), first, content.count, txn, frame)
+            self._budget.take(send.size, deadline)
+            self._next = max(self._next, send.highest_sequence_id + 1)
+            send.when_done(when_done)
+            try:
+                self._write(connection, send, deadline)
+            except BrokerConnectionLost as error:
+                if not error.may_have_had_effect:
+                    self._withdraw(send)
+                raise
+            return send
+
+    @contextmanager
+    def _turn(self, deadline: ClientDeadline) -> Iterator[None]:
+        """Inside the block, assign ids and write frames in the same order."""
+        if not self._sending.acquire(timeout=deadline.left):
+            raise RequestTimedOut(f"other sends are in the way for {deadline.seconds:g} s", may_have_had_effect=False)
+        try:
+            yield
+        finally:
+            self._sending.release()
+
+    def resend(self, timeout: float, when_done: Callable[[Send], None] = nobody) -> list[Send]:
+        """Send the unconfirmed entries again, with the same bytes in the same order. Return them; `when_done` is called
+        for each.
+
+        Raise `BrokerConnectionLost` or `RequestTimedOut`; what was not sent stays unconfirmed.
+        """
+        deadline = ClientDeadline(timeout)
+        with self._turn(deadline):
+            connection = self._open_connection()
+            with self._state:
+                sends, self._unconfirmed = self._unconfirmed, []
+            for at, send in enumerate(sends):
+                send.begin_again()
+                send.when_done(when_done)
+                try:
+                    self._write(connection, send, deadline)
+                except BrokerConnectionLost:
+                    self._keep_unconfirmed(sends[at:])
+                    raise
+        return sends
+
+    def forget(self) -> None:
+        """Forget the unconfirmed sends; they may still be stored."""
+        with self._state:
+            forgotten, self._unconfirmed = self._unconfirmed, []
+        for send in forgotten:
+            self._budget.give_back(send.size)
+
+    def flush(self, timeout: float) -> None:
+        """Wait until nothing is on its way. Raise `RequestTimedOut`; each send reports its own failure."""
+        with self._state:
+            if not self._state.wait_for(lambda: not self._pending, timeout):
+                raise RequestTimedOut(f"{len(self._pending)} sends have no receipt after {timeout:g} s")
+
+    def _open_connection(self) -> BrokerConnection:
+        connection = self._connection
+        if self._lost is not None or connection is None:
+            if isinstance(self._lost, Closed):
+                raise Closed(str(self._lost))
+            raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+        return connection
+
+    def _frame(self, content: Content, txn: TxnId | None, first: int, limit: int) -> bytes:
+        body = content.body()
+        payload = compress(self._options.compression, body)
+        ids: Fields = {} if txn is None else txn.fields
+        highest = first + content.count - 1
+        described = content.metadata()
+        metadata: Fields = {"producer_name": self.name, "sequence_id": first, "publish_time": int(time.time() * 1000)}
+        metadata.update(described)
+        if self._options.compression is not Compression.NONE:
+            metadata |= {"compression": int(self._options.compression), "uncompressed_size": len(body)}
+        if "num_messages_in_batch" in described:
+            metadata["highest_sequence_id"] = highest
+        encoded = encode("MessageMetadata", {**metadata, **ids})
+        if len(encoded) + len(payload) > limit:
+            raise MessageTooLarge(f"an entry has {len(encoded) + len(payload)} bytes; the broker takes {limit}")
+        fields = {"producer_id": self.id, "sequence_id": first, "num_messages": content.count, **ids}
+        if "highest_sequence_id" in metadata:
+            fields["highest_sequence_id"] = highest
+        return send_command(fields, encoded, payload)
+
+    def _write(self, connection: BrokerConnection, send: Send, deadline: ClientDeadline) -> None:
+        with self._state:
+            if self._lost is not None:
+                raise BrokerConnectionLost(f"the producer is to be reopened: {self._lost}", False) from self._lost
+            self._pending[send.sequence_id] = send
+        connection.write(send.frame, deadline)
+
+    def _withdraw(self, send: Send) -> None:
+        with self._state:
+            self._pending.pop(send.sequence_id, None)
+            if send in self._unconfirmed:
+                self._unconfirmed.remove(send)
+            self._state.notify_all()
+        self._budget.give_back(send.size)
+
+    def _keep_unconfirmed(self, sends: Iterable[Send]) -> None:
+        """Keep sends in the order of their first sending: others may be added later, when the loss is reported."""
+        with self._state:
+            self._unconfirmed = sorted({*self._unconfirmed, *sends}, key=lambda send: send.number)
+            for send in self._unconfirmed:
+                self._pending.pop(send.sequence_id, None)
+            self._state.notify_all()
+
+    # ------------------------------------------------------------------------------------------ told by the connection
+
+    def on_receipt(self, fields: Fields) -> None:
+        with self._state:
+            send = self._pending.pop(fields["sequence_id"], None)
+            self._state.notify_all()
+        if send is not None:
+            self._budget.give_back(send.size)
+            stored = message_id(fields["message_id"]) if "message_id" in fields else MessageId(-1, -1)
+            receipt = Receipt(send.sequence_id, stored)
+            send.resolve(PerhapsDropped() if receipt.duplicate and send.refused else receipt)
+
+    def on_send_error(self, fields: Fields) -> None:
+        id = fields["sequence_id"]
+        error = server_error(fields["error"], fields["message"])
+        with self._state:
+            # For a batch the broker names the highest sequence id.
+            named = [send for send in self._pending.values() if id in (send.sequence_id, send.highest_sequence_id)]
+            for send in named:
+                if error.retriable:
+                    send.refused = True
+                else:
+                    del self._pending[send.sequence_id]
+            self._state.notify_all()
+        if named and error.retriable:
+            # The topic moves, or the store has trouble: this and later entries are sent again in order, or not at all.
+            self.on_lost(error)
+            return
+        for send in named:
+            self._budget.give_back(send.size)
+            send.resolve(error)
+
+    def on_lost(self, reason: PulsarError) -> None:
+        with self._state:
+            if self._lost is not None:
+                return
+            self._lost = reason
+            lost = list(self._pending.values())
+            self._keep_unconfirmed(lost)
+        for send in lost:
+            error = BrokerConnectionLost(f"no receipt for sequence id {send.sequence_id}: {reason}")
+            error.__cause__ = reason
+            send.resolve(error)
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def close(self, timeout: float) -> None:
+        """Close. Entries on their way fail with `BrokerConnectionLost`: flush first. Repeating it is harmless."""
+        connection = self._connection
+        closed = Closed("the producer is closed")
+        self.on_lost(closed)
+        with self._state:
+            self._lost = closed
+        self.forget()
+        if connection is not None and not connection.closed:
+            with suppress(PulsarError):
+                connection.ask("close_producer", ClientDeadline(timeout), producer_id=self.id)
+            connection.remove_producer(self.id)
+
+    def _leave(self, connection: BrokerConnection) -> None:
+        self.on_lost(BrokerConnectionLost("the producer is opened anew"))
+        connection.remove_producer(self.id)
+        if not connection.closed:
+            connection.post(command("close_producer", producer_id=self.id, request_id=0))

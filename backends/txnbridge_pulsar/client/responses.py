@@ -1,0 +1,53 @@
+"""Responses: a request is sent now, and its answer is waited for later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+
+from .codec import Fields
+from .errors import PulsarError, RequestTimedOut
+from .schema import COMMANDS
+
+
+def answer_to(name: str) -> str:
+    if name == "producer":
+        return "producer_success"
+    answer = f"{name.removesuffix('_request')}_response"
+    return answer if answer in COMMANDS else "success"
+
+
+class Response:
+    """The answer to one request."""
+
+    def __init__(self, forget: Callable[[], None], what: str, kind: str) -> None:
+        self.kind = kind  # the command that answers, unless it is an error
+        self._future: Future[Fields] = Future()
+        self._forget = forget
+        self._what = what
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float) -> Fields:
+        """Wait for the answer's fields. Raise a `ServerError`, `BrokerConnectionLost`, or finally `RequestTimedOut`."""
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout:
+            self._forget()
+            raise RequestTimedOut(f"no answer to {self._what} in {timeout:g} s") from None
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Have `call` called with the answer: by the reading thread, so it may not block, or at once if it is there."""
+        self._future.add_done_callback(lambda _: call())
+
+    def resolve(self, outcome: Fields | PulsarError) -> None:
+        """Set the result; only the first one counts."""
+        with suppress(InvalidStateError):
+            if isinstance(outcome, PulsarError):
+                self._future.set_exception(outcome)
+            else:
+                self._future.set_result(outcome)

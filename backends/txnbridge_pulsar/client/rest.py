@@ -1,0 +1,155 @@
+"""The brokers' REST interface, for what the binary protocol cannot do. It needs an `admin_url`."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from txnbridge.errors import AccessDenied, BrokerUnavailable, DeadlineExceeded, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar.settings import PulsarSettings
+
+# A broker redirects a request to the one that serves the topic; more redirects than this go in circles.
+_MOST_REDIRECTS = 5
+_REDIRECTED = (307, 308)
+_DENIED = (401, 403)
+# A broker may die in the middle of its answer.
+_TROUBLE = (OSError, http.client.HTTPException)
+_MOST_TEXT = 300  # of a broker's error, which may contain a whole stack trace
+
+
+class RestRefused(Exception):
+    """The broker refused the request: its status and its reason."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(status, text)
+        self.status = status
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"HTTP {self.status}: {self.text}" if self.text else f"HTTP {self.status}"
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: the library would only follow those of GET and HEAD."""
+
+    def redirect_request(self, *answer: Any) -> None:
+        return None
+
+
+class Rest:
+    """A REST client, which connects at its first call; one request at a time and thread. Paths begin with `/admin/`.
+
+    If one address does not answer, the next is asked, unless the request may have changed something.
+    """
+
+    def __init__(self, settings: PulsarSettings) -> None:
+        self._settings = settings
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirects(), urllib.request.ProxyHandler({})]
+        if settings.admin_url.startswith("https:"):
+            handlers.append(urllib.request.HTTPSHandler(context=settings.tls_context()))
+        scheme, _, hosts = settings.admin_url.partition("://")
+        self._addresses = [f"{scheme}://{host}" for host in hosts.split(",")]
+        self._current = 0  # which address is asked; the next one if it does not answer
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def get(self, path: str, deadline: Deadline) -> Any:
+        """Return the JSON answer. Raise `RestRefused`, `AccessDenied`, `BrokerUnavailable`."""
+        return self.ask("GET", path, deadline)
+
+    def ask(self, method: str, path: str, deadline: Deadline, body: Any = None) -> Any:
+        """Send any request, like `get`; None for an empty answer. A change without an answer may have been made."""
+        _, answer = self.look(method, path, deadline, body)
+        return json.loads(answer) if answer else None
+
+    def headers(self, path: str, deadline: Deadline) -> Mapping[str, str]:
+        """Return the headers of an answer by their lower-case names."""
+        return self.look("GET", path, deadline)[0]
+
+    def look(self, method: str, path: str, deadline: Deadline, body: Any = None) -> tuple[Mapping[str, str], bytes]:
+        for left in range(len(self._addresses), 0, -1):
+            address = self._addresses[self._current % len(self._addresses)]
+            try:
+                return self._look(method, address, path, Deadline(deadline.left() / left), body)
+            except _TROUBLE as error:
+                self._current += 1
+                deadline.check(f"asking {address}{path}")
+                if left == 1 or not (method == "GET" or _was_refused(error)):
+                    raise BrokerUnavailable(f"asking {address}{path}: {error}") from error
+        raise AssertionError("there is an address")
+
+    def _look(
+        self, method: str, address: str, path: str, deadline: Deadline, body: Any
+    ) -> tuple[Mapping[str, str], bytes]:
+        url = address + path
+        for _ in range(_MOST_REDIRECTS):
+            try:
+                with self._opener.open(self._request(method, url, body), timeout=max(0.001, deadline.left())) as answer:
+                    return {name.lower(): value for name, value in answer.headers.items()}, answer.read()
+            except urllib.error.HTTPError as error:
+                if error.code not in _REDIRECTED:
+                    raise _refusal(error, method, path) from error
+                url = error.headers["Location"]
+                error.close()
+        raise BrokerUnavailable(f"{address}{path}: the brokers redirect in circles")
+
+    def _request(self, method: str, url: str, body: Any) -> urllib.request.Request:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Accept": "*/*", **self._credentials()}
+        return urllib.request.Request(url, data, headers, method=method)
+
+    def _credentials(self) -> dict[str, str]:
+        way = self._settings.authentication()
+        if way is None or way.method not in ("token", "basic"):
+            return {}
+        shown = way.data()
+        return {
+            "Authorization": f"Bearer {shown.decode()}"
+            if way.method == "token"
+            else f"Basic {base64.b64encode(shown).decode()}"
+        }
+
+
+def _refusal(error: urllib.error.HTTPError, method: str, path: str) -> RestRefused | TxnBridgeError:
+    with error:
+        text = _reason(error.read())
+    if error.code in _DENIED:
+        return AccessDenied(
+            f"{method} {path}: {text or 'this user may not do that'}; it needs an administrator of the tenant"
+            " (pulsar-admin tenants update --admin-roles), or a superuser"
+        )
+    return RestRefused(error.code, text)
+
+
+def _reason(body: bytes) -> str:
+    """Return the broker's reason without its stack trace; nothing for an HTML page."""
+    try:
+        text = str(json.loads(body)["reason"])
+    except (ValueError, TypeError, KeyError):
+        text = body.decode(errors="replace")
+    if text.lstrip().startswith("<"):
+        return ""
+    messages = [line.removeprefix("Message: ") for line in text.splitlines() if line.startswith("Message: ")]
+    return " ".join((messages[-1] if messages else text).split())[:_MOST_TEXT]
+
+
+def _was_refused(error: Exception) -> bool:
+    """Return whether the connection was refused, so that nothing was sent."""
+    return isinstance(error, urllib.error.URLError) and isinstance(error.reason, ConnectionRefusedError)
+
+
+def unavailable(refused: RestRefused, what: str) -> BrokerUnavailable:
+    """Return the error for an unexpected refusal; raise it `from` the refusal."""
+    kind = DeadlineExceeded if refused.status == 504 else BrokerUnavailable
+    return kind(f"{what}: {refused}")
+
+
+def path_of(full: str) -> str:
+    """Return a topic's full name as a part of a path, without the leading "persistent/"."""
+    return "/".join(quote(part, safe="") for part in full.removeprefix("persistent://").split("/"))

@@ -1,0 +1,110 @@
+"""Entries on their way to the broker, each until its receipt, and the limit on their size."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import NamedTuple, Protocol
+
+from .clock import ClientDeadline
+from .codec import Fields
+from .errors import PulsarError, RequestTimedOut
+from .ids import MessageId, TxnId
+
+
+class Content(Protocol):
+    """Content that can be sent: `Single` or `MessageBatch`."""
+
+    @property
+    def count(self) -> int: ...
+
+    def body(self) -> bytes: ...
+
+    def metadata(self) -> Fields: ...
+
+
+class Receipt(NamedTuple):
+    """The broker has the entry; if `duplicate`, it dropped one with sequence ids that it had already."""
+
+    sequence_id: int
+    message_id: MessageId
+
+    @property
+    def duplicate(self) -> bool:
+        return self.message_id.ledger < 0
+
+
+class Budget:
+    """The bytes that may be on their way at once, shared by all producers of a client."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._changed = threading.Condition()
+
+    def take(self, size: int, deadline: ClientDeadline) -> None:
+        """Wait for room; an entry larger than the limit goes alone. Raise `RequestTimedOut`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._used or self._used + size <= self._limit, deadline.left):
+                text = f"no room for another entry in {deadline.seconds:g} s: the broker confirms too slowly"
+                raise RequestTimedOut(text, may_have_had_effect=False)
+            self._used += size
+
+    def give_back(self, size: int) -> None:
+        with self._changed:
+            self._used -= size
+            self._changed.notify_all()
+
+
+class Send:
+    """One entry on its way: `sequence_id` to `highest_sequence_id`, in one transaction or none."""
+
+    __slots__ = ("_receipt", "count", "frame", "highest_sequence_id", "number", "refused", "sequence_id", "txn")
+
+    def __init__(self, number: int, sequence_id: int, count: int, txn: TxnId | None, frame: bytes) -> None:
+        self.number = number  # among all sends of its producer
+        self.sequence_id = sequence_id
+        self.highest_sequence_id = sequence_id + count - 1
+        self.count = count
+        self.txn = txn
+        self.frame = frame
+        self.refused = False  # whether the broker has said that it could not store it
+        self._receipt: Future[Receipt] = Future()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "on its way"
+        return f"Send({self.sequence_id}..{self.highest_sequence_id}, {state})"
+
+    @property
+    def size(self) -> int:
+        return len(self.frame)
+
+    @property
+    def done(self) -> bool:
+        return self._receipt.done()
+
+    def result(self, timeout: float) -> Receipt:
+        """Wait for the receipt. Raise `BrokerConnectionLost`, a `ServerError`, or `RequestTimedOut`
+        while on its way.
+        """
+        try:
+            return self._receipt.result(timeout)
+        except FutureTimeout:
+            raise RequestTimedOut(f"no receipt for sequence id {self.sequence_id} in {timeout:g} s") from None
+
+    def when_done(self, call: Callable[[Send], None]) -> None:
+        """Call `call` with the result: from the reading thread, so without blocking, or at once if it is known."""
+        self._receipt.add_done_callback(lambda _: call(self))
+
+    def resolve(self, outcome: Receipt | PulsarError) -> None:
+        """Set the result. Only the first one counts, unless the send begins again."""
+        if isinstance(outcome, PulsarError):
+            self._receipt.set_exception(outcome)
+        else:
+            self._receipt.set_result(outcome)
+
+    def begin_again(self) -> None:
+        """Wait for a receipt again."""
+        self._receipt = Future()

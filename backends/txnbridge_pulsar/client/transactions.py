@@ -1,0 +1,184 @@
+"""Transactions at their coordinators: begin, register, end.
+
+Coordinator i owns partition i of an internal topic, and a transaction's id names its coordinator. Requests that are
+harmless to repeat are repeated until the deadline, at whichever broker owns the coordinator by then. The end is not
+repeated: a lost answer is `BrokerConnectionLost` or `RequestTimedOut`, and a second request may get
+`TransactionNotFound` for what the first one has done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from .address import full_topic_name
+from .clock import ClientDeadline, pauses
+from .codec import Fields
+from .connection import TRANSACTIONS_SINCE, BrokerConnection
+from .errors import BrokerConnectionLost, NotAllowed, ProtocolError, PulsarError, RequestTimedOut, TopicNotFound
+from .ids import TxnId
+from .lookup import Lookup
+from .pool import retrying
+
+ASSIGN_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
+_COMMIT, _ABORT = 0, 1
+
+
+class Transactions:
+    """The coordinators of a cluster. Any thread may call; a client may act on any transaction whose id it knows."""
+
+    def __init__(self, lookup: Lookup, connection_key: str = "") -> None:
+        self._lookup = lookup
+        self._connection_key = connection_key
+        self._lock = threading.Lock()
+        self._connections: dict[int, BrokerConnection] = {}
+        self._turn = itertools.count()
+
+    def coordinators(self, timeout: float) -> int:
+        """Return how many coordinators there are. Raise `NotAllowed` if transactions are off, or not set up."""
+        return self._coordinators(ClientDeadline(timeout))
+
+    def _coordinators(self, deadline: ClientDeadline) -> int:
+        # A broker that has just started creates their topic a moment after it serves its first client.
+        for pause in pauses():
+            with suppress(TopicNotFound):
+                if count := self._lookup.partitions(ASSIGN_TOPIC, deadline):
+                    return count
+            if deadline.left <= pause:
+                raise NotAllowed(22, "the cluster has no transaction coordinators; are transactions enabled?")
+            time.sleep(pause)
+        raise AssertionError("pauses never end")
+
+    def connect(self, timeout: float) -> int:
+        """Load every coordinator; return how many. After a restart of the brokers no transaction times out before."""
+        deadline = ClientDeadline(timeout)
+        count = self._coordinators(deadline)
+        for coordinator in range(count):
+            retrying(deadline, lambda coordinator=coordinator: self._connect(coordinator, deadline))  # type: ignore[misc]
+        return count
+
+    def begin(self, ttl_ms: int, timeout: float, coordinator: int | None = None) -> TxnId:
+        """Begin a transaction at one coordinator, or at each in turn. The coordinator aborts it after `ttl_ms`.
+
+        If the answer is lost, another one is begun; the first stays empty and times out.
+        """
+        deadline = ClientDeadline(timeout)
+        if coordinator is None:
+            coordinator = next(self._turn) % self._coordinators(deadline)
+        # The field is named seconds and holds milliseconds.
+        answer = self._repeatable(coordinator, "new_txn", deadline, txn_ttl_seconds=ttl_ms, tc_id=coordinator)
+        try:
+            return TxnId(answer["txnid_most_bits"], answer["txnid_least_bits"])
+        except KeyError:
+            raise ProtocolError("the coordinator began a transaction without an id") from None
+
+    def register(
+        self, txn: TxnId, timeout: float, topics: Sequence[str] = (), subscriptions: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Register the concrete topics that a transaction sends to and the (topic, subscription) pairs that it
+        acknowledges on, both at once. This comes before the first send or acknowledgement there: the broker checks
+        nothing, and an unregistered one never gets an end. Repeating it is harmless.
+
+        Raise `InvalidTransactionStatus` or `TransactionNotFound` if the transaction has ended.
+        """
+        deadline = ClientDeadline(timeout)
+        asked: list[tuple[str, Fields]] = []
+        if topics:
+            asked.append(("add_partition_to_txn", {"partitions": [full_topic_name(topic) for topic in topics]}))
+        if subscriptions:
+            named = [{"topic": full_topic_name(topic), "subscription": name} for topic, name in subscriptions]
+            asked.append(("add_subscription_to_txn", {"subscription": named}))
+        if len(asked) < 2:
+            for name, fields in asked:
+                self._repeatable(txn.most, name, deadline, **txn.fields, **fields)
+            return
+        self._both(txn, asked, deadline)
+
+    def _both(self, txn: TxnId, asked: list[tuple[str, Fields]], deadline: ClientDeadline) -> None:
+        def attempt() -> None:
+            connection = self._coordinator(txn.most, deadline)
+            with self._rediscovering(txn.most):
+                answers = [connection.request(name, deadline, **txn.fields, **fields) for name, fields in asked]
+                for answer in answers:
+                    answer.result(deadline.left)
+
+        retrying(deadline, attempt)
+
+    def end(self, txn: TxnId, commit: bool, timeout: float) -> None:
+        """Commit or abort. When this returns, markers are written and acknowledgements applied.
+
+        The request is sent once. Raise `TransactionNotFound` (it ended before, in either way),
+        `InvalidTransactionStatus` (`state` says which end is under way), `CoordinatorNotFound` (also if the coordinator
+        lost its store after it began; the next coordinator carries out what was stored), `BrokerConnectionLost` or
+        `RequestTimedOut`, whose `may_have_had_effect` is True unless nothing was sent.
+        """
+        deadline = ClientDeadline(timeout)
+        fields = {**txn.fields, "txn_action": _COMMIT if commit else _ABORT}
+        for pause in pauses():
+            connection = retrying(deadline, lambda: self._coordinator(txn.most, deadline))
+            try:
+                with self._rediscovering(txn.most):
+                    connection.ask("end_txn", deadline, **fields)
+                return
+            except BrokerConnectionLost as error:
+                if error.may_have_had_effect or isinstance(error, RequestTimedOut) or deadline.left <= pause:
+                    raise
+            time.sleep(pause)
+
+    def end_on_partition(self, txn: TxnId, topic: str, commit: bool, timeout: float) -> None:
+        """Repair: end a transaction that no coordinator knows on one topic. It takes a superuser's rights."""
+        self._end_on(txn, topic, "end_txn_on_partition", {"topic": full_topic_name(topic)}, commit, timeout)
+
+    def end_on_subscription(self, txn: TxnId, topic: str, subscription: str, commit: bool, timeout: float) -> None:
+        """Repair: end a transaction's acknowledgements on one subscription. It takes a superuser's rights."""
+        named = {"subscription": {"topic": full_topic_name(topic), "subscription": subscription}}
+        self._end_on(txn, topic, "end_txn_on_subscription", named, commit, timeout)
+
+    def _end_on(self, txn: TxnId, topic: str, name: str, named: Fields, commit: bool, timeout: float) -> None:
+        deadline = ClientDeadline(timeout)
+        action = _COMMIT if commit else _ABORT
+        # A broker hangs up without a low water mark; 0 says that no older transaction is known to have ended.
+        fields = {**txn.fields, **named, "txn_action": action, "txnid_least_bits_of_low_watermark": 0}
+
+        def attempt() -> None:
+            self._lookup.connection(topic, self._connection_key, deadline).ask(name, deadline, **fields)
+
+        retrying(deadline, attempt)
+
+    # ------------------------------------------------------------------------------------------ coordinators
+
+    def _repeatable(self, coordinator: int, name: str, deadline: ClientDeadline, **fields: Any) -> Fields:
+        def attempt() -> Fields:
+            connection = self._coordinator(coordinator, deadline)
+            with self._rediscovering(coordinator):
+                return connection.ask(name, deadline, **fields)
+
+        return retrying(deadline, attempt)
+
+    def _coordinator(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
+        with self._lock:
+            connection = self._connections.get(coordinator)
+        return connection if connection is not None and not connection.closed else self._connect(coordinator, deadline)
+
+    def _connect(self, coordinator: int, deadline: ClientDeadline) -> BrokerConnection:
+        connection = self._lookup.connection(f"{ASSIGN_TOPIC}-partition-{coordinator}", self._connection_key, deadline)
+        if connection.protocol_version < TRANSACTIONS_SINCE:
+            raise NotAllowed(22, f"broker {connection.server_version} is too old for transactions")
+        connection.ask("tc_client_connect_request", deadline, tc_id=coordinator)
+        with self._lock:
+            self._connections[coordinator] = connection
+        return connection
+
+    @contextmanager
+    def _rediscovering(self, coordinator: int) -> Iterator[None]:
+        """Forget where a coordinator is when the broker there does not have it, or is gone."""
+        try:
+            yield
+        except PulsarError as error:
+            if error.retriable:
+                self._connections.pop(coordinator, None)
+            raise

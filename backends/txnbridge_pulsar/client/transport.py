@@ -1,0 +1,161 @@
+"""A socket, plain or TLS, to which several threads write whole frames and from which one reads.
+
+The socket never blocks. A writer waits for it within its deadline. The reading thread cannot wait, so it leaves its
+bytes to the next writer, or writes them itself when the socket takes more.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from contextlib import suppress
+
+from .clock import ClientDeadline
+
+_READ = select.POLLIN | select.POLLERR | select.POLLHUP
+_WRITE = select.POLLOUT | select.POLLERR | select.POLLHUP
+# A TLS write that waits for handshake bytes does not see them if the reader takes them first.
+_TLS_LOOK_AGAIN = 0.02
+# More milliseconds than fit in a C int are an error.
+_LONGEST_WAIT = 3600.0
+# Small frames (pongs) of the reading thread that could not be written yet; more of them mean a dead peer.
+_MOST_WAITING = 1000
+
+
+class NotWritten(OSError):
+    """A frame was not written in time. If it was started, the rest goes out when the connection takes it."""
+
+    def __init__(self, started: bool) -> None:
+        super().__init__("the connection does not take more in time")
+        self.started = started
+
+
+class Transport:
+    """Frames out, bytes in. All errors are `OSError`; after one, only `close` is left."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        self._writing = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._unsent = memoryview(b"")
+        self._closed = False
+        sock.setblocking(False)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def write(self, frame: bytes, deadline: ClientDeadline) -> None:
+        """Write a whole frame. Raise `NotWritten` at the deadline."""
+        if not self._writing.acquire(timeout=deadline.left):
+            raise NotWritten(started=False)
+        try:
+            if not self._drain(deadline):
+                raise NotWritten(started=False)
+            self._unsent = memoryview(frame)
+            if not self._drain(deadline):
+                raise NotWritten(started=not self._withdrawn(frame))
+        finally:
+            self._writing.release()
+        self._flush_waiting()
+
+    def _withdrawn(self, frame: bytes) -> bool:
+        # TLS must be given the same bytes again, because a part of them may be encrypted already.
+        if self._tls is not None or len(self._unsent) < len(frame):
+            return False
+        self._unsent = memoryview(b"")
+        return True
+
+    def post(self, frame: bytes) -> None:
+        """Write a small frame as soon as possible, without waiting."""
+        if len(self._waiting) >= _MOST_WAITING:
+            raise OSError("the other side has stopped reading")
+        self._waiting.append(frame)
+        self._flush_waiting()
+
+    def _flush_waiting(self) -> None:
+        # The thread that holds the lock looks again after releasing it, so nothing is left behind.
+        while self._waiting and self._writing.acquire(blocking=False):
+            try:
+                while self._push() and self._waiting:
+                    self._unsent = memoryview(self._waiting.popleft())
+            finally:
+                self._writing.release()
+            if self._unsent:
+                return
+
+    def _drain(self, deadline: ClientDeadline) -> bool:
+        while not self._push():
+            if deadline.expired or self._closed:
+                return False
+            self._wait(_WRITE, min(deadline.left, _TLS_LOOK_AGAIN) if self._tls else deadline.left)
+        return True
+
+    def _push(self) -> bool:
+        """Write what the socket takes now. Return whether nothing is left."""
+        while self._unsent:
+            try:
+                sent = self._send()
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return False
+            self._unsent = self._unsent[sent:]
+        return True
+
+    def _send(self) -> int:
+        if self._tls is None:
+            return self._sock.send(self._unsent)
+        with self._tls:
+            return self._sock.send(self._unsent)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def read_into(self, space: memoryview, seconds: float) -> int | None:
+        """Return how many bytes were read; None if none came in time. Raise `OSError`, also at the stream's end."""
+        received = self._receive(space)
+        if received is None:
+            # The reader's own frames go out here if they could not before.
+            self._wait(_READ | (_WRITE if self._unsent else 0), seconds)
+            if self._unsent:
+                self._flush_unsent()
+            received = self._receive(space)
+        if received == 0:
+            raise OSError("the broker closed the connection")
+        return received
+
+    def _flush_unsent(self) -> None:
+        if self._writing.acquire(blocking=False):
+            try:
+                self._push()
+            finally:
+                self._writing.release()
+            self._flush_waiting()
+
+    def _receive(self, space: memoryview) -> int | None:
+        try:
+            if self._tls is None:
+                return self._sock.recv_into(space)
+            with self._tls:
+                return self._sock.recv_into(space)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+
+    def _wait(self, events: int, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, events)
+        poll.poll(min(max(0.0, seconds), _LONGEST_WAIT) * 1000)
+
+    # ------------------------------------------------------------------------------------------ ending
+
+    def interrupt(self) -> None:
+        """Wake up waiting threads: from now on reading and writing fail. Any thread may call."""
+        self._closed = True
+        with suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket. Only the reading thread may call it, as its last act."""
+        self.interrupt()
+        with self._writing:
+            self._sock.close()

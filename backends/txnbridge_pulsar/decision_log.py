@@ -1,0 +1,266 @@
+"""Decision logs: topics without partitions whose records stay until they are trimmed on purpose."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, StorageFailed, TxnBridgeError
+from txnbridge.spi import Deadline, DecisionLog, Emitter, Position
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.errors import again, translate, translated
+from txnbridge_pulsar.settings import PulsarSettings
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.topics import PulsarTopics
+
+T = TypeVar("T")
+
+# A reader prefetches a few records; each has 900,000 bytes at most.
+_AHEAD_BYTES = 4_000_000
+# Closing waits at most this long: a broker that is not told of a closed client notices it by itself.
+_CLOSE_SECONDS = 1.0
+# After these answers a record is certainly not stored. Any other failure may follow a record whose answer was lost.
+_NOT_STORED = (wire.NotAllowed, wire.NotAuthorized, wire.NotAuthenticated, wire.TopicTerminated)
+
+
+class PulsarLog(DecisionLog):
+    """One decision log. A position is (ledger, entry).
+
+    Opening it creates a missing topic. Raise `AccessDenied` with what an administrator has to do.
+    """
+
+    def __init__(
+        self, client: wire.PulsarClient, topics: PulsarTopics, topic: str, deadline: Deadline, events: Emitter
+    ) -> None:
+        self._client = client
+        self._name = topic
+        self._lock = threading.Lock()
+        self._producer: wire.PulsarProducer | None = None
+        self._asker: wire.PulsarConsumer | None = None
+        with events.step("step:log", log=topic):
+            self._topic = topics.internal(topic, deadline)
+
+    # --- where it begins and ends ---------------------------------------------------------------------------------
+
+    def begin(self, deadline: Deadline) -> Position | None:
+        if self.end(deadline) is None:
+            return None
+        with self._reading(wire.EARLIEST, deadline) as reader:
+            return _position(self._next(reader, deadline))
+
+    def end(self, deadline: Deadline) -> Position | None:
+        last = self._again(lambda: self._open_asker(deadline).last_message_id(deadline.left()), "its end", deadline)
+        return None if last.entry < 0 else (last.ledger, last.entry)
+
+    def _open_asker(self, deadline: Deadline) -> wire.PulsarConsumer:
+        """Return the consumer that only answers where the log ends."""
+        with self._lock:
+            if self._asker is None:
+                self._asker = self._client.read(self._topic, timeout=deadline.left(), start=wire.LATEST)
+            elif self._asker.lost is not None:
+                self._asker.reopen(deadline.left())
+            return self._asker
+
+    # --- appending ------------------------------------------------------------------------------------------------
+
+    def append(self, record: bytes, deadline: Deadline) -> Position:
+        send = self._again(lambda: self._start_send(record, deadline), "appending to it", deadline)
+        try:
+            receipt = send.result(deadline.left())
+        except _NOT_STORED as error:
+            raise self._in_our_words(error, "appending to it") from error
+        except wire.PulsarError as error:
+            raise self._unknown(str(error)) from error
+        if receipt.duplicate:
+            raise self._unknown("the broker took it for one that it has already")
+        return receipt.message_id.ledger, receipt.message_id.entry
+
+    def _start_send(self, record: bytes, deadline: Deadline) -> wire.Send:
+        """Start sending a record. Raise an error of the protocol client if nothing was sent, else `OutcomeUnknown`."""
+        producer = self._open_producer(deadline)
+        try:
+            return producer.send(wire.Single(record), timeout=deadline.left())
+        except wire.BrokerConnectionLost as error:
+            if error.may_have_had_effect:
+                raise self._unknown(str(error)) from error
+            raise
+
+    def _open_producer(self, deadline: Deadline) -> wire.PulsarProducer:
+        with self._lock:
+            if self._producer is None:
+                self._producer = self._client.create_producer(self._topic, timeout=deadline.left())
+            elif self._producer.lost is not None:
+                self._producer.forget()  # the callers that sent these records got `OutcomeUnknown`
+                self._producer.reopen(deadline.left())
+            return self._producer
+
+    def _unknown(self, why: str) -> OutcomeUnknown:
+        return OutcomeUnknown(f"a record may or may not be in the decision log {self._name}: {why}")
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def read(
+        self, first: Position | None, last: Position | None, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        """Read as the contract says; end early where the log ends before `last`."""
+        end = self.end(deadline)
+        at = first or self.begin(deadline)
+        if end is None or at is None:
+            return
+        stop = min(end, last or end)
+        if at > stop:
+            return
+        with self._reading(_before(at), deadline) as reader:
+            yield from self._records(reader, at, stop, deadline)
+
+    def _records(
+        self, reader: wire.PulsarConsumer, at: Position, stop: Position, deadline: Deadline
+    ) -> Iterator[tuple[Position, bytes]]:
+        expected = at
+        while True:
+            entry = self._next(reader, deadline)
+            position = _position(entry)
+            if position < expected:
+                continue
+            if position != expected:
+                self._check_gap(expected, position, deadline)
+            if position <= stop:
+                with translated(f"the decision log {self._name}, reading record {position}"):
+                    yield position, entry.messages()[0].payload
+            if position >= stop:
+                return
+            expected = position[0], position[1] + 1
+
+    def _check_gap(self, expected: Position, position: Position, deadline: Deadline) -> None:
+        """Raise `PositionLost` if records are missing between two positions. Entries of a ledger have no gaps, and
+        brokers drop whole ledgers from the log's begin on.
+        """
+        if expected[1] > 0 and position[0] > expected[0] and position[1] == 0:
+            before = expected[0], expected[1] - 1
+            begin = self.begin(deadline)
+            if begin is not None and begin <= before:
+                return
+        raise PositionLost(f"the decision log {self._name} was trimmed: there is no record {expected} any more")
+
+    def _next(self, reader: wire.PulsarConsumer, deadline: Deadline) -> wire.ReceivedEntry:
+        """Return the next entry, which is known to exist."""
+        while True:
+            deadline.check(f"reading the decision log {self._name}")
+            entries = self._again(lambda: self._receive(reader, deadline), "reading it", deadline)
+            if entries:
+                return entries[0]
+
+    def _receive(self, reader: wire.PulsarConsumer, deadline: Deadline) -> list[wire.ReceivedEntry]:
+        if reader.lost is not None:
+            reader.reopen(deadline.left())
+        return reader.receive(deadline.left(), most=1)
+
+    @contextmanager
+    def _reading(self, start: wire.MessageId, deadline: Deadline) -> Iterator[wire.PulsarConsumer]:
+        inbox = wire.Inbox(_AHEAD_BYTES)
+        reader = self._again(
+            lambda: self._client.read(self._topic, timeout=deadline.left(), start=start, inbox=inbox),
+            "reading it",
+            deadline,
+        )
+        try:
+            yield reader
+        finally:
+            with suppress(wire.PulsarError):
+                reader.close(_CLOSE_SECONDS)
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def trim(self, before: Position, deadline: Deadline) -> None:
+        """Allow the broker to drop the records before a position. It drops whole ledgers, when it begins a new one.
+
+        A broker that unloads the topic, or dies, within milliseconds of its answer forgets the position; the next call
+        repeats it. The last record always stays, so that a trimmed log differs from a new one.
+        """
+        end = self.end(deadline)
+        if end is None:
+            return
+        ledger, entry = min(before, end)
+        if entry == 0:
+            return  # the record before it is in another ledger; trimming succeeds after the next record
+        with translated(f"the decision log {self._name}, dropping old records"):
+            try:
+                mover = self._client.subscribe(self._topic, SUBSCRIPTION, timeout=deadline.left())
+            except wire.ConsumerBusy:
+                return  # another process is trimming
+            try:
+                mover.acknowledge_up_to(wire.MessageId(ledger, entry - 1), timeout=deadline.left())
+            finally:
+                mover.close(_CLOSE_SECONDS)
+
+    def close(self) -> None:
+        with self._lock:
+            used, self._producer, self._asker = (self._producer, self._asker), None, None
+        for each in used:
+            if each is not None:
+                with suppress(wire.PulsarError):
+                    each.close(_CLOSE_SECONDS)
+
+    def _again(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
+        return again(attempt, lambda error: self._in_our_words(error, what), deadline)
+
+    def _in_our_words(self, error: wire.PulsarError, what: str) -> TxnBridgeError:
+        what = f"the decision log {self._name}, {what}"
+        if isinstance(error, wire.TopicNotFound):
+            return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
+        return translate(error, what)
+
+
+def _position(entry: wire.ReceivedEntry) -> Position:
+    return entry.id.ledger, entry.id.entry
+
+
+def _before(position: Position) -> wire.MessageId:
+    """Return where a reader starts that receives this record first, or right after the record before it."""
+    ledger, entry = position
+    return wire.MessageId(ledger, entry - 1)
+
+
+def cluster_id(settings: PulsarSettings, client: wire.PulsarClient, topics: PulsarTopics, deadline: Deadline) -> str:
+    """Return a name that is unique to the cluster: Pulsar's own cluster names are the same everywhere.
+
+    The name is the first record of an internal topic. A bridge that finds no record writes one, unless other internal
+    topics exist: then a record was lost, and a new name would invalidate every token. Then raise `StorageFailed`.
+    """
+    log = PulsarLog(client, topics, settings.cluster_topic, deadline, Emitter("", ()))
+    try:
+        return _read_name(log, deadline) or _write_name(log, settings, topics, deadline)
+    finally:
+        log.close()
+
+
+def _read_name(log: PulsarLog, deadline: Deadline) -> str | None:
+    begin = log.begin(deadline)
+    if begin is None:
+        return None
+    ((_, record),) = log.read(begin, begin, deadline)
+    try:
+        return str(json.loads(record)["cluster"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix") from error
+
+
+def _write_name(log: PulsarLog, settings: PulsarSettings, topics: PulsarTopics, deadline: Deadline) -> str:
+    others = [name for name in topics.all(deadline) if name.startswith(settings.prefix)]
+    if others != [settings.cluster_topic] and (named := _read_name(log, deadline)):
+        return named  # another process was quicker
+    if others != [settings.cluster_topic]:
+        raise StorageFailed(
+            f"the record that names this cluster is gone from {settings.cluster_topic}, and other topics with this"
+            " prefix are there: restore it, or choose another prefix"
+        )
+    with suppress(OutcomeUnknown):
+        log.append(json.dumps({"v": 1, "cluster": uuid.uuid4().hex}).encode(), deadline)
+    named = _read_name(log, deadline)
+    if named is None:
+        raise BrokerUnavailable(f"the record that names this cluster could not be written to {settings.cluster_topic}")
+    return named

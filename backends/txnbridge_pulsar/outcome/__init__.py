@@ -1,0 +1,1 @@
+"""The ends of transactions: requested, found out later, and delivered to every topic and subscription."""

@@ -1,0 +1,163 @@
+"""Evidence, asked for by REST, that a transaction was committed which its coordinator has forgotten."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from itertools import islice
+
+from txnbridge.errors import DeadlineExceeded, TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.client.rest import Rest, RestRefused, path_of, unavailable
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.proof import proof_prefix
+from txnbridge_pulsar.read.last_entry import start_before
+
+_log = logging.getLogger("txnbridge")
+
+_REST = "/admin/v3/transactions"
+_COMMIT_MARKER = "21"
+# How many entries in front of a late message are searched for the transaction's commit marker; each is a request.
+_MOST_BEFORE = 500
+# A transaction's messages are sent within its lifetime, which is minutes with most programs and hours with some.
+_AROUND_MS = 3 * 3600 * 1000
+
+
+def topics_but_canary(cluster: ClusterAccess, deadline: Deadline) -> list[str]:
+    """Return all topics of the namespace but the canary, where late messages are sent on purpose."""
+    canary = cluster.settings.namespace.full_name(cluster.settings.late_write_canary)
+    return [topic for topic in cluster.topics.all_concrete(deadline) if topic != canary]
+
+
+def first_open_message(rest: Rest, topic: str, txn: TxnId, deadline: Deadline) -> tuple[int, int] | None:
+    """Return the position of an open transaction's first message on a topic; None if it is not open there."""
+    path = f"{_REST}/transactionInBufferStats/{path_of(topic)}/{txn.most}/{txn.least}"
+    try:
+        position = rest.get(path, deadline).get("startPosition")
+    except RestRefused:
+        return None  # the topic is not loaded, or was never part of a transaction
+    return parse_position(position) if position else None
+
+
+def txn_of_headers(headers: Mapping[str, str]) -> TxnId:
+    return TxnId(int(headers["x-pulsar-txnid-most-bits"]), int(headers["x-pulsar-txnid-least-bits"]))
+
+
+def parse_position(text: str) -> tuple[int, int]:
+    ledger, entry = map(int, text.split(":"))
+    return ledger, entry
+
+
+def ledger_sizes(rest: Rest, topic: str, deadline: Deadline) -> dict[int, int]:
+    """Return the ledgers of a topic with their numbers of entries."""
+    stats = rest.get(f"/admin/v2/persistent/{path_of(topic)}/internalStats", deadline)
+    sizes = {int(each["ledgerId"]): int(each["entries"]) for each in stats["ledgers"]}
+    sizes[max(sizes)] = int(stats["currentLedgerEntries"])  # the list has no number for the last ledger
+    return sizes
+
+
+def entry_headers(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> Mapping[str, str]:
+    ledger, entry = place
+    return rest.headers(f"/admin/v2/persistent/{path_of(topic)}/ledger/{ledger}/entry/{entry}", deadline)
+
+
+def _before(place: tuple[int, int], sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Yield the positions in front of one, the nearest first."""
+    ledger, entry = place
+    for each in sorted(sizes, reverse=True):
+        if each <= ledger:
+            yield from ((each, at) for at in reversed(range(entry if each == ledger else sizes[each])))
+
+
+def proof_of_commit(
+    cluster: ClusterAccess, rest: Rest, txn: TxnId, held: Mapping[str, tuple[int, int]], deadline: Deadline
+) -> str | None:
+    """Return a sentence that names the evidence that a transaction was committed; None without evidence.
+
+    Nothing proves an abort: brokers write an abort marker also when they drop what a commit has not reached.
+    """
+    short_name = cluster.settings.namespace.short_name
+    markers_read_by = Deadline(deadline.left() / 4)
+    for topic, first in held.items():
+        if _has_commit_marker(rest, topic, txn, first, markers_read_by):
+            return f"the marker of its commit stands on {short_name(topic)}"
+    about = min(_publish_time(rest, topic, first, deadline) for topic, first in held.items())
+    topics = topics_but_canary(cluster, deadline)
+    markers = f"persistent://{cluster.settings.namespace}/{proof_prefix(cluster)}"
+    read_by = Deadline(deadline.left() / 2)  # the rest is for ending it
+    for topic in dict.fromkeys((*held, *(topic for topic in topics if topic.startswith(markers)), *topics)):
+        # A topic that cannot be read in time is no evidence.
+        with suppress(TxnBridgeError, RestRefused):
+            if _can_be_read(cluster, rest, topic, txn, about, read_by):
+                return f"a message of it can be read on {short_name(topic)}"
+    return None
+
+
+def had_committed(
+    cluster: ClusterAccess, rest: Rest, txn: TxnId, topics: Collection[str], deadline: Deadline
+) -> bool | None:
+    """Return whether a transaction that its coordinator has forgotten was committed; None without evidence.
+
+    Return False if it is open on none of its topics any more: then nothing can take it back.
+    """
+    try:
+        for topic in topics:  # a topic that is not loaded does not tell what is open there
+            with translated(f"loading {topic}"):
+                cluster.client.create_producer(topic, timeout=deadline.left()).close(deadline.left())
+        firsts = ((topic, first_open_message(rest, topic, txn, deadline)) for topic in topics)
+        held = {topic: first for topic, first in firsts if first is not None}
+        if not held:
+            return False
+        return True if proof_of_commit(cluster, rest, txn, held, deadline) else None
+    except (TxnBridgeError, RestRefused) as error:
+        _log.debug("how %s ended: %s", txn, error)
+        return None
+
+
+def _has_commit_marker(rest: Rest, topic: str, txn: TxnId, first: tuple[int, int], deadline: Deadline) -> bool:
+    """Return whether a commit marker stands not far in front of the message that opened the transaction again."""
+    with suppress(RestRefused, DeadlineExceeded):
+        for place in islice(_before(first, ledger_sizes(rest, topic, deadline)), _MOST_BEFORE):
+            headers = entry_headers(rest, topic, place, deadline)
+            if headers.get("x-pulsar-marker-type") == _COMMIT_MARKER and txn_of_headers(headers) == txn:
+                return True
+    return False
+
+
+def _publish_time(rest: Rest, topic: str, place: tuple[int, int], deadline: Deadline) -> int:
+    """Return a message's publish time in milliseconds."""
+    try:
+        published = entry_headers(rest, topic, place, deadline)["x-pulsar-publish-time"]
+    except RestRefused as refused:
+        raise unavailable(refused, f"looking at message {place} of {topic}") from refused
+    # Python 3.10 parses neither a Z nor a fraction of any length.
+    return int(datetime.fromisoformat(re.sub(r"\.\d+", "", published).replace("Z", "+00:00")).timestamp() * 1000)
+
+
+def _can_be_read(cluster: ClusterAccess, rest: Rest, topic: str, txn: TxnId, about: int, deadline: Deadline) -> bool:
+    """Return whether readers see a message of a transaction on a topic, published within hours of a time."""
+    what = f"reading {topic}"
+    first = rest.get(f"/admin/v2/persistent/{path_of(topic)}/messageid/{about - _AROUND_MS}", deadline)
+    start = wire.MessageId(first["ledgerId"], first["entryId"])
+    with translated(what):
+        reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(start))
+        try:
+            last = reader.last_message_id(deadline.left())
+            at = start.ledger, start.entry - 1
+            while last.entry >= 0 and at < (last.ledger, last.entry):
+                deadline.check(what)
+                for entry in reader.receive(deadline.left()):
+                    if entry.txn == txn:
+                        return True
+                    if entry.publish_time > about + _AROUND_MS:
+                        return False
+                    at = entry.id.ledger, entry.id.entry
+            return False
+        finally:
+            reader.close(deadline.left())

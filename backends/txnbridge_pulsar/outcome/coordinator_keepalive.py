@@ -1,0 +1,40 @@
+"""Keeps the transaction coordinators running.
+
+After a restart of the brokers no transaction times out until a client has connected to its coordinator: a transaction
+that a dead process left open would hold readers back for ever. So each open bridge connects now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from txnbridge_pulsar import client as wire
+
+_log = logging.getLogger("txnbridge")
+
+# Readers wait at most this much longer after a restart; it costs two small requests to each coordinator.
+EVERY_SECONDS = 10.0
+_SECONDS_A_TRY = 10.0
+
+
+class CoordinatorKeepalive:
+    """A thread that connects to all coordinators until it is closed."""
+
+    def __init__(self, client: wire.PulsarClient, every: float = EVERY_SECONDS) -> None:
+        self._client = client
+        self._every = every
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-coordinators", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every):
+            try:
+                self._client.transactions.connect(_SECONDS_A_TRY)
+            except wire.PulsarError as error:
+                _log.debug("the transaction coordinators do not answer: %s", error)
+
+    def close(self) -> None:
+        """Stop. Closing the client then ends a running try."""
+        self._stop.set()

@@ -1,0 +1,253 @@
+"""Makes sure that the end of a transaction reaches every topic and subscription.
+
+A coordinator passes the end on to the brokers that serve them. While a broker unloads a topic, the coordinator takes
+"being unloaded" for "deleted" and counts the end as delivered: it never arrives. Committed messages stay hidden there,
+and the end of a later transaction on that topic turns the commit into an abort: messages are lost, and acknowledged
+ones are processed twice.
+
+The broker tells each producer and consumer on an unloaded topic that it is closed. So each of our transactions is kept
+for some seconds after its end, and ended again on every topic that was unloaded. A process that dies in between
+delivers nothing; and nothing helps if another program ends a transaction on the topic first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.settings.topic_names import whole_topic
+
+_log = logging.getLogger("txnbridge")
+
+# A broker closes clients within milliseconds of unloading a topic; topics of a large bundle follow each other.
+_KEEP_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+# Topics of a killed broker are retried until the other brokers notice its death.
+_TURN_SECONDS = 2.0
+# A writer that closes right after a commit waits this long to hear which topics were being unloaded.
+_LINGER_SECONDS = 0.02
+# A token has room for 4,096 characters in all, some of which its encoding takes.
+_MOST_TOKEN_CHARACTERS = 1800
+_SIDE_BY_SIDE = 8
+
+
+class Participant(NamedTuple):
+    """A topic that a transaction wrote to, or a subscription on it, with the client that hears of an unload."""
+
+    topic: str
+    subscription: str | None
+    user: wire.PulsarProducer | wire.PulsarConsumer
+    generation: int
+
+    @property
+    def has_moved(self) -> bool:
+        lost = self.user.lost
+        # The broker does not tell a client that was closed on this side; see `linger`.
+        ours = isinstance(lost, wire.Closed) or (lost is not None and isinstance(lost.__cause__, wire.Closed))
+        return self.user.generation != self.generation or (lost is not None and not ours)
+
+
+@dataclass(frozen=True)
+class Participants:
+    """The topics and subscriptions of a transaction, for a process that has no clients there."""
+
+    topics: tuple[str, ...] = ()
+    subscriptions: tuple[tuple[str, str], ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a token can hold: the partitions of each topic as a bit set; nothing if that is too long."""
+        groups: dict[str, list[str]] = {}
+        for topic, name in self.subscriptions:
+            groups.setdefault(name, []).append(topic)
+        packed = {"r": _packed(self.topics), "g": {name: _packed(topics) for name, topics in groups.items()}}
+        return packed if len(json.dumps(packed)) <= _MOST_TOKEN_CHARACTERS else {}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Participants:
+        """Read the participants. Raise `KeyError`, `TypeError`, `AttributeError` or `ValueError` for other fields."""
+        if "r" not in fields:
+            return cls()
+        groups = fields["g"].items()
+        return cls(
+            tuple(_unpacked(fields["r"])), tuple((topic, name) for name, set in groups for topic in _unpacked(set))
+        )
+
+
+NO_PARTICIPANTS = Participants()
+
+
+def _packed(topics: Iterable[str]) -> dict[str, str]:
+    sets: dict[str, int] = {}
+    for concrete in topics:
+        name, number = whole_topic(concrete)
+        sets[name] = sets.get(name, 0) | 1 << (0 if name == concrete else number + 1)
+    return {name: f"{set:x}" for name, set in sets.items()}
+
+
+def _unpacked(sets: Mapping[str, str]) -> Iterator[str]:
+    for name, text in sets.items():
+        set = int(text, 16)
+        for bit in range(set.bit_length()):
+            if set >> bit & 1:
+                yield name if bit == 0 else f"{name}-partition-{bit - 1}"
+
+
+def deliver_everywhere(
+    cluster: ClusterAccess, txn: TxnId, commit: bool, participants: Participants, deadline: Deadline
+) -> None:
+    """End a transaction on every participant again. This process may have no clients there, and so would not hear of
+    unloaded topics.
+
+    Raise nothing: the outcome is decided. With authorization on, only a superuser has the right.
+    """
+
+    def tell(target: tuple[str, str | None]) -> None:
+        try:
+            _end_on(cluster, txn, commit, *target, deadline)
+        except wire.PulsarError as error:
+            _log.debug("ending %s once more on %s: %s", txn, target[0], error)
+
+    targets: list[tuple[str, str | None]] = [
+        *((topic, None) for topic in participants.topics),
+        *participants.subscriptions,
+    ]
+    if targets:
+        with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(targets))) as pool:
+            list(pool.map(tell, targets))
+
+
+def _end_on(
+    cluster: ClusterAccess, txn: TxnId, commit: bool, topic: str, subscription: str | None, deadline: Deadline
+) -> None:
+    transactions = cluster.client.transactions
+    if subscription is None:
+        transactions.end_on_partition(txn, topic, commit, deadline.left())
+    else:
+        transactions.end_on_subscription(txn, topic, subscription, commit, deadline.left())
+
+
+class _EndedTransaction(NamedTuple):
+    at: float
+    txn: TxnId
+    commit: bool
+
+
+def participant_of(topic: str, subscription: str | None, via: wire.PulsarProducer | wire.PulsarConsumer) -> Participant:
+    """Return a participant; call this before the end is requested."""
+    return Participant(topic, subscription, via, via.generation)
+
+
+class EndDelivery:
+    """Delivers the ends of one owner's transactions again where topics were unloaded. Any thread may call."""
+
+    def __init__(self, cluster: ClusterAccess) -> None:
+        self._cluster = cluster
+        self._changed = threading.Condition()
+        self._recent: dict[Participant, deque[_EndedTransaction]] = {}
+        self._delivering: Counter[str] = Counter()  # topics
+        self._last_at = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ended(self, txn: TxnId, commit: bool, participants: Sequence[Participant], deadline: Deadline) -> None:
+        """Keep a transaction whose end is confirmed. Return when the end has reached the topics that have moved."""
+        ended = _EndedTransaction(time.monotonic(), txn, commit)
+        with self._changed:
+            for each in participants:
+                self._recent.setdefault(each, deque()).append(ended)
+            self._last_at = ended.at
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._watch, name="txnbridge-pulsar-confirm", daemon=True)
+                self._thread.start()
+        self.settle({each.topic for each in participants}, deadline)
+
+    def settle(self, topics: Set[str], deadline: Deadline) -> None:
+        """Return when the kept ends have reached these topics, where they have moved, or at the deadline.
+
+        No later transaction may end there before: its end would drop the missing ones.
+        """
+        for each in self._moved(topics):
+            self._deliver_again(each, deadline)
+        with self._changed:
+            self._changed.wait_for(lambda: self._delivering.keys().isdisjoint(topics), max(0.0, deadline.left()))
+
+    def _moved(self, topics: Set[str] | None = None) -> list[Participant]:
+        with self._changed:
+            return [each for each in self._recent if (topics is None or each.topic in topics) and each.has_moved]
+
+    def _deliver_again(self, missed: Participant, deadline: Deadline) -> None:
+        """End all kept transactions again on one topic. Failed ends are kept for another try."""
+        with self._changed:
+            ended = self._recent.pop(missed, None)
+            if ended is None:
+                return  # another thread delivers them
+            self._delivering[missed.topic] += 1
+        try:
+            while ended:
+                first = ended[0]
+                _end_on(self._cluster, first.txn, first.commit, missed.topic, missed.subscription, deadline)
+                ended.popleft()
+        except wire.PulsarError as error:
+            if isinstance(error, wire.ServerError) and not error.retriable:
+                self._give_up(missed, ended, error)
+                ended.clear()
+            else:
+                _log.debug("ending %s once more on %s: %s", ended[0].txn, missed.topic, error)
+        finally:
+            with self._changed:
+                if ended:
+                    self._recent.setdefault(missed, deque()).extendleft(reversed(ended))
+                self._delivering[missed.topic] -= 1
+                if not self._delivering[missed.topic]:
+                    del self._delivering[missed.topic]
+                self._changed.notify_all()
+
+    def _give_up(self, missed: Participant, ended: Iterable[_EndedTransaction], error: wire.ServerError) -> None:
+        committed = [str(each.txn) for each in ended if each.commit]
+        if committed:
+            _log.error(
+                "%s was moved or unloaded while these transactions were committed: %s. The broker may not know there"
+                " that they are, and would take it back: %s. An administrator should run `txnbridge transactions"
+                " repair` for each at once",
+                *(missed.topic, ", ".join(committed), error),
+            )
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            if moved := self._moved():
+                with ThreadPoolExecutor(min(_SIDE_BY_SIDE, len(moved))) as pool:
+                    list(pool.map(lambda each: self._deliver_again(each, Deadline(_TURN_SECONDS)), moved))
+            with self._changed:
+                self._drop_old()
+                if not self._recent:
+                    self._thread = None
+                    return
+
+    def _drop_old(self) -> None:
+        oldest = time.monotonic() - _KEEP_SECONDS
+        for each, ended in list(self._recent.items()):
+            while ended and ended[0].at < oldest and not each.has_moved:
+                ended.popleft()
+            if not ended:
+                del self._recent[each]
+
+    def linger(self) -> None:
+        """Wait until producers have heard which topics were being unloaded. Call this before producers are closed."""
+        time.sleep(max(0.0, self._last_at + _LINGER_SECONDS - time.monotonic()))
+
+    def close(self, deadline: Deadline) -> None:
+        """Stop, after delivering once more."""
+        self._stop.set()
+        for each in self._moved():
+            self._deliver_again(each, deadline)

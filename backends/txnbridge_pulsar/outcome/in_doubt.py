@@ -1,0 +1,65 @@
+"""Transactions in doubt: they have ended, and their proof topics have not received the end.
+
+On a topic that has not received a commit, the end of any later transaction takes the commit back. So the owner ends
+nothing on the topics of these transactions until their outcomes are known, and uses other proof topics meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from txnbridge.errors import BrokerUnavailable
+from txnbridge.spi import Deadline
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.outcome.outcome import confirm_by_proof
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
+
+
+class InDoubt:
+    """The transactions in doubt of one owner. Any thread may call."""
+
+    def __init__(self, cluster: ClusterAccess) -> None:
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._transactions: dict[TxnId, AnnouncedTransaction] = {}
+
+    def resolve(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
+        """Return whether it is known how a transaction ended. Deliver a commit to all its topics again. Keep the
+        transaction here while its outcome is not known.
+        """
+        clear = confirm_by_proof(self._cluster, ended, deadline)
+        with self._lock:
+            if clear:
+                self._transactions.pop(ended.txn, None)
+            else:
+                self._transactions[ended.txn] = ended
+        return clear
+
+    def touching(self, topics: Iterable[str]) -> list[AnnouncedTransaction]:
+        """Return the transactions in doubt that have touched one of these topics."""
+        if not self._transactions:
+            return []
+        wanted = set(topics)
+        with self._lock:
+            return [ended for ended in self._transactions.values() if not wanted.isdisjoint(_touched_topics(ended))]
+
+    def require(self, topics: Iterable[str], deadline: Deadline) -> list[AnnouncedTransaction]:
+        """Return the transactions on these topics that are no longer in doubt.
+
+        Raise `BrokerUnavailable` if one still is: nothing may end on its topics yet.
+        """
+        asked = self.touching(topics)
+        for ended in asked:
+            if not self.resolve(ended, deadline):
+                raise BrokerUnavailable(
+                    f"nobody can tell how transaction {ended.txn} of this id ended, and whatever ends behind it on its"
+                    " topics would take it back, had it been committed. `txnbridge doctor` names the topics; then:"
+                    f" txnbridge transactions repair {ended.txn} --yes --reason TEXT"
+                )
+        return asked
+
+
+def _touched_topics(ended: AnnouncedTransaction) -> set[str]:
+    return {*ended.topics, *(topic for topic, _ in ended.subscriptions)}

@@ -1,0 +1,143 @@
+"""Makes brokers refuse late messages of a transaction that another process than its writer has ended.
+
+A message that arrives after the end may block its topic for all readers, or take a commit back. A broker refuses it
+once the topic's low water mark has passed the transaction. The low water mark moves with the end of a later transaction
+on the same topics, and an empty one is enough. It does not move while an older transaction of the same coordinator is
+open. The canary topic, which nobody reads, shows whether late messages are refused.
+
+Late acknowledgements are never refused. Each withholds its message from the group until the group's next transaction
+ends there. So they are ended as well, where this user has the right to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+
+from txnbridge.errors import TxnBridgeError
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translate, translated
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
+from txnbridge_pulsar.outcome.terminated_topics import terminated
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction
+
+_log = logging.getLogger("txnbridge")
+
+# The empty transaction lives for milliseconds. If its process dies, it holds back only other empty ones.
+_TTL_MS = 10_000
+# Pauses until the older transactions have ended, which may take as long as they are allowed: first short, then long.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 30.0
+_SECONDS_A_TURN = 10.0
+
+
+def refuse_late_writes(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
+    """End an empty transaction over the same topics and subscriptions. Return whether late messages are refused.
+
+    Terminated topics are left out: they accept no late messages, and the empty transaction would never end.
+    """
+    canary = cluster.topics.internal(cluster.settings.late_write_canary, deadline)
+    transactions = cluster.client.transactions
+    closed = terminated(cluster, ended.topics, deadline)
+    topics = [topic for topic in ended.topics if topic not in closed]
+    with translated(f"making the brokers refuse what comes late for {ended.txn}"):
+        empty = transactions.begin(_TTL_MS, deadline.left(), ended.txn.most)
+        transactions.register(empty, deadline.left(), [*topics, canary], ended.subscriptions)
+        transactions.end(empty, True, deadline.left())
+        for topic, subscription in ended.subscriptions:
+            _release_late_acks(transactions, ended.txn, topic, subscription, deadline)
+    return _is_refused(cluster, ended.txn, canary, deadline)
+
+
+def _release_late_acks(
+    transactions: wire.Transactions, txn: wire.TxnId, topic: str, subscription: str, deadline: Deadline
+) -> None:
+    """Have a subscription redeliver what it holds for a transaction that has ended: late acknowledgements."""
+    try:
+        transactions.end_on_subscription(txn, topic, subscription, False, deadline.left())
+    except wire.ServerError as error:  # with authorization on, only a superuser has the right
+        _log.debug("late acknowledgements of %s on %s are held until the group's next: %s", txn, topic, error)
+
+
+def _is_refused(cluster: ClusterAccess, txn: wire.TxnId, canary: str, deadline: Deadline) -> bool:
+    """Return whether late messages are refused. One is sent to the canary topic, where it does no harm."""
+    what = f"looking whether late messages of {txn} are refused"
+    with translated(what):
+        producer = cluster.client.create_producer(canary, timeout=deadline.left())
+    try:
+        producer.send(wire.Single(b"late"), txn, timeout=deadline.left()).result(deadline.left())
+        return False
+    except wire.NotAllowed:
+        return True
+    except wire.PulsarError as error:
+        raise translate(error, what) from error
+    finally:
+        producer.close(deadline.left())
+
+
+class LateWriteGuard:
+    """Makes brokers refuse the late messages of all transactions at risk, in the background. Any thread may call."""
+
+    def __init__(self, cluster: ClusterAccess, end_delivery: EndDelivery, in_doubt: InDoubt) -> None:
+        self._cluster = cluster
+        self._end_delivery = end_delivery
+        self._in_doubt = in_doubt
+        self._lock = threading.Lock()
+        self._at_risk: list[AnnouncedTransaction] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def at_risk(self) -> Sequence[AnnouncedTransaction]:
+        with self._lock:
+            return tuple(self._at_risk)
+
+    def add(self, ended: AnnouncedTransaction, deadline: Deadline) -> None:
+        """Try once now, because mostly no older transaction is open; then keep trying in the background."""
+        if self._try(ended, deadline):
+            return
+        with self._lock:
+            self._at_risk.append(ended)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="txnbridge-pulsar-refuse", daemon=True)
+                self._thread.start()
+
+    def _try(self, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
+        if self._in_doubt.touching((*ended.topics, *(topic for topic, _ in ended.subscriptions))):
+            return False  # the end of the empty transaction would take back one in doubt
+        try:
+            self._end_delivery.settle(set(ended.topics), deadline)
+            return refuse_late_writes(self._cluster, ended, deadline)
+        except TxnBridgeError as error:
+            _log.debug("what comes late for %s is not refused yet: %s", ended.transaction, error)
+            return False
+
+    def _run(self) -> None:
+        for pause in _pauses():
+            if self._stop.wait(pause):
+                return
+            for ended in self.at_risk:
+                if not self._stop.is_set() and self._try(ended, Deadline(_SECONDS_A_TURN)):
+                    with self._lock:
+                        self._at_risk.remove(ended)
+            with self._lock:
+                if not self._at_risk:
+                    self._thread = None
+                    return
+
+    def close(self, deadline: Deadline) -> None:
+        """Stop. The fence topic names the transactions still at risk, for the next owner."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(min(deadline.left(), _SECONDS_A_TURN))
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,301 @@
+"""Ends transactions by their number, and finds out how they ended: from the coordinator, then from the proof message.
+
+A coordinator forgets a transaction that has ended, and then gives the same answer for committed, aborted, timed-out and
+never begun ones. An unanswered request is repeated; but then only the proof message tells how it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidToken, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Ledger, Outcome, Status, Token, TokenState
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.broker_evidence import had_committed
+from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, Participants, deliver_everywhere
+from txnbridge_pulsar.outcome.proof import was_committed
+from txnbridge_pulsar.outcome.terminated_topics import repair_hint, terminated
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
+
+_log = logging.getLogger("txnbridge")
+
+# Pause between two questions about a transaction that is being ended, or to a coordinator that is not available.
+_PAUSE = 0.05
+# A lost answer never comes; the request is repeated while there is time for another answer.
+_ATTEMPTS = 3
+_LEAST_PATIENCE = 1.0
+_PATIENCE_SHARE = 0.8  # of the time left; the rest is for finding out why no answer came
+# A status waits at most this long for a transaction that is ending now, which takes milliseconds.
+_MOMENT = 2.0
+# A proof that cannot be read by then is hidden by an open transaction, which may stay open much longer.
+_LOOK_SECONDS = 5.0
+
+_COMMITTING = {"COMMITTING", "COMMITTED"}
+_ABORTING = {"ABORTING", "ABORTED"}
+
+
+class EndResult(Enum):
+    """The result of a request to end a transaction."""
+
+    COMMITTED = "it is committed"
+    ABORTED = "it is aborted"
+    BEFORE = "it had ended before the first request came"
+    UNCLEAR = "it had ended before the request that was answered, perhaps by an earlier one"
+
+
+@dataclass(frozen=True)
+class TokenEvidence:
+    """The backend's part of a token. `txn` is None if nothing was ever asked of the broker."""
+
+    txn: TxnId | None
+    proof: ProofLocation | None
+    asked: bool = True  # whether its writer requested the commit
+    participants: Participants = NO_PARTICIPANTS  # of a prepared transaction
+
+    def fields(self) -> dict[str, Any]:
+        proof_fields: dict[str, Any] = {} if self.proof is None else self.proof.fields()
+        return {
+            "x": None if self.txn is None else list(self.txn),
+            "a": self.asked,
+            **proof_fields,
+            **self.participants.fields(),
+        }
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> TokenEvidence:
+        """Read the evidence from a token. Raise `InvalidToken`."""
+        try:
+            if fields["x"] is None:
+                return cls(None, None, fields["a"] is True)
+            most, least = fields["x"]
+            if not isinstance(most, int) or not isinstance(least, int):
+                raise TypeError("not numbers")
+            return cls(TxnId(most, least), ProofLocation.read(fields), fields["a"] is True, Participants.read(fields))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InvalidToken("this token is damaged: it does not name a transaction and its proof topic") from error
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+def end(cluster: ClusterAccess, txn: TxnId, commit: bool, topics: Sequence[str], deadline: Deadline) -> EndResult:
+    """Ask the coordinator to end a transaction until it answers. The decision never changes on the way.
+
+    `topics` are the registered topics, as far as known: a terminated one may keep the coordinator from ever answering.
+
+    Raise `OutcomeUnknown` if a request was sent and not answered by the deadline, `BrokerUnavailable` if none could be
+    sent, `AccessDenied`.
+    """
+    asked = False
+    patience = max(deadline.seconds / _ATTEMPTS, _LEAST_PATIENCE)
+    patient = Deadline(patience)
+    under_way: EndResult | None = None  # the end that the coordinator says it is carrying out
+    while True:
+        try:
+            cluster.client.transactions.end(txn, commit, min(deadline.left() * _PATIENCE_SHARE, patience))
+            return EndResult.COMMITTED if commit else EndResult.ABORTED
+        except wire.TransactionNotFound:
+            return under_way or (EndResult.UNCLEAR if asked else EndResult.BEFORE)
+        except wire.InvalidTransactionStatus as error:
+            under_way = _end_under_way(error) or under_way
+            last: wire.PulsarError = error
+        except wire.PulsarError as error:
+            if not _may_pass(error):
+                in_doubt = asked or under_way is not None or error.may_have_had_effect
+                raise _not_answered(txn, commit, in_doubt, error) from error
+            asked = asked or error.may_have_had_effect or isinstance(error, wire.ServerError)
+            last = error
+        if patient.expired or isinstance(last, wire.RequestTimedOut):
+            if _is_stuck_abort(cluster, txn, topics, deadline):
+                return EndResult.ABORTED
+            patient = Deadline(patience)
+        if deadline.left() <= _PAUSE:
+            raise _not_answered(txn, commit, asked or under_way is not None, last) from last
+        time.sleep(_PAUSE)
+
+
+def _is_stuck_abort(cluster: ClusterAccess, txn: TxnId, topics: Sequence[str], deadline: Deadline) -> bool:
+    """Return whether a transaction will certainly be aborted, although its coordinator never finishes because one of
+    its topics was terminated.
+
+    An abort that the coordinator has begun is stored, and nobody can turn it into a commit. Messages on the terminated
+    topic could only become visible by a commit marker there, and no marker can be stored. The coordinator has sent the
+    abort to all other topics and to all subscriptions at the same time, and keeps sending it, so late messages are
+    aborted, too. That includes the terminated topic's subscriptions, whose pending-ack logs are ledgers of their own.
+
+    Raise `OutcomeUnknown` for a commit that is stuck: it has not arrived everywhere and cannot be taken back. Its
+    messages on the terminated topic are lost, which only a user may accept.
+    """
+    deadline = Deadline(min(_LOOK_SECONDS, deadline.left()))
+    stopped = terminated(cluster, topics, deadline)
+    if not stopped:
+        return False
+    try:
+        state = _register_again(cluster, txn, deadline, topics=stopped[:1])
+    except TxnBridgeError as error:
+        _log.debug("whether %s is being aborted: %s", txn, error)
+        return False
+    if state in _COMMITTING:
+        raise OutcomeUnknown(f"the commit of {txn} does not end: {repair_hint(stopped)}")
+    return state in _ABORTING
+
+
+def _end_under_way(error: wire.InvalidTransactionStatus) -> EndResult | None:
+    if error.state in _COMMITTING:
+        return EndResult.COMMITTED
+    return EndResult.ABORTED if error.state in _ABORTING else None
+
+
+def _may_pass(error: wire.PulsarError) -> bool:
+    """Return whether the request may be answered later; trouble of the coordinator's store passes, too."""
+    return error.retriable or isinstance(error, wire.BrokerConnectionLost)
+
+
+def _not_answered(txn: TxnId, commit: bool, asked: bool, error: wire.PulsarError) -> TxnBridgeError:
+    if asked:
+        return OutcomeUnknown(f"the broker did not answer the {'commit' if commit else 'abort'} of {txn}: {error}")
+    return translate(error, f"ending transaction {txn}")
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def end_prepared(cluster: ClusterAccess, token: Token, commit: bool, ledger: Ledger, deadline: Deadline) -> Outcome:
+    """End a prepared transaction. Return its true outcome, whoever was first. Safe to repeat."""
+    evidence = TokenEvidence.read(token.how)
+    if evidence.txn is None or evidence.proof is None:
+        raise InvalidToken("this token is damaged: a prepared transaction has a number")
+    with cluster.events.step("step:end", token.transaction, decision="commit" if commit else "abort") as event:
+        topics = tuple(dict.fromkeys((evidence.proof.topic, *evidence.participants.topics)))
+        ended = end(cluster, evidence.txn, commit, topics, deadline)
+        event["ended"] = ended.name
+    if ended is EndResult.COMMITTED:
+        outcome = Outcome.COMMITTED
+    elif ended is EndResult.ABORTED:
+        return Outcome.ABORTED
+    else:
+        outcome = outcome_by_proof(cluster, evidence.txn, evidence.proof, deadline)
+    if outcome is Outcome.COMMITTED:
+        # The proof topic, too, even if the token had no room for the others: its slot's next transaction ends there.
+        deliver_everywhere(
+            cluster, evidence.txn, True, Participants(topics, evidence.participants.subscriptions), deadline
+        )
+    return outcome
+
+
+def outcome_by_proof(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> Outcome:
+    """Return how a transaction ended that its coordinator has forgotten.
+
+    Raise `OutcomeUnknown` while an open transaction hides the proof, `EvidenceLost` if the proof is gone.
+    """
+    committed = _by_proof(cluster, proof, txn, deadline)
+    if committed is None:
+        raise OutcomeUnknown(f"how {txn} ended cannot be read yet: an open transaction hides it on {proof.topic}")
+    return Outcome.COMMITTED if committed else Outcome.ABORTED
+
+
+def confirm_by_proof(cluster: ClusterAccess, ended: AnnouncedTransaction, deadline: Deadline) -> bool:
+    """Deliver the end of a transaction that may have committed to all its topics and subscriptions before anything else
+    ends there: the next end on a topic that a commit has not reached takes the commit back.
+
+    Return False while it is not known whether the transaction was committed: then nothing may end there.
+    """
+    try:
+        committed = _by_proof(cluster, ended.proof, ended.txn, deadline)
+    except EvidenceLost as lost:
+        _log.debug("how %s ended: %s", ended.txn, lost)
+        committed = None
+    if committed is None and cluster.rest is not None:
+        committed = had_committed(cluster, cluster.rest, ended.txn, ended.topics, deadline)
+    if committed:
+        deliver_everywhere(cluster, ended.txn, True, Participants(ended.topics, ended.subscriptions), deadline)
+    return committed is not None
+
+
+def status_of(cluster: ClusterAccess, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+    """Return the status of a token's transaction, prepared or not, without changing the transaction."""
+    evidence = TokenEvidence.read(token.how)
+    if evidence.txn is None or evidence.proof is None:
+        state = TokenState.COMMITTED if evidence.asked else TokenState.ABORTED
+        return Status(state, reason="it was empty, and nothing was asked of the broker")
+    if not (evidence.asked or token.prepared):
+        return Status(TokenState.ABORTED, reason="its writer never came to ask for its commit, and nobody else does")
+    state_now = _wait_for_end(cluster, evidence.txn, evidence.proof, deadline)
+    if state_now == "OPEN":
+        if token.prepared:
+            return Status(TokenState.PREPARED, expires_at=token.expires_at)
+        return Status(TokenState.UNKNOWN, reason="it is still open; its writer has not ended it yet")
+    if state_now in _ABORTING:
+        return Status(TokenState.ABORTED, reason="its coordinator has begun to abort it, and nothing can stop that")
+    if state_now:
+        return Status(TokenState.UNKNOWN, reason=f"its coordinator says that it is {state_now}")
+    try:
+        committed = _by_proof(cluster, evidence.proof, evidence.txn, deadline)
+    except EvidenceLost as lost:
+        return Status(TokenState.UNKNOWN, reason=str(lost), permanent=True)
+    if committed is None:
+        return Status(TokenState.UNKNOWN, reason="an open transaction hides its proof message; ask later")
+    return Status(TokenState.COMMITTED if committed else TokenState.ABORTED)
+
+
+def _by_proof(cluster: ClusterAccess, proof: ProofLocation, txn: TxnId, deadline: Deadline) -> bool | None:
+    """Return `was_committed` within seconds, or by the deadline while no broker serves the proof topic."""
+    while True:
+        try:
+            return was_committed(cluster, proof, txn, Deadline(min(deadline.left(), _LOOK_SECONDS)))
+        except BrokerUnavailable:
+            if deadline.left() <= _PAUSE:
+                raise
+        time.sleep(_PAUSE)
+
+
+def _wait_for_end(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
+    """Return the coordinator's state, empty once it has ended. Wait a moment for a transaction that is ending."""
+    until = Deadline(min(_MOMENT, deadline.left()))
+    while (state := coordinator_state(cluster, txn, proof, deadline)) not in ("", "OPEN") and not until.expired:
+        time.sleep(_PAUSE)
+    return state
+
+
+def coordinator_state(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
+    """Return "OPEN", or the coordinator's other word for the state; empty for a transaction that has ended.
+
+    The protocol has no such question. But registering a topic again changes nothing, and is refused if it is not open.
+    """
+    return _register_again(cluster, txn, deadline, topics=[proof.topic])
+
+
+def note_prepared(cluster: ClusterAccess, txn: TxnId, proof: ProofLocation, deadline: Deadline) -> str:
+    """Have the coordinator note that an open transaction is prepared. Return its state as above.
+
+    The protocol has no field for the note. But from then on the coordinator lists the proof topic's subscription with
+    the transaction, which never acknowledges there.
+    """
+    return _register_again(cluster, txn, deadline, subscriptions=[(proof.topic, SUBSCRIPTION)])
+
+
+def _register_again(
+    cluster: ClusterAccess,
+    txn: TxnId,
+    deadline: Deadline,
+    topics: Sequence[str] = (),
+    subscriptions: Sequence[tuple[str, str]] = (),
+) -> str:
+    try:
+        cluster.client.transactions.register(txn, deadline.left(), topics, subscriptions)
+        return "OPEN"
+    except wire.TransactionNotFound:
+        return ""
+    except wire.InvalidTransactionStatus as error:
+        return error.state or "being ended"
+    except wire.PulsarError as error:
+        raise translate(error, f"asking the coordinator of transaction {txn}") from error

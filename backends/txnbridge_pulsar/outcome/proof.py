@@ -1,0 +1,222 @@
+"""Proof topics: each transaction stores a proof message inside itself there, which readers see once it is committed.
+
+A proof that cannot be read means an abort only if a plain record behind it can be read: an open transaction hides
+everything behind its first message. So each writer has its own proof topic, with one open transaction at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from txnbridge.errors import DeadlineExceeded, EvidenceLost, NotFound
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.read.last_entry import last_entry, start_before
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
+from txnbridge_pulsar.write.fence_records import ProofLocation
+
+VERSION = 1
+PRESENCE, PROOF, PROBE = "here", "mark", "probe"
+# A presence record serves the transactions that begin within this time. It states until when any of them can be open,
+# and the cleanup drops it long after that. Writing one takes ten milliseconds.
+PRESENCE_SECONDS = 300.0
+# Entries that are read at once; each is small.
+_A_TURN = 1000
+# Stored entries arrive within milliseconds; a longer wait only delays the probe.
+_A_LOOK = 0.05
+
+
+def proof_prefix(cluster: ClusterAccess) -> str:
+    """Return the prefix of all proof topics' names; the encoded name of the writer follows it."""
+    return f"{cluster.settings.prefix}marker-"
+
+
+def proof_topic(cluster: ClusterAccess, writer: str, deadline: Deadline) -> str:
+    """Return the full name of a writer's proof topic, which exists from now on."""
+    return cluster.topics.internal(f"{proof_prefix(cluster)}{encoded(writer)}", deadline)
+
+
+@dataclass(frozen=True)
+class ProofRecord:
+    """A record on a proof topic: `PRESENCE` before a writer's first transaction, `PROOF` inside each transaction,
+    `PROBE` by a process that asks how one ended. Each prepared transaction has a `PRESENCE` record, which names it.
+    """
+
+    kind: str
+    nonce: str = ""
+    transaction: str = ""
+    until: int = 0  # milliseconds since 1970; of PRESENCE: none of its transactions is open for longer
+    owned: bool = False  # of PRESENCE: whether the writer has a transactional id, which may be opened again
+
+    def pack(self) -> bytes:
+        fields = {
+            "v": VERSION,
+            "k": self.kind,
+            "n": self.nonce,
+            "t": self.transaction,
+            "e": self.until,
+            "o": self.owned,
+        }
+        return json.dumps({name: value for name, value in fields.items() if value}, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes | None) -> ProofRecord | None:
+        """Read a record; None for one of another origin."""
+        try:
+            fields: Any = json.loads(data or b"")
+            if fields["v"] != VERSION:
+                return None
+            kind, nonce, transaction = str(fields["k"]), str(fields.get("n", "")), str(fields.get("t", ""))
+            if kind != PRESENCE:
+                return cls(kind, nonce, transaction)
+            return cls(kind, nonce, transaction, int(fields["e"]), bool(fields.get("o")))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)
+
+
+def last_presence(cluster: ClusterAccess, topic: str, deadline: Deadline) -> tuple[ProofLocation, ProofRecord] | None:
+    """Return a proof topic's last readable record if it is a presence record. For an open prepared transaction it is,
+    and names the transaction.
+    """
+    entry = last_entry(cluster, topic, deadline)
+    record = None if entry is None else record_of(entry)
+    if entry is None or record is None or record.kind != PRESENCE:
+        return None
+    return ProofLocation(topic, (entry.id.ledger, entry.id.entry), record.nonce), record
+
+
+def was_committed(cluster: ClusterAccess, proof: ProofLocation, txn: wire.TxnId, deadline: Deadline) -> bool | None:
+    """Return whether a transaction that has ended was committed; None if that cannot be seen yet.
+
+    Call this after the coordinator has said that it ended. Raise `EvidenceLost` if the topic has lost records.
+    """
+    try:
+        with (
+            translated(f"asking {proof.topic} how transaction {txn} ended"),
+            _reading(cluster, proof.topic, proof.since, deadline) as entries,
+        ):
+            return _search_proof(cluster, entries, proof, txn, deadline)
+    except NotFound as error:
+        gone = f"the proof topic {proof.topic} is gone, and with it what told how transactions ended"
+        raise EvidenceLost(gone) from error
+
+
+def _search_proof(
+    cluster: ClusterAccess,
+    entries: Iterator[wire.ReceivedEntry | None],
+    proof: ProofLocation,
+    txn: wire.TxnId,
+    deadline: Deadline,
+) -> bool | None:
+    try:
+        _check_first(proof, _first(entries))
+        probe: str | None = None
+        while True:
+            entry = next(entries, None)
+            if entry is None:
+                if probe is None:  # all stored entries are read: a plain record has to come behind the proof
+                    probe = new_nonce()
+                    write_plain(cluster, proof.topic, ProofRecord(PROBE, probe), deadline)
+                continue
+            verdict = _judge(entry, txn, proof.at, probe)
+            if verdict is not None:
+                return verdict
+    except DeadlineExceeded:
+        return None
+
+
+def _judge(entry: wire.ReceivedEntry, txn: wire.TxnId, at: tuple[int, int] | None, probe: str | None) -> bool | None:
+    record = record_of(entry)
+    if record is not None and record.kind == PROOF and entry.txn == txn:
+        return True
+    if at is not None and (entry.id.ledger, entry.id.entry) > at:
+        return False  # an entry behind the proof message can be read
+    # Without the position only our own probe is certainly behind the proof: an older owner may write late.
+    return False if record is not None and record.kind == PROBE and record.nonce == probe else None
+
+
+def _check_first(proof: ProofLocation, entry: wire.ReceivedEntry) -> None:
+    record = record_of(entry)
+    is_expected = (entry.id.ledger, entry.id.entry) == proof.since
+    if not is_expected or record is None or (record.kind, record.nonce) != (PRESENCE, proof.nonce):
+        raise EvidenceLost(f"the proof topic {proof.topic} has lost records: nobody can tell how transactions ended")
+
+
+def write_plain(cluster: ClusterAccess, topic: str, record: ProofRecord, deadline: Deadline) -> tuple[int, int]:
+    """Store a record outside any transaction. Return its position."""
+    with translated(f"writing to {topic}"):
+        producer = cluster.client.create_producer(topic, timeout=deadline.left())
+        try:
+            send = producer.send(wire.Single(record.pack()), timeout=deadline.left())
+            id = send.result(deadline.left()).message_id
+        finally:
+            producer.close(deadline.left())
+    return id.ledger, id.entry
+
+
+def write_presence(
+    cluster: ClusterAccess, topic: str, transaction: str, owned: bool, deadline: Deadline
+) -> ProofLocation:
+    """Write the presence record that begins the evidence of a writer's next transactions: before the first one on the
+    topic, and before any that begins `PRESENCE_SECONDS` later.
+
+    All earlier transactions on this topic must have ended.
+    """
+    nonce = new_nonce()
+    until = int((time.time() + PRESENCE_SECONDS + cluster.settings.longest_transaction) * 1000)
+    since = write_plain(cluster, topic, ProofRecord(PRESENCE, nonce, transaction, until, owned), deadline)
+    return ProofLocation(topic, since, nonce)
+
+
+def remove(cluster: ClusterAccess, topic: str, deadline: Deadline) -> None:
+    """Delete a proof topic that is no longer needed. Without REST, delete its subscription: then the broker deletes the
+    unused topic by itself.
+    """
+    if cluster.rest is not None:
+        cluster.topics.delete(topic, deadline)
+        return
+    with translated(f"removing {topic}"):
+        cluster.client.subscribe(topic, SUBSCRIPTION, timeout=deadline.left()).unsubscribe(deadline.left())
+
+
+@contextmanager
+def _reading(
+    cluster: ClusterAccess, topic: str, since: tuple[int, int], deadline: Deadline
+) -> Iterator[Iterator[wire.ReceivedEntry | None]]:
+    """Yield the entries from a position on: None whenever no entry waits, until `DeadlineExceeded`."""
+    start = start_before(wire.MessageId(*since))
+    reader = cluster.client.read(topic, timeout=deadline.left(), start=start, create=False)
+    try:
+        yield _entries(reader, topic, deadline)
+    finally:
+        reader.close(deadline.left())
+
+
+def _entries(reader: wire.PulsarConsumer, topic: str, deadline: Deadline) -> Iterator[wire.ReceivedEntry | None]:
+    while True:
+        received = reader.receive(min(deadline.left(), _A_LOOK), most=_A_TURN)
+        yield from received
+        if not received:
+            deadline.check(f"reading {topic}")
+            yield None
+
+
+def _first(entries: Iterator[wire.ReceivedEntry | None]) -> wire.ReceivedEntry:
+    return next(entry for entry in entries if entry is not None)
+
+
+def record_of(entry: wire.ReceivedEntry) -> ProofRecord | None:
+    """Return the record in an entry of a proof topic; None if the entry has another origin."""
+    return ProofRecord.unpack(entry.messages()[0].value)

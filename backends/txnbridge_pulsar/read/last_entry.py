@@ -1,0 +1,32 @@
+"""Reads the last entry of a topic."""
+
+from __future__ import annotations
+
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+
+
+def last_entry(cluster: ClusterAccess, topic: str, deadline: Deadline) -> wire.ReceivedEntry | None:
+    """Return the last readable entry of a concrete topic, given by its full name; None if there is none."""
+    with translated(f"reading {topic}"):
+        reader = cluster.client.read(topic, timeout=deadline.left())
+        try:
+            last = reader.last_message_id(deadline.left())
+        finally:
+            reader.close(deadline.left())
+        if last.entry < 0:
+            return None
+        reader = cluster.client.read(topic, timeout=deadline.left(), start=start_before(last))
+        try:
+            while not (entries := reader.receive(deadline.left(), most=1)):
+                deadline.check(f"reading {topic}")
+            return entries[0]
+        finally:
+            reader.close(deadline.left())
+
+
+def start_before(id: wire.MessageId) -> wire.MessageId:
+    """Return where a reader has to start so that this entry is its first."""
+    return wire.MessageId(id.ledger, id.entry - 1)

@@ -1,0 +1,426 @@
+"""The reader: committed messages, in a group or without one."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from txnbridge.errors import BrokerUnavailable, InvalidOption, InvalidState, NotFound, PositionLost
+from txnbridge.spi import (
+    BackgroundTask,
+    Context,
+    Deadline,
+    Message,
+    Partition,
+    Position,
+    Reader,
+    ReaderListener,
+    Subscription,
+)
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.read.group_registry import GroupRegistry
+from txnbridge_pulsar.read.partition import PulsarPartition
+from txnbridge_pulsar.read.subscriptions import mode_of
+from txnbridge_pulsar.write.acks import PulsarAckContext
+
+_log = logging.getLogger("txnbridge.pulsar.client")
+
+# A call without a deadline (seek) waits this long for the broker's answers.
+SHORT_CALL = 10.0
+# A wait lasts at most this long: everything wakes it up but signals and partitions that were added to a topic.
+_IDLE_SECONDS = 0.25
+# How often a reader looks for partitions that were added to its topics.
+_LOOK_SECONDS = 3.0
+# A broker that has just started answers before it knows its topics.
+_SURE_SECONDS = 0.5
+# Partitions are assigned together: a member that reads until all its partitions are read would else take the first one
+# for all. A broker says at once which member has a partition, a second after taking it from another member, or later if
+# it is busy. The reader waits for this word at most this long.
+_TOGETHER_SECONDS = 10.0
+# How soon to ask again whether open transactions hold earlier messages, and how late a coordinator may abort.
+_HELD_SECONDS, _LATE_SECONDS = 0.1, 5.0
+# Entries that wait to be handed out have at most this size in all; entries already taken in may have as much again.
+READ_BYTES = 32 * 1024 * 1024
+# Entries that are taken in at once. Of large entries there are never so many.
+_MOST_ENTRIES = 500
+# One poll hands out at most this size: a program that asks for 10,000 messages has no room for 10,000 megabytes.
+_ENOUGH_BYTES = 16 * 1024 * 1024
+# Opening a partition takes some milliseconds of waiting for the broker.
+_OPENED_AT_ONCE = 16
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _BackgroundResult:
+    """The result of a reader's background work: partitions that start, and partitions that were added."""
+
+    starting: Mapping[PulsarPartition, Position] = field(default_factory=dict)
+    added: Sequence[PulsarPartition] = ()
+
+
+class PulsarReader(Reader):
+    """One consumer for each partition, all on one connection. What takes time is done on another thread."""
+
+    def __init__(
+        self,
+        cluster: ClusterAccess,
+        subscription: Subscription,
+        listener: ReaderListener,
+        context: Context,
+        deadline: Deadline,
+    ) -> None:
+        self._cluster = cluster
+        self._subscription = subscription
+        self._listener = listener
+        self._timeout = context.timeout
+        self._connection_key = f"reader {next(_numbers)}"
+        self._inbox = wire.Inbox(READ_BYTES)
+        self._registry = GroupRegistry(cluster.rest, subscription.group, context)
+        self._mode = mode_of(cluster.client, subscription, self._inbox, self._connection_key)
+        self._guard = threading.Lock()  # other threads acknowledge
+        self._partitions: dict[Partition, PulsarPartition] = {}
+        self._by_consumer: dict[object, PulsarPartition] = {}
+        shared = subscription.sharing != "partition"
+        self._early: list[wire.ReceivedEntry] = []  # entries of partitions that are being opened
+        self._context = PulsarAckContext(subscription.group or "", shared, self._partitions, self._guard)
+        self._work: BackgroundTask[_BackgroundResult] | None = None
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._together_until = 0.0
+        self._turn = 0
+        self._closed = False
+        topics = self._concrete_topics(deadline)
+        try:
+            with translated(f"reading {', '.join(subscription.topics)}"):
+                self._add(self._open(topics, True, deadline))
+                self._together_until = time.monotonic() + _TOGETHER_SECONDS
+                for partition in () if self._mode.grouped else list(self._partitions.values()):
+                    with self._replacing_consumer(partition):
+                        first = self._mode.begin(partition, deadline)
+                    self._arrive(partition, first)
+        except BaseException:
+            self.close(deadline)
+            raise
+
+    def _open(self, topics: Mapping[str, Sequence[str]], first: bool, deadline: Deadline) -> list[PulsarPartition]:
+        """Open consumers of the partitions that have none."""
+        missing = [
+            ((topic, number), concrete)
+            for topic, names in topics.items()
+            for number, concrete in enumerate(names)
+            if (topic, number) not in self._partitions
+        ]
+        begun = {topic: self._registry.partitions(topic, deadline) for topic in {topic for (topic, _), _ in missing}}
+
+        opened: list[PulsarPartition] = []
+
+        def open_one(key: Partition, concrete: str) -> None:
+            if key[1] < begun[key[0]]:
+                self._registry.check(concrete, deadline)
+            consumer = self._mode.open(concrete, first, deadline)
+            opened.append(PulsarPartition(key, concrete, consumer, self._mode.grouped))
+
+        try:
+            if len(missing) < 2:
+                for each in missing:
+                    open_one(*each)
+            else:
+                with ThreadPoolExecutor(min(_OPENED_AT_ONCE, len(missing))) as pool:
+                    list(pool.map(lambda each: open_one(*each), missing))
+            for topic in begun:
+                self._registry.record(topic, len(topics[topic]), deadline)
+        except BaseException:
+            # The next try opens them again, and the broker could assign the partition to this consumer.
+            for partition in opened:
+                partition.consumer.close(deadline.left())
+            raise
+        return opened
+
+    def _add(self, partitions: Iterable[PulsarPartition]) -> None:
+        with self._guard:
+            for partition in partitions:
+                self._partitions[partition.key] = partition
+                self._by_consumer[partition.consumer] = partition
+        early, self._early = self._early, []
+        for entry in early:
+            if entry.consumer in self._by_consumer:
+                self._by_consumer[entry.consumer].put(entry)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
+        looked = False
+        while True:
+            self._update_assignments()
+            messages = self._hand_out(max_messages)
+            if messages:
+                return messages
+            self._raise_faults()
+            if looked and deadline.expired:
+                return []
+            for partition in self._partitions.values():
+                if partition.is_assigned:  # what has come could not be handed out, and more would be requested
+                    self._mode.grant_permits(partition, max_messages)
+            self._receive(min(deadline.left(), _IDLE_SECONDS))
+            looked = True
+
+    def _receive(self, wait: float) -> None:
+        for entry in self._inbox.take(wait, _MOST_ENTRIES):
+            partition = self._by_consumer.get(entry.consumer) if entry.consumer is not None else None
+            if partition is not None:
+                partition.put(entry)
+            else:
+                self._early.append(entry)
+
+    def _hand_out(self, limit: int) -> list[Message]:
+        messages: list[Message] = []
+        room = _ENOUGH_BYTES
+        for partition in self._in_turn():
+            while len(messages) < limit and room > 0 and partition.ready:
+                with self._guard:
+                    taken, size = partition.take(limit - len(messages))
+                messages += taken
+                room -= size
+        return messages
+
+    def _in_turn(self) -> list[PulsarPartition]:
+        """Return all partitions, each time starting with another one, so that a long one delays no other."""
+        partitions = list(self._partitions.values())
+        if len(partitions) > 1:
+            self._turn = (self._turn + 1) % len(partitions)
+            partitions = partitions[self._turn :] + partitions[: self._turn]
+        return partitions
+
+    def _raise_faults(self) -> None:
+        for partition in self._partitions.values():
+            if partition.fault is not None and not partition.paused:
+                raise partition.fault
+
+    # --- partitions come and go ---------------------------------------------------------------------------------------
+
+    def _update_assignments(self) -> None:
+        """Report partitions that come and go to the listener, and start the work that takes time."""
+        for partition in list(self._partitions.values()):
+            if partition.is_assigned and (departure := self._mode.has_left(partition)):
+                self._leave(partition, departure)
+            elif not partition.is_assigned and not self._mode.is_due(partition):
+                partition.drop()
+                partition.waits_until = None
+        self._finish_done_work()
+        if self._work is None:
+            self._start_work()
+
+    def _finish_done_work(self) -> None:
+        if self._work is not None and self._work.done:
+            work, self._work = self._work, None
+            try:
+                work.finish()
+            except BrokerUnavailable as error:
+                _log.warning("tried again: %s", error)
+
+    def _leave(self, partition: PulsarPartition, departure: str) -> None:
+        notify = self._listener.revoking if departure == "revoking" else self._listener.lost
+        try:
+            notify([partition.key])
+        finally:
+            with self._guard:
+                partition.leave()
+            if partition.consumer.active:  # assigned again already, and some of its new entries were just dropped
+                with suppress(wire.BrokerConnectionLost):
+                    partition.consumer.redeliver()
+
+    def _start_work(self) -> None:
+        partitions = self._partitions.values()
+        lost = [partition for partition in partitions if partition.consumer.lost is not None]
+        known = time.monotonic() >= self._together_until or not any(map(self._mode.is_undecided, partitions))
+        due = [each for each in partitions if known and not each.is_assigned and self._mode.is_due(each)]
+        look = time.monotonic() >= self._look_at
+        if lost or due or look:
+            deadline = Deadline(self._timeout)
+            self._work = BackgroundTask(
+                lambda: self._run_work(lost, due, look, deadline), self._apply_work, self._inbox.wake
+            )
+
+    def _finish_work(self, deadline: Deadline) -> None:
+        """Wait for running work: it may neither run during a call that moves partitions, nor report after it."""
+        if self._work is not None and not self._work.join(deadline.left()):
+            deadline.check("waiting for a broker")
+        with suppress(PositionLost):  # the caller says where to go on
+            self._finish_done_work()
+        if self._mode.grouped:
+            self._update_assignments()
+
+    def _run_work(
+        self, lost: Sequence[PulsarPartition], due: Sequence[PulsarPartition], look: bool, deadline: Deadline
+    ) -> _BackgroundResult:
+        try:
+            with translated(f"reading {', '.join(self._subscription.topics)}"):
+                for partition in lost:
+                    self._check_exists(partition, deadline)
+                    self._registry.check(partition.topic, deadline)
+                    self._mode.check_kept(partition, deadline)
+                    partition.consumer.reopen(deadline.left())
+                    self._together_until = time.monotonic() + _TOGETHER_SECONDS
+                starting = {c: self._mode.begin(c, deadline) for c in due if not self._must_wait(c, deadline)}
+                if due and not starting:
+                    time.sleep(_HELD_SECONDS)
+                topics = self._concrete_topics(deadline) if look else {}
+                return _BackgroundResult(starting, self._open(topics, False, deadline))
+        finally:
+            if self._closed:
+                self._cluster.client.hang_up(self._connection_key)
+
+    def _concrete_topics(self, deadline: Deadline) -> dict[str, tuple[str, ...]]:
+        """Return the concrete topics. A group waits for a missing topic; a reader without a group creates none."""
+        create, topics = self._subscription.group is not None, self._cluster.topics
+        return {topic: topics.concrete(topic, deadline, create=create) for topic in self._subscription.topics}
+
+    def _must_wait(self, partition: PulsarPartition, deadline: Deadline) -> bool:
+        """Return whether a partition has to start later. Messages that open transactions have acknowledged come again
+        after an abort, and later ones must not come first. The wait is limited, as unprepared transactions time out.
+        """
+        if not self._mode.in_order or not self._registry.is_held(partition.topic, deadline):
+            return False
+        if partition.waits_until is None:
+            partition.waits_until = time.monotonic() + self._timeout + _LATE_SECONDS
+        return time.monotonic() < partition.waits_until
+
+    def _check_exists(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        """Raise `NotFound` for a deleted topic; subscribing to it again would create it anew."""
+        sure_at = time.monotonic() + _SURE_SECONDS
+        while partition.topic not in self._cluster.topics.look(partition.key[0], deadline):
+            if time.monotonic() > sure_at:
+                topic, number = partition.key
+                raise NotFound(f"{topic}[{number}] is not there any more")
+            time.sleep(_SURE_SECONDS / 10)
+
+    def _apply_work(self, result: _BackgroundResult) -> None:
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+        self._add(result.added)
+        if not self._mode.grouped:
+            for partition in result.added:
+                self._arrive(partition, partition.next)
+        for partition, first in result.starting.items():
+            self._arrive(partition, first)
+
+    def _arrive(self, partition: PulsarPartition, first: Position) -> None:
+        partition.generation, partition.activations = partition.consumer.generation, partition.consumer.activations
+        source = self._listener.assigned(partition.key)
+        with self._guard:
+            partition.arrive(source, first)
+        if partition.waits_until is not None:  # the messages that have come meanwhile are later ones
+            partition.waits_until = None
+            partition.drop()
+            with suppress(wire.BrokerConnectionLost):
+                partition.consumer.redeliver()
+
+    # --- where it stands --------------------------------------------------------------------------------------------
+
+    def positions(self) -> dict[Partition, Position]:
+        return {key: partition.next for key, partition in self._partitions.items() if partition.is_assigned}
+
+    def seek(self, positions: Mapping[Partition, Position]) -> None:
+        wanted = {self._partition(key): _checked(position) for key, position in positions.items()}
+        deadline = Deadline(SHORT_CALL)
+        if not self._mode.grouped:  # in a group, going back after an abort must not fail because a broker is down
+            self._finish_work(deadline)
+        for partition, position in wanted.items():
+            with translated(f"seeking in {partition.key[0]}"), self._replacing_consumer(partition):
+                self._mode.seek(partition, position, deadline)
+
+    def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
+        self._finish_work(deadline)
+        for key in self.positions():
+            partition = self._partition(key)
+            with translated(f"seeking in {key[0]}"), self._replacing_consumer(partition):
+                self._mode.seek_to_time(partition, timestamp, deadline)
+
+    @contextmanager
+    def _replacing_consumer(self, partition: PulsarPartition) -> Iterator[None]:
+        """Inside the block, the partition may get another consumer."""
+        with self._guard:
+            del self._by_consumer[partition.consumer]
+            try:
+                yield
+            finally:
+                self._by_consumer[partition.consumer] = partition
+
+    def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        for key, given in positions.items():
+            partition = self._partitions.get(key)
+            # Else they come again at the member that has the partition now.
+            if partition is not None and partition.is_assigned:
+                with self._guard:
+                    self._mode.nack(partition, given)
+
+    def pause(self, partitions: Sequence[Partition]) -> None:
+        for partition in [self._partition(key) for key in partitions]:
+            partition.paused = True
+            self._mode.hold(partition, True)
+
+    def resume(self, partitions: Sequence[Partition]) -> None:
+        for partition in [self._partition(key) for key in partitions]:
+            partition.paused = False
+            self._mode.hold(partition, False)
+
+    def _partition(self, key: Partition) -> PulsarPartition:
+        partition = self._partitions.get(key)
+        if partition is None or not partition.is_assigned:
+            topic, number = key
+            raise InvalidState(
+                f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
+            )
+        return partition
+
+    def lag(self, deadline: Deadline) -> dict[Partition, int]:
+        with translated("asking for the lag"):
+            return {key: self._lag_of(each, deadline) for key, each in self._partitions.items() if each.is_assigned}
+
+    def _lag_of(self, partition: PulsarPartition, deadline: Deadline) -> int:
+        """Return how far behind the end the reader is: in messages where they are known, else in entries."""
+        last, acknowledged = partition.consumer.progress(deadline.left())
+        end = last.ledger, last.entry
+        done = (-1, -1) if acknowledged is None or not self._mode.grouped else (acknowledged.ledger, acknowledged.entry)
+        ours = partition.waiting + partition.outstanding
+        unacknowledged = self._mode.grouped and _entries(done, end) > 0
+        return max(int(unacknowledged), ours + _entries(max(partition.received, done), end))
+
+    def ack_context(self) -> PulsarAckContext:
+        return self._context
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for partition in list(self._by_consumer.values()):
+                with suppress(wire.PulsarError):
+                    partition.consumer.close(deadline.left())
+        finally:
+            # This drops unanswered requests, and what is being opened now.
+            self._cluster.client.hang_up(self._connection_key)
+
+
+def _entries(since: tuple[int, int], end: tuple[int, int]) -> int:
+    """Return how many entries lie between two positions; the length of ledgers in between is not known."""
+    if end[1] < 0 or since >= end:
+        return 0
+    return end[1] - since[1] if end[0] == since[0] else end[1] + 1
+
+
+def _checked(position: Position) -> Position:
+    match position:
+        case (int(ledger), int(entry), int(index)) if min(ledger, entry, index) >= 0:
+            return position
+    raise InvalidOption(f"{position!r} is not a position of this broker, such as (7, 0, 0)")

@@ -1,0 +1,326 @@
+"""The modes of reading a topic: without a group, in a failover subscription, and in shared ones."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from txnbridge.errors import NotSupported, PositionLost
+from txnbridge.spi import Deadline, Position, Subscription
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.errors import needing
+from txnbridge_pulsar.read.partition import BEGIN, PulsarPartition, behind
+
+# So many messages may wait for one partition: ten times the default of a poll.
+_PERMITS = 5000
+# How soon to retry while another client holds the subscription exclusively for a moment.
+_BUSY_SECONDS = 0.05
+
+
+class SubscriptionMode(ABC):
+    """A mode of reading partitions. Methods with a deadline may ask the broker."""
+
+    grouped = True
+    in_order = False  # whether a group's messages stay in order, whichever member has the partition
+
+    def __init__(
+        self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+    ) -> None:
+        self._client = client
+        self._subscription = subscription
+        self._inbox = inbox
+        self._connection_key = connection_key
+
+    @abstractmethod
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
+        """Open a consumer of a concrete topic; `first` is False for a partition that was added later."""
+
+    @abstractmethod
+    def has_left(self, partition: PulsarPartition) -> str:
+        """Return "" for a partition that stays, "revoking" if it is still ours for a moment, or "lost"."""
+
+    @abstractmethod
+    def is_due(self, partition: PulsarPartition) -> bool:
+        """Return whether an unassigned partition can be assigned."""
+
+    def is_undecided(self, partition: PulsarPartition) -> bool:
+        """Return whether the broker has not said yet which member has the partition."""
+        return False
+
+    @abstractmethod
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
+        """Return the position at which a newly assigned partition starts."""
+
+    def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        """Raise `PositionLost` if a partition that is subscribed again cannot continue at its position."""
+
+    @abstractmethod
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        """Continue at a position."""
+
+    @abstractmethod
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        """Have messages redelivered."""
+
+    def seek_to_time(self, partition: PulsarPartition, timestamp: int, deadline: Deadline) -> None:
+        """Continue at the first message with that or a later timestamp, or else at the present end."""
+        last, _ = partition.consumer.progress(deadline.left())
+        self.seek(partition, BEGIN, deadline)
+        partition.since = timestamp, behind(last)
+
+    def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
+        """Allow the broker to send this many messages, before the reader waits for them."""
+
+    def hold(self, partition: PulsarPartition, held: bool) -> None:
+        """Have the broker send nothing while `held`."""
+        partition.consumer.hold(held)
+
+
+class UngroupedMode(SubscriptionMode):
+    """Reads without a group: leaves nothing at the broker, and starts where it is told."""
+
+    grouped = False
+
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
+        return self._read(topic, BEGIN, deadline)
+
+    def _read(self, topic: str, position: Position, deadline: Deadline) -> wire.PulsarConsumer:
+        ledger, entry, _ = position
+        start = wire.EARLIEST if position == BEGIN else wire.MessageId(ledger, entry - 1)
+        with needing("consume", topic):
+            return self._client.read(
+                topic, timeout=deadline.left(), start=start, inbox=self._inbox, connection_key=self._connection_key
+            )
+
+    def has_left(self, partition: PulsarPartition) -> str:
+        return ""
+
+    def is_due(self, partition: PulsarPartition) -> bool:
+        return False
+
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
+        start = self._subscription.start
+        if start == "latest":
+            # Not the broker's last position: an open transaction may have written before it.
+            last, _ = partition.consumer.progress(deadline.left())
+            # An empty ledger goes when the topic is loaded again, and positions in it with it.
+            self.seek(partition, behind(last) if last.entry >= 0 else BEGIN, deadline)
+        elif isinstance(start, int):
+            self.seek_to_time(partition, start, deadline)
+        return partition.next
+
+    def check_kept(self, partition: PulsarPartition, deadline: Deadline) -> None:
+        self._check_kept(partition, partition.next, deadline)
+
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        self._check_kept(partition, position, deadline)
+        partition.consumer.close(deadline.left())
+        partition.go_to(position)
+        partition.consumer = self._read(partition.topic, position, deadline)
+        partition.received = (position[0], position[1] - 1)
+        partition.generation = partition.consumer.generation
+        partition.consumer.hold(partition.paused)
+
+    def _check_kept(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        """Raise `PositionLost` for a position in a ledger that the topic no longer has.
+
+        A broker does not say what it has trimmed, nor that a topic was deleted and created anew under its name. But it
+        trims whole ledgers, and ledger numbers grow over all topics, so a new topic's ledgers have higher numbers than
+        the deleted one's. A trimmed ledger's length is not known, so a position behind its last entry is lost as well.
+        """
+        if position[0] == BEGIN[0]:
+            return
+        look = self._client.read(partition.topic, timeout=deadline.left(), connection_key=self._connection_key)
+        try:
+            _, before = look.progress(deadline.left())
+        finally:
+            look.close(deadline.left())
+        if before is not None and before.ledger > position[0]:
+            topic, number = partition.key
+            raise PositionLost(
+                f"the position {topic}[{number}] {position} is below what the broker keeps, which begins at"
+                f" {behind(before)}: retention has removed what was there, or the topic was deleted and made anew."
+                " Seek to where to go on"
+            )
+
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        raise NotSupported("what is read without a group cannot be given back: seek to it")
+
+
+class FailoverMode(SubscriptionMode):
+    """Reads in a group, each partition at one member at a time and in order: a failover subscription."""
+
+    in_order = True
+
+    def __init__(
+        self, client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+    ) -> None:
+        super().__init__(client, subscription, inbox, connection_key)
+        # Brokers assign partitions by the order of the consumers' names.
+        self._name = uuid.uuid4().hex
+
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
+        return self._join(topic, first, wire.SubscriptionType.FAILOVER, _PERMITS, deadline)
+
+    def _join(
+        self, topic: str, first: bool, type: wire.SubscriptionType, permits: int, deadline: Deadline
+    ) -> wire.PulsarConsumer:
+        start = self._subscription.start
+        while True:
+            if first and isinstance(start, int):
+                self._begin_at(topic, start, deadline)
+            try:
+                # A partition that was added later is read from its beginning.
+                latest = first and start == "latest"
+                return self._subscribe(
+                    topic,
+                    deadline,
+                    type=type,
+                    start=wire.LATEST if latest else wire.EARLIEST,
+                    name=self._name,
+                    inbox=self._inbox,
+                    permits=permits,
+                )
+            except wire.ConsumerBusy:
+                if not isinstance(start, int) or deadline.expired:
+                    raise  # the group uses another kind of subscription
+            time.sleep(_BUSY_SECONDS)
+
+    def _subscribe(self, topic: str, deadline: Deadline, **options: Any) -> wire.PulsarConsumer:
+        assert self._subscription.group is not None
+        group = self._subscription.group
+        with needing("consume", topic):
+            return self._client.subscribe(
+                topic, group, timeout=deadline.left(), connection_key=self._connection_key, **options
+            )
+
+    def _begin_at(self, topic: str, timestamp: int, deadline: Deadline) -> None:
+        """Have a group that has never acknowledged a message start at a time, before it has any members.
+
+        This client holds the subscription exclusively meanwhile, so no member is moved. Repeating it changes nothing.
+        """
+        try:
+            alone = self._subscribe(topic, deadline, start=wire.EARLIEST)
+        except wire.ConsumerBusy:
+            return  # it has members, or another client is setting the position
+        try:
+            last, acknowledged = alone.progress(deadline.left())
+            if last.entry < 0 or (acknowledged is not None and acknowledged.entry >= 0):
+                return
+            passed = _last_before(alone, timestamp, last, deadline)
+            if passed is not None:
+                # A seek is stored when it is answered. An acknowledgement is lost if the topic is unloaded at once.
+                with suppress(wire.ConsumerBusy):  # a member that subscribes meanwhile finds the position set
+                    alone.seek(_position_behind(passed), deadline.left())
+        finally:
+            alone.close(deadline.left())
+
+    def has_left(self, partition: PulsarPartition) -> str:
+        consumer = partition.consumer
+        if consumer.lost is not None or consumer.generation != partition.generation:
+            return "lost"
+        # It may have left and come back, and another member got the same messages in between.
+        return "" if consumer.active and consumer.activations == partition.activations else "revoking"
+
+    def is_due(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None and bool(partition.consumer.active)
+
+    def is_undecided(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None and partition.consumer.active is None
+
+    def begin(self, partition: PulsarPartition, deadline: Deadline) -> Position:
+        _, acknowledged = partition.consumer.progress(deadline.left())
+        return BEGIN if acknowledged is None or acknowledged.entry < 0 else behind(acknowledged)
+
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        partition.go_to(position)
+        self._redeliver(partition)
+
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        partition.give_back(positions)
+        partition.drop()
+        self._redeliver(partition)
+
+    def _redeliver(self, partition: PulsarPartition) -> None:
+        """Have everything unacknowledged redelivered in order; outstanding messages are passed over when they come."""
+        with suppress(wire.BrokerConnectionLost):  # then it comes again anyway, at the partition's next member
+            partition.consumer.redeliver()
+
+
+class SharedMode(FailoverMode):
+    """Reads in a group, each partition at many members: a shared or key-shared subscription."""
+
+    in_order = False
+
+    def open(self, topic: str, first: bool, deadline: Deadline) -> wire.PulsarConsumer:
+        by_key = self._subscription.sharing == "key"
+        type = wire.SubscriptionType.KEY_SHARED if by_key else wire.SubscriptionType.SHARED
+        return self._join(topic, first, type, 0, deadline)
+
+    def has_left(self, partition: PulsarPartition) -> str:
+        consumer = partition.consumer
+        return "lost" if consumer.lost is not None or consumer.generation != partition.generation else ""
+
+    def is_due(self, partition: PulsarPartition) -> bool:
+        return partition.consumer.lost is None
+
+    def is_undecided(self, partition: PulsarPartition) -> bool:
+        return False
+
+    def seek(self, partition: PulsarPartition, position: Position, deadline: Deadline) -> None:
+        raise NotSupported(
+            "members that share message by message have no position of their own to seek: nack gives messages back,"
+            ' and another group, or one with sharing="partition", reads from where it wants'
+        )
+
+    def nack(self, partition: PulsarPartition, positions: Sequence[Position]) -> None:
+        # Entries are redelivered whole, perhaps to another member, so the rest of them is given up, too.
+        given_up = partition.give_up([(ledger, entry) for ledger, entry, _ in positions], delivered_again=False)
+        # The broker redelivers what an aborted transaction had acknowledged, unless it had refused the acknowledgement.
+        wanted = [*given_up, *partition.refused]
+        partition.refused.clear()
+        with suppress(wire.BrokerConnectionLost):
+            partition.consumer.redeliver(wanted)
+
+    def grant_permits(self, partition: PulsarPartition, messages: int) -> None:
+        if not partition.paused:
+            partition.consumer.allow(messages)
+
+    def hold(self, partition: PulsarPartition, held: bool) -> None:
+        pass  # the broker sends only what was requested
+
+
+def _last_before(
+    consumer: wire.PulsarConsumer, timestamp: int, end: wire.MessageId, deadline: Deadline
+) -> wire.MessageId | None:
+    """Return the last message before the first one with that or a later timestamp; None without one."""
+    passed: wire.MessageId | None = None
+    while passed is None or passed[:2] < end[:2]:
+        deadline.check("looking for where the group begins")
+        for entry in consumer.receive(deadline.left()):
+            for message in entry.messages():
+                if (message.event_time or entry.publish_time) >= timestamp:
+                    return passed
+                passed = message.id
+    return passed
+
+
+def _position_behind(id: wire.MessageId) -> wire.MessageId:
+    """Return where the message behind this one may be."""
+    if id.batch_index + 1 < id.batch_size:
+        return id._replace(batch_index=id.batch_index + 1)
+    return wire.MessageId(id.ledger, id.entry + 1)
+
+
+def mode_of(
+    client: wire.PulsarClient, subscription: Subscription, inbox: wire.Inbox, connection_key: str
+) -> SubscriptionMode:
+    """Return the mode that a subscription asks for."""
+    if subscription.group is None:
+        return UngroupedMode(client, subscription, inbox, connection_key)
+    kind = FailoverMode if subscription.sharing == "partition" else SharedMode
+    return kind(client, subscription, inbox, connection_key)

@@ -1,0 +1,234 @@
+"""The settings of a bridge to Pulsar, read once from the URL and the options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from txnbridge.errors import InvalidOption
+from txnbridge.spi import Context, Option, Url
+from txnbridge_pulsar.settings.topic_names import Namespace, encoded
+
+if TYPE_CHECKING:  # everybody reads the declared options; only those who connect need the client
+    import ssl
+
+    from txnbridge_pulsar import client as wire
+
+_PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}  # the ports of hosts without one, as in every client of Pulsar
+
+
+@dataclass(frozen=True)
+class PulsarSettings:
+    """The settings of one bridge: how to reach and use a cluster."""
+
+    service: str  # "pulsar://host:port,host:port"
+    namespace: Namespace
+    timeout: float  # the bridge's default deadline in seconds
+    hold: float | None
+    application: str
+    create_topics: int  # partitions of a missing topic; 0: topics are never created
+    admin_url: str = ""
+    prefix: str = "_txnbridge-"  # the prefix of every internal topic
+    longest_transaction: float = 900.0  # seconds
+    prepared_ids: int = 64  # how many prepared transactions of one transactional id may be unresolved
+    compression: str = "none"
+    mix_keys: bool = False
+    listener: str = ""
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+    tls_ca: str = ""
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_verify: bool = True
+    tls_verify_hostname: bool = True
+
+    @property
+    def tls(self) -> bool:
+        return self.service.startswith("pulsar+ssl://")
+
+    @property
+    def pack(self) -> wire.Compression:
+        """Return the compression of the payloads that we send."""
+        from txnbridge_pulsar import client as wire
+
+        return wire.Compression[self.compression.upper()]
+
+    @property
+    def longest_prepared(self) -> float:
+        """Return how many seconds a transaction that will be prepared may live after its begin."""
+        return self.longest_transaction if self.hold is None else self.timeout + self.hold
+
+    def log_topic(self, application: str) -> str:
+        return f"{self.prefix}log-{encoded(application)}"
+
+    @property
+    def cluster_topic(self) -> str:
+        """Return the name of the topic whose first record names the cluster."""
+        return f"{self.prefix}cluster"
+
+    @property
+    def late_write_canary(self) -> str:
+        """Return the name of a topic that nobody reads. A late message is sent there to learn whether brokers refuse
+        the late messages of its transaction: see `outcome/late_writes`.
+        """
+        return f"{self.prefix}lamp"
+
+    def authentication(self) -> wire.Authentication | None:
+        from txnbridge_pulsar import client as wire
+
+        if self.token_file:
+            return wire.token_file(self.token_file)
+        if self.token:
+            return wire.TokenAuthentication(self.token)
+        if self.user:
+            return wire.BasicAuthentication(self.user, self.password)
+        return wire.TlsAuthentication() if self.tls_certificate else None
+
+    def tls_context(self) -> ssl.SSLContext:
+        """Return the TLS context for brokers and for their REST interface. Raise `InvalidOption`."""
+        from txnbridge_pulsar import client as wire
+
+        try:
+            return wire.tls_context(
+                self.tls_ca or None,
+                self.tls_certificate or None,
+                self.tls_key or None,
+                self.tls_verify_hostname,
+                self.tls_verify,
+            )
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            raise InvalidOption(
+                f"the files of tls_ca, tls_certificate and tls_key are not PEM files that fit together: {error}"
+            ) from error
+
+    def __reduce__(self) -> Any:
+        raise TypeError("settings hold secrets; they are not pickled")
+
+
+_DEFAULTS = PulsarSettings("", Namespace("", ""), 0, None, "", 0)
+
+OPTIONS: Mapping[str, Option] = {
+    "admin_url": Option(
+        str,
+        "",
+        "where the brokers' REST interface is, http://host:8080,host2:8080: topics are made and looked into by it",
+    ),
+    "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin"),
+    "longest_transaction": Option(
+        float,
+        _DEFAULTS.longest_transaction,
+        "seconds that a transaction may be open; while one is, nothing behind it on its topics can be read by anybody",
+    ),
+    "prepared_ids": Option(
+        int,
+        _DEFAULTS.prepared_ids,
+        "how many prepared transactions of one transactional id may wait for their end at once (1 to 1000)",
+    ),
+    "compression": Option(
+        str,
+        _DEFAULTS.compression,
+        "how messages are packed; lz4, zstd and snappy need a package each",
+        ("none", "lz4", "zlib", "zstd", "snappy"),
+    ),
+    "mix_keys": Option(
+        bool,
+        _DEFAULTS.mix_keys,
+        "whether messages of different keys share entries: many times faster, but of a group that shares by key"
+        " different members then get messages of one key",
+    ),
+    "listener": Option(str, "", "the advertised listener to ask brokers for"),
+    "token": Option(str, "", "the token to authenticate with", secret=True),
+    "token_file": Option(str, "", "a file with the token, read again whenever the broker asks for one"),
+    "user": Option(str, "", "the user to authenticate as, with a password"),
+    "password": Option(str, "", "the user's password", secret=True),
+    "tls_ca": Option(str, "", "a PEM file with the authorities to trust; without it the system's"),
+    "tls_certificate": Option(str, "", "a PEM file with the certificate to authenticate with"),
+    "tls_key": Option(str, "", "a PEM file with the certificate's key, if that is not beside it"),
+    "tls_verify": Option(bool, _DEFAULTS.tls_verify, "whether the brokers' certificates are checked"),
+    "tls_verify_hostname": Option(
+        bool, _DEFAULTS.tls_verify_hostname, "whether the brokers' certificates must name their hosts"
+    ),
+}
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_MOST_PREPARED_IDS = 1000  # each takes a topic
+# Options that have no effect on a connection without TLS.
+_ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
+
+
+def read(url: Url, options: Mapping[str, Any], context: Context) -> PulsarSettings:
+    """Read the settings from a URL and the backend's options. Raise `InvalidOption`."""
+    for name in context.client_options:
+        raise InvalidOption(
+            f"the Pulsar backend has no option {name!r}: its client is its own, and has none of its own"
+        )
+    settings = PulsarSettings(
+        service=_service(url),
+        namespace=_namespace(url),
+        timeout=context.timeout,
+        hold=context.hold,
+        application=context.application,
+        create_topics=context.create_topics or 0,
+        **{**options, "admin_url": options["admin_url"].rstrip("/")},
+    )
+    _check(settings)
+    return settings
+
+
+def _service(url: Url) -> str:
+    if not url.hosts:
+        raise InvalidOption(f"{url}: a broker's URL is pulsar://host:6650,host2:6650/tenant/namespace")
+    default = _PORTS[url.scheme]
+    hosts = (f"{f'[{name}]' if ':' in name else name}:{port or default}" for name, port in url.hosts)
+    return f"{url.scheme}://{','.join(hosts)}"
+
+
+def _namespace(url: Url) -> Namespace:
+    parts = [part for part in url.path.split("/") if part]
+    if not parts:
+        return Namespace("public", "default")  # the default of every client of Pulsar
+    if len(parts) != 2:
+        raise InvalidOption(f"{url}: behind the hosts comes /tenant/namespace; a topic's name goes into send()")
+    return Namespace(*parts)
+
+
+def _check(settings: PulsarSettings) -> None:
+    if not _PREFIX.fullmatch(settings.prefix):
+        raise InvalidOption("option 'prefix' is 1 to 100 letters, digits, '_' and '-'")
+    if not 1 <= settings.prepared_ids <= _MOST_PREPARED_IDS:
+        raise InvalidOption(f"option 'prepared_ids' is 1 to {_MOST_PREPARED_IDS}")
+    _check_times(settings)
+    if settings.admin_url and not re.match(r"https?://[^/@,]+(,[^/@,]+)*$", settings.admin_url):
+        raise InvalidOption(
+            "option 'admin_url' is http://host:8080,host2:8080, or with https:// before them, without path or password"
+        )
+    for name in _ONLY_WITH_TLS:
+        if getattr(settings, name) and not (settings.tls or settings.admin_url.startswith("https:")):
+            raise InvalidOption(f"option {name!r} has no effect without TLS: the URL begins with pulsar+ssl://")
+    _check_credentials(settings)
+
+
+def _check_times(settings: PulsarSettings) -> None:
+    longest = settings.longest_transaction
+    if not longest > 0:
+        raise InvalidOption("option 'longest_transaction' is a number of seconds above 0")
+    if settings.timeout + (settings.hold or 0) > longest:
+        raise InvalidOption(
+            f"timeout and hold are {settings.timeout + (settings.hold or 0):g} s together, and a transaction may be"
+            f" open for {longest:g} s here (option 'longest_transaction')"
+        )
+
+
+def _check_credentials(settings: PulsarSettings) -> None:
+    if bool(settings.user) != bool(settings.password):
+        raise InvalidOption("options 'user' and 'password' belong together")
+    ways = {"token": settings.token, "token_file": settings.token_file, "user": settings.user}
+    given = [name for name, value in ways.items() if value]
+    if len(given) > 1:
+        raise InvalidOption(f"options {' and '.join(map(repr, given))} are two ways to authenticate: give one")
+    if settings.tls_key and not settings.tls_certificate:
+        raise InvalidOption("option 'tls_key' has no effect without 'tls_certificate'")

@@ -1,0 +1,75 @@
+"""Topic names as Pulsar writes them, for users' topics and for internal ones."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+
+from txnbridge.errors import InvalidOption
+
+# The durable subscription of every internal topic. Without one brokers drop records, and an idle topic.
+SUBSCRIPTION = "txnbridge"
+
+_PARTITION = re.compile(r"-partition-\d+$")
+_PERSISTENT = "persistent://"
+
+
+class Namespace(NamedTuple):
+    """The tenant and namespace of topics that are given by a short name."""
+
+    tenant: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.name}"
+
+    def full_name(self, topic: str) -> str:
+        """Return `persistent://tenant/namespace/orders` for `orders`; a full name unchanged. Raise `InvalidOption`."""
+        full = topic if topic.startswith(_PERSISTENT) else f"{_PERSISTENT}{self}/{topic}"
+        parts = full.removeprefix(_PERSISTENT).split("/")
+        if len(parts) != 3 or not all(parts) or not full.isprintable():
+            raise InvalidOption(
+                f"{topic!r} is no name of a topic: on Pulsar that is a name without '/' in the URL's namespace, or"
+                " persistent://tenant/namespace/name"
+            )
+        if _PARTITION.search(full):
+            raise InvalidOption(f"{topic!r} is one partition of a topic: name the topic, and choose by partition=")
+        return full
+
+    def short_name(self, full: str) -> str:
+        """Return the name by which users know a topic: short in this namespace, else full."""
+        return full.removeprefix(f"{_PERSISTENT}{self}/")
+
+
+def partitions_of(full: str, count: int) -> tuple[str, ...]:
+    """Return the full names of a topic's partitions, in order."""
+    return tuple(f"{full}-partition-{number}" for number in range(count))
+
+
+def whole_topic(concrete: str) -> tuple[str, int]:
+    """Return the topic and the partition number of a concrete topic; 0 for a topic without partitions."""
+    match = _PARTITION.search(concrete)
+    if match is None:
+        return concrete, 0
+    return concrete[: match.start()], int(match[0].rpartition("-")[2])
+
+
+def namespace_of(full: str) -> str:
+    """Return `tenant/namespace` of a full name."""
+    return "/".join(full.removeprefix(_PERSISTENT).split("/")[:2])
+
+
+def encoded(text: str) -> str:
+    """Encode any text as part of a topic's name, reversibly: letters, digits, '.', '_', '-', and '=' with two hex
+    digits.
+
+    A literal `-partition-` would make Pulsar take the topic for a partition of another topic.
+    """
+    safe = quote(text, safe="", errors="surrogatepass").replace("~", "%7E").replace("%", "=")
+    return safe.replace("-partition-", "=2Dpartition-")
+
+
+def decoded(text: str) -> str:
+    """Decode what `encoded` made."""
+    return unquote(text.replace("=", "%"), errors="surrogatepass")

@@ -1,0 +1,227 @@
+"""Acknowledging a reader's deliveries inside a writer's transaction.
+
+A writer uses a reader only so:
+
+    pairs = context.subscriptions(partitions)            # (concrete topic, subscription) of each partition
+    ...                                                  # registered with the transaction first: the broker checks
+                                                         # nothing, and an unregistered one stays pending for ever
+    sent = context.acknowledge(txn, positions, deadline) # sends without waiting
+    ...
+    sent.settle(deadline)                                # before COMMIT; and before ABORT, whatever it raises
+
+Acknowledgements are individual, and by batch index inside entries. A cumulative one in a transaction makes the broker
+skip individual ones on the same subscription, and does nothing on shared subscriptions. A lost answer cannot be asked
+for again: the repetition conflicts with the first request, so the transaction can only abort. The broker redelivers
+what an aborted transaction acknowledged. An acknowledgement after the end stays pending, so answers are waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from txnbridge.errors import Conflict, NotSupported, TxnBridgeError
+from txnbridge.spi import Deadline, Partition, Position
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
+from txnbridge_pulsar.read.partition import AckedMessages, PulsarPartition
+
+
+@dataclass(eq=False)
+class _PartitionAcks:
+    """The acknowledgements of one partition in one transaction."""
+
+    partition: PulsarPartition
+    assignment: object
+    txn: wire.TxnId
+    ids: Sequence[wire.MessageId]
+    acked: AckedMessages
+    answers: list[wire.Response] = field(default_factory=list)
+    given_up: list[wire.MessageId] = field(default_factory=list)
+
+
+class PulsarAckContext:
+    """The deliveries of a reader that can be acknowledged. Any thread may call, also while another thread polls."""
+
+    def __init__(
+        self, subscription: str, shared: bool, partitions: Mapping[Partition, PulsarPartition], guard: threading.Lock
+    ) -> None:
+        self._subscription = subscription
+        self._shared = shared
+        self._partitions = partitions
+        self._guard = guard
+
+    def subscriptions(self, partitions: Iterable[Partition]) -> list[tuple[str, str]]:
+        """Return the topics and subscriptions to register with a transaction before it acknowledges on these
+        partitions.
+
+        Raise `Conflict` for a partition that has left the reader.
+        """
+        with self._guard:
+            return [(self._partition(key).topic, self._subscription) for key in partitions]
+
+    def acknowledge(
+        self, txn: wire.TxnId, positions: Mapping[Partition, Sequence[Position]], deadline: Deadline
+    ) -> SentAcks:
+        """Send acknowledgements. Errors after the first byte is sent are raised by `SentAcks.settle`.
+
+        Raise `Conflict`, with nothing sent, for a position that was given back, or delivered under an ended assignment.
+        """
+        with self._guard:
+            partitions = {self._partition(key): given for key, given in positions.items()}
+            for partition, given in partitions.items():
+                partition.check_outstanding(given)
+            taken = [
+                _PartitionAcks(partition, partition.assignment, txn, *partition.acknowledge(given))
+                for partition, given in partitions.items()
+            ]
+        return SentAcks(taken, self._subscription, self._shared, self._guard, deadline)
+
+    def _partition(self, key: Partition) -> PulsarPartition:
+        partition = self._partitions.get(key)
+        if partition is None or not partition.is_assigned:
+            topic, number = key
+            raise Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
+        return partition
+
+
+class SentAcks:
+    """Acknowledgements that were sent, with their answers."""
+
+    def __init__(
+        self, sent: Sequence[_PartitionAcks], subscription: str, shared: bool, guard: threading.Lock, deadline: Deadline
+    ) -> None:
+        self._sent = sent
+        self._subscription = subscription
+        self._shared = shared
+        self._guard = guard
+        self._settled = False
+        self._error: wire.PulsarError | None = None
+        for each in sent:
+            try:
+                each.answers = each.partition.consumer.start_acknowledge(each.ids, each.txn, timeout=deadline.left())
+            except wire.PulsarError as error:
+                self._error = self._error or error
+
+    @property
+    def partitions_left(self) -> bool:
+        """Return whether an assignment of these deliveries has ended: a cause if the broker only says that the
+        transaction ended.
+        """
+        return any(
+            each.partition.assignment is not each.assignment
+            or not each.partition.is_assigned
+            or each.partition.is_leaving
+            for each in self._sent
+        )
+
+    @property
+    def participants(self) -> list[Participant]:
+        return [
+            participant_of(each.partition.topic, self._subscription, each.partition.consumer) for each in self._sent
+        ]
+
+    def give_up_entry_rest(self) -> None:
+        """Give up what this reader holds of the same entries. Call this before the transaction is aborted.
+
+        After the abort a shared subscription delivers these entries whole once more, perhaps to another member. Brokers
+        do not detect all conflicts between two members that acknowledge parts of one entry.
+        """
+        if not self._shared:
+            return
+        with self._guard:
+            for each in self._sent:
+                if each.partition.assignment is each.assignment:
+                    each.given_up += each.partition.give_up(each.acked.bits, delivered_again=True)
+
+    def redeliver_rest(self) -> None:
+        """Have the broker redeliver what was given up. Call this if the abort failed, or had happened before."""
+        for each in self._sent:
+            if each.given_up:
+                with suppress(wire.BrokerConnectionLost):
+                    each.partition.consumer.redeliver(each.given_up)
+
+    def parts(self) -> Iterator[tuple[str, wire.MessageId]]:
+        """Yield the concrete topic and the id of each message that was acknowledged apart from the rest of its entry,
+        on subscriptions that may deliver the entry to another member.
+        """
+        if self._shared:
+            yield from ((each.partition.topic, id) for each in self._sent for id in each.ids if id.batch_index >= 0)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return when the broker holds all acknowledgements for the transaction. A repeated call gives the same result.
+
+        Wait for every answer that can still come, also after a refusal. Raise `Conflict` if another member has
+        acknowledged a message, or the connection of the delivery is lost; raise other errors as the broker gives them.
+        After an error the transaction can only abort.
+        """
+        if not self._settled:
+            self._settled = True
+            errors = [error for each in self._sent for error in self._wait_for_answers(each, deadline)]
+            self._error = self._error or (errors[0] if errors else None)
+            self._note_result()
+        if self._error is not None:
+            raise _refusal(self._error) from self._error
+
+    def _wait_for_answers(self, sent: _PartitionAcks, deadline: Deadline) -> Iterator[wire.PulsarError]:
+        refused = False
+        for answer in sent.answers:
+            try:
+                answer.result(deadline.left())
+            except wire.PulsarError as error:
+                refused = refused or isinstance(error, wire.TransactionConflict)
+                yield error
+        if refused and self._shared:
+            self._acknowledge_one_by_one(sent, deadline)
+
+    def _acknowledge_one_by_one(self, sent: _PartitionAcks, deadline: Deadline) -> None:
+        """Acknowledge the messages again one by one, although the transaction is lost. The abort brings back all of
+        them but those that another transaction holds.
+
+        A shared subscription never redelivers the messages of an acknowledgement that it has refused.
+        """
+        answers = []
+        with suppress(wire.PulsarError):  # with the connection lost, everything is redelivered
+            for id in sent.ids:
+                answers += sent.partition.consumer.start_acknowledge([id], sent.txn, timeout=deadline.left())
+            for answer in answers:
+                with suppress(wire.TransactionConflict):
+                    answer.result(deadline.left())
+
+    def _note_result(self) -> None:
+        with self._guard:
+            for each in self._sent:
+                if self._error is None:
+                    each.partition.acknowledged(each.acked)
+                else:
+                    each.partition.not_acknowledged(each.acked, each.ids)
+
+
+def require_whole_entries(acks: Iterable[SentAcks]) -> None:
+    """Raise `NotSupported` if a transaction that will be prepared acknowledges part of an entry in a shared group.
+
+    Any process may abort a prepared transaction without the group's members hearing of it. The broker then delivers the
+    entry whole to another member, while the first may still acknowledge the rest: brokers do not detect all conflicts.
+    """
+    counts = Counter((topic, id.ledger, id.entry, id.batch_size) for sent in acks for topic, id in sent.parts())
+    for (topic, ledger, entry, size), acknowledged in counts.items():
+        if acknowledged < size:
+            raise NotSupported(
+                f"with sharing by message or key a prepared transaction acknowledges entries of the broker whole, and"
+                f" this one acknowledges {acknowledged} of the {size} messages at ({ledger}, {entry}) of {topic}, which"
+                " were sent as one entry. Acknowledge all of them in it (poll as many at once), or do not prepare it;"
+                ' a group with sharing="partition" can, and messages that were sent with different keys are entries of'
+                " their own"
+            )
+
+
+def _refusal(error: wire.PulsarError) -> TxnBridgeError:
+    if isinstance(error, wire.TransactionConflict):
+        return Conflict(f"acknowledging: another transaction holds or has acknowledged the same messages: {error}")
+    if isinstance(error, wire.BrokerConnectionLost) and not isinstance(error, wire.RequestTimedOut):
+        return Conflict(f"acknowledging: the connection on which they were delivered is gone: {error}")
+    return translate(error, "acknowledging")

@@ -1,0 +1,353 @@
+"""Messages are gathered into entries; entries are sent, and counted until their receipts arrive."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import needing, translate
+from txnbridge_pulsar.outcome.end_delivery import Participant, participant_of
+
+# An entry is sent at about this size, counting each message's overhead: a thousand messages of 100 bytes, or 220 of a
+# kibibyte. Larger entries gain nothing and use the broker's memory.
+ENTRY_BYTES = 256 * 1024
+MESSAGE_BYTES = 160
+# Values are measured this many at a time; a larger number would make entries of small values too large.
+_CHUNK = 256
+
+
+class DroppedAsDuplicate(wire.PulsarError):
+    """The broker took a new entry for a duplicate and did not store it."""
+
+
+def not_stored(error: wire.PulsarError) -> DeliveryFailed:
+    """Return the error of an entry that has no receipt and gets none; raise it `from` the client's own error."""
+    return DeliveryFailed(f"storing messages: {error}; the transaction can only be aborted, and run again")
+
+
+class PendingReceipts:
+    """The entries of one transaction that have no receipt yet, and the first failure."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._out: Counter[TransactionProducer] = Counter()
+        self.failure: wire.PulsarError | None = None
+        # Producers with entries that may or may not be stored.
+        self.lost: dict[TransactionProducer, wire.PulsarError] = {}
+
+    def sent(self, producer: TransactionProducer) -> None:
+        with self._changed:
+            self._out[producer] += 1
+
+    def done(self, producer: TransactionProducer, failure: wire.PulsarError | None) -> None:
+        """Count an entry's receipt or failure. The thread that reads receipts calls it."""
+        with self._changed:
+            self._out[producer] -= 1
+            if isinstance(failure, wire.BrokerConnectionLost):
+                self.lost.setdefault(producer, failure)
+            elif failure is not None:
+                self.failure = self.failure or failure
+            self._changed.notify_all()
+
+    def resent(self, producer: TransactionProducer) -> None:
+        """Note that a producer's lost entries are on their way again."""
+        with self._changed:
+            self.lost.pop(producer, None)
+
+    def wait(self, deadline: Deadline, producer: TransactionProducer | None = None) -> bool:
+        """Wait until no entry is on its way, or none of one producer. Return False at the deadline."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not (any(self._out.values()) if producer is None else self._out[producer]), deadline.left()
+            )
+
+    @property
+    def settled(self) -> bool:
+        """Return whether no entry can reach the broker any more."""
+        with self._changed:
+            return not any(self._out.values()) and not self.lost
+
+
+class TransactionProducer:
+    """A writer's producer on one concrete topic, opened at its first use.
+
+    Entries of a lost connection are sent again only where the broker is known to drop duplicates. Elsewhere the first
+    copy could be stored after the commit, and would take the whole transaction back.
+    """
+
+    def __init__(self, cluster: ClusterAccess, concrete: str, connection_key: str) -> None:
+        self.concrete = concrete
+        self._cluster = cluster
+        self._connection_key = connection_key
+        self._producer: wire.PulsarProducer | None = None
+        self._stored = -1  # the highest sequence id with a receipt
+        self.last: tuple[int, int] | None = None  # position of the last entry, if it is known
+
+    def send(
+        self, content: wire.Single | wire.MessageBatch, txn: TxnId, receipts: PendingReceipts, deadline: Deadline
+    ) -> None:
+        """Send an entry; its result goes to `receipts`. Wait only for room."""
+        while True:
+            producer = self.open(deadline)
+            try:
+                send = producer.send(content, txn, timeout=deadline.left())
+            except wire.BrokerConnectionLost as error:
+                if error.may_have_had_effect:
+                    receipts.sent(self)
+                    receipts.done(self, error)
+                    return
+                if isinstance(error, wire.RequestTimedOut):
+                    raise DeadlineExceeded(f"sending to {self.concrete}: {error}") from error
+                self._reopen_and_resend(error, receipts, deadline)
+            except wire.PulsarError as error:
+                raise translate(error, f"sending to {self.concrete}") from error
+            else:
+                self._track(send, receipts, again=False)
+                return
+
+    def _reopen_and_resend(
+        self, error: wire.BrokerConnectionLost, receipts: PendingReceipts, deadline: Deadline
+    ) -> None:
+        """Reopen the producer, and send entries without a receipt again before anything else."""
+        deadline.check(f"sending to {self.concrete}")
+        settled = receipts.wait(deadline, self)  # the receipts hear of each lost entry by themselves
+        if settled and self not in receipts.lost:
+            self._reopen(deadline)
+        elif not settled or not self.recover(receipts, deadline):
+            raise not_stored(error) from error
+
+    def open(self, deadline: Deadline) -> wire.PulsarProducer:
+        """Return the open producer. Call this before the topic is registered with a transaction: while a registered
+        topic is not loaded, brokers may list no open transactions.
+        """
+        if self._producer is None:
+            try:
+                with needing("produce", self.concrete):
+                    self._producer = self._cluster.client.create_producer(
+                        self.concrete,
+                        timeout=deadline.left(),
+                        compression=self._cluster.settings.pack,
+                        transactions=True,
+                        connection_key=self._connection_key,
+                    )
+            except wire.PulsarError as error:
+                raise translate(error, f"opening a producer on {self.concrete}") from error
+            self._stored = -1
+        return self._producer
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the broker serves the producer, as far as it has said."""
+        return self._producer is not None and self._producer.lost is None
+
+    def ready(self, deadline: Deadline) -> None:
+        """Have the broker serve the producer before the topic is registered with a transaction. A terminated topic
+        refuses, and would keep a transaction from ever ending that it is registered with.
+        """
+        if self.open(deadline).lost is not None:
+            self._reopen(deadline)
+
+    @property
+    def participant(self) -> Participant | None:
+        """Return the topic as a participant of the transaction; None if this producer was never opened."""
+        return None if self._producer is None else participant_of(self.concrete, None, self._producer)
+
+    def _track(self, send: wire.Send, receipts: PendingReceipts, again: bool) -> None:
+        receipts.sent(self)
+        send.when_done(lambda send: receipts.done(self, self._result_of(send, again)))
+
+    def _result_of(self, send: wire.Send, again: bool) -> wire.PulsarError | None:
+        try:
+            receipt = send.result(0)
+        except wire.PulsarError as error:
+            return error
+        if receipt.duplicate and not again:
+            return DroppedAsDuplicate(f"the broker dropped a new entry on {self.concrete} as if it had it already")
+        self._stored = max(self._stored, send.highest_sequence_id)
+        self.last = None if receipt.duplicate else (receipt.message_id.ledger, receipt.message_id.entry)
+        return None
+
+    def recover(self, receipts: PendingReceipts, deadline: Deadline) -> bool:
+        """Reopen a lost connection, and send entries without a receipt again. Return False where that is not safe."""
+        producer = self._producer
+        if producer is None:
+            return False
+        while not deadline.expired:
+            self._reopen(deadline)
+            if not self._is_remembered(producer, deadline):
+                return False
+            try:
+                again = producer.resend(deadline.left())
+            except wire.RequestTimedOut:
+                return False
+            except wire.BrokerConnectionLost:
+                continue
+            receipts.resent(self)
+            for send in again:
+                self._track(send, receipts, again=True)
+            return True
+        return False
+
+    def _is_remembered(self, producer: wire.PulsarProducer, deadline: Deadline) -> bool:
+        """Return whether the broker is known to drop duplicates: it does if it remembers the last sequence id."""
+        if self._stored >= 0:
+            return producer.last_sequence_id >= self._stored
+        return self._cluster.topics.deduplicates(self.concrete, deadline)
+
+    def _reopen(self, deadline: Deadline) -> None:
+        assert self._producer is not None
+        try:
+            with needing("produce", self.concrete):
+                self._producer.reopen(deadline.left())
+        except wire.PulsarError as error:
+            raise translate(error, f"reopening a producer on {self.concrete}") from error
+
+
+class EntryBuffer:
+    """Messages for one partition that wait to be sent together, in order.
+
+    Messages of different keys go into different entries, unless `mixed`: on a key-shared subscription the broker
+    assigns a whole entry by the key of its first message.
+    """
+
+    __slots__ = ("_batch", "_key", "_left", "_mixed", "_plain", "number")
+
+    def __init__(self, number: int, mixed: bool) -> None:
+        self.number = number  # partition number
+        self._mixed = mixed
+        self._start()
+
+    def _start(self) -> None:
+        self._batch = wire.MessageBatch()
+        self._key: str | bytes | None = None  # the key of all messages in the batch
+        self._plain: list[bytes] = []  # bare values that follow the batch; adding many at once is faster
+        self._left = ENTRY_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._plain and not self._batch.count
+
+    def add_plain(self, value: bytes, size: int) -> bool:
+        """Add a value without key and headers. Return whether the buffer is full."""
+        self._plain.append(value)
+        self._left -= size + MESSAGE_BYTES
+        return self._left < 0
+
+    def add_many(self, values: Sequence[bytes], size: int) -> bool:
+        self._plain += values
+        self._left -= size + MESSAGE_BYTES * len(values)
+        return self._left < 0
+
+    def fits(self, key: str | bytes | None, size: int) -> bool:
+        """Return whether a message may join the entry; a large message gets an entry of its own."""
+        if self.is_empty:
+            return True
+        last = self._key if not self._plain else None
+        return size <= ENTRY_BYTES and (self._mixed or (last == key and not self._is_split))
+
+    @property
+    def _is_split(self) -> bool:
+        return bool(self._plain and self._batch.count and self._key is not None and not self._mixed)
+
+    def add(
+        self,
+        value: bytes | None,
+        key: str | bytes | None,
+        properties: list[tuple[str, str]],
+        event_time: int | None,
+        size: int,
+    ) -> bool:
+        self._empty_plain()
+        self._key = key
+        self._batch.append(value, key, properties, event_time)
+        self._left -= size + MESSAGE_BYTES
+        return self._left < 0
+
+    def _empty_plain(self) -> None:
+        if self._plain:
+            self._batch.extend(self._plain)
+            self._plain = []
+
+    def take(self) -> list[wire.MessageBatch]:
+        """Empty the buffer and return its messages as entries."""
+        batches = []
+        if self._is_split:
+            batches.append(self._batch)
+            self._batch = wire.MessageBatch()
+        self._empty_plain()
+        if self._batch.count:
+            batches.append(self._batch)
+        self._start()
+        return batches
+
+
+class NotBareValue(Exception):
+    """The message is not a bare value, and was not taken: `PulsarWriter.send` takes it."""
+
+
+class TopicBatcher:
+    """One topic of a writer: chooses partitions, keeps the waiting messages of each, and `ship`s batches.
+
+    Messages without a key go to one partition until its entry is full, then to the next.
+    """
+
+    def __init__(
+        self, concrete: tuple[str, ...], turn: int, mixed: bool, ship: Callable[[str, wire.MessageBatch], None]
+    ) -> None:
+        self.concrete = concrete
+        self._mixed = mixed
+        self._ship = ship
+        self._buffers: dict[int, EntryBuffer] = {}
+        self._current = self.buffer(turn % len(concrete))
+
+    def buffer(self, number: int | None) -> EntryBuffer:
+        """Return the buffer of a partition; without a number, of the partition whose turn it is."""
+        if number is None:
+            return self._current
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            buffer = self._buffers[number] = EntryBuffer(number, self._mixed)
+        return buffer
+
+    def take(self, topic: object, value: bytes, key: bytes | None) -> None:
+        """Take a bare value, the fast path. Raise `NotBareValue` or `TypeError` for anything else."""
+        size = len(value)
+        if key is not None or size > ENTRY_BYTES:
+            raise NotBareValue
+        if self._current.add_plain(value, size):
+            self.send(self._current)
+
+    def take_many(self, values: Sequence[bytes]) -> int:
+        """Take bare values. Return how many were taken, from the first on."""
+        done = 0
+        while done < len(values):
+            some = values[done : done + _CHUNK]
+            sizes = list(map(len, some))
+            if sum(sizes) > ENTRY_BYTES:
+                break
+            if self._current.add_many(some, sum(sizes)):
+                self.send(self._current)
+            done += len(some)
+        return done
+
+    def send(self, buffer: EntryBuffer) -> None:
+        if buffer.is_empty:
+            return
+        if buffer is self._current:
+            self._current = self.buffer((buffer.number + 1) % len(self.concrete))
+        for batch in buffer.take():
+            self._ship(self.concrete[buffer.number], batch)
+
+    def waiting(self) -> list[str]:
+        """Return the concrete topics for which messages wait."""
+        return [self.concrete[number] for number, buffer in self._buffers.items() if not buffer.is_empty]
+
+    def flush(self) -> None:
+        for buffer in list(self._buffers.values()):
+            self.send(buffer)

@@ -1,0 +1,263 @@
+"""The fence topic of a transactional id, held by the id's newest owner alone.
+
+Opening the id takes the topic from the older owner at once, so the older owner can store nothing there any more. Each
+transaction is named there before it writes, so the newer owner finds all transactions that it has to end. The broker
+fences on this topic only. What the older owner still sends elsewhere belongs to transactions that the newer owner ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from txnbridge.errors import DeadlineExceeded, DeliveryFailed, EvidenceLost, Fenced
+from txnbridge.spi import Deadline
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translate, translated
+from txnbridge_pulsar.read.last_entry import last_entry
+from txnbridge_pulsar.settings.topic_names import SUBSCRIPTION, encoded
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
+
+_log = logging.getLogger("txnbridge")
+
+# Only the last record counts, so earlier ones may go; a trim takes ten milliseconds.
+_TRIM_EVERY = 1000
+# A takeover by name, or a connection whose end the broker has not seen, keeps a topic busy for milliseconds.
+_BUSY_SECONDS = 0.05
+_SIDE_BY_SIDE = 8  # fence topics that are read at once; there may be thousands
+
+
+def fence_prefix(cluster: ClusterAccess) -> str:
+    """Return the prefix of all fence topics' names; the encoded transactional id follows it."""
+    return f"{cluster.settings.prefix}fence-"
+
+
+def last_fence_record(
+    cluster: ClusterAccess, topic: str, deadline: Deadline
+) -> tuple[wire.MessageId, FenceRecord] | None:
+    """Return the last record of a fence topic with its position; None if there is none. `topic` is the full name."""
+    last = last_entry(cluster, topic, deadline)
+    return None if last is None else (last.id, FenceRecord.unpack(last.messages()[0].value))
+
+
+def at_risk(cluster: ClusterAccess, deadline: Deadline) -> list[AnnouncedTransaction]:
+    """Return the transactions at risk (see `FenceRecord`) of all transactional ids in the namespace."""
+    begins = f"persistent://{cluster.settings.namespace}/{fence_prefix(cluster)}"
+    topics = [topic for topic in cluster.topics.all_concrete(deadline) if topic.startswith(begins)]
+    with ThreadPoolExecutor(_SIDE_BY_SIDE) as reading:
+        per_topic = reading.map(lambda topic: _at_risk(cluster, topic, deadline), topics)
+        return [each for transactions in per_topic for each in transactions]
+
+
+def _at_risk(cluster: ClusterAccess, topic: str, deadline: Deadline) -> Sequence[AnnouncedTransaction]:
+    try:
+        newest = last_fence_record(cluster, topic, deadline)
+    except EvidenceLost:
+        return ()  # the process that opens the id gets the error
+    return () if newest is None else newest[1].at_risk
+
+
+class Fence:
+    """The exclusive right to write on a fence topic. Any thread may call once the topic is taken."""
+
+    def __init__(self, cluster: ClusterAccess, name: str, opening: str) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._opening = opening
+        # Of its own, because the broker closes the whole connection of a fenced producer.
+        self._connection_key = f"fence {opening}"
+        self._lock = threading.Lock()
+        self._producer: wire.PulsarProducer | None = None
+        self._generation = 0
+        self._written = 0
+        self._last: wire.MessageId | None = None
+        self._gap = (-1, 0)  # ledger, and entry number minus sequence id in it
+        self._fenced: Fenced | None = None
+        self.topic = ""
+
+    def take(self, deadline: Deadline) -> FenceRecord | None:
+        """Fence the older owner, and return its last record; None if there is none."""
+        self.topic = self._cluster.topics.internal(f"{fence_prefix(self._cluster)}{encoded(self._name)}", deadline)
+        while True:
+            self._seize(deadline)
+            try:
+                self._producer = self._open(wire.AccessMode.EXCLUSIVE, deadline)
+                break
+            except wire.ProducerFenced as error:
+                if deadline.left() <= _BUSY_SECONDS:
+                    raise translate(error, f"opening {self._name}") from error
+            except wire.PulsarError as error:
+                raise translate(error, f"opening {self._name}") from error
+            # Another process opens the id at this moment; one of them will be last.
+            time.sleep(random.uniform(0, _BUSY_SECONDS))
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        self._last = None if last is None else last[0]
+        return None if last is None else last[1]
+
+    def _seize(self, deadline: Deadline) -> None:
+        """Take the topic by force, which fences its producer, and release it again.
+
+        If two processes do this at once, both succeed: the broker gives both the same epoch and accepts both. If two
+        then ask for the free topic, the broker refuses one.
+        """
+        with translated(f"opening {self._name}"):
+            # By a new name: a broker that still has the old producer answers "busy", and drops repeated sequence ids.
+            self._open(wire.AccessMode.EXCLUSIVE_WITH_FENCING, deadline).close(deadline.left())
+
+    def _open(self, access: wire.AccessMode, deadline: Deadline) -> wire.PulsarProducer:
+        return self._cluster.client.create_producer(
+            self.topic, timeout=deadline.left(), access=access, connection_key=self._connection_key
+        )
+
+    def write(self, make: Callable[[], FenceRecord], deadline: Deadline) -> None:
+        """Store the record that `make` returns at the moment of sending. Of two concurrent writes the later state is
+        stored last.
+
+        Raise `Fenced` if a newer owner exists, and `DeliveryFailed`, with nothing stored, for a record too large for
+        the broker. After any other error the record may or may not be stored.
+        """
+        while True:
+            generation, send = self._send(make, deadline)
+            try:
+                if send is not None:
+                    self._stored(send.result(deadline.left()))
+                    return
+            except wire.RequestTimedOut as error:
+                raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
+            except wire.PulsarError as error:
+                if not isinstance(error, wire.BrokerConnectionLost):
+                    raise translate(error, f"writing to {self.topic}") from error
+            self._reopen(generation, deadline)
+
+    def _send(self, make: Callable[[], FenceRecord], deadline: Deadline) -> tuple[int, wire.Send | None]:
+        self._acquire(deadline)
+        try:
+            if self._fenced is not None:
+                raise self._again(self._fenced)
+            assert self._producer is not None
+            try:
+                content = wire.Single(make().pack())
+                return self._generation, self._producer.send(content, timeout=deadline.left())
+            except wire.RequestTimedOut as error:
+                raise DeadlineExceeded(f"writing to {self.topic}: {error}") from error
+            except wire.BrokerConnectionLost:
+                return self._generation, None
+            except wire.MessageTooLarge as error:
+                raise DeliveryFailed(f"writing to {self.topic}: {error} (maxMessageSize of the broker)") from error
+            except wire.PulsarError as error:
+                raise translate(error, f"writing to {self.topic}") from error
+        finally:
+            self._lock.release()
+
+    def _stored(self, receipt: wire.Receipt) -> None:
+        """Trim records before this receipt's. Receipts may come out of order: only a record before a
+        stored one goes.
+        """
+        before, id = self._last, receipt.message_id
+        self._check_alone(receipt)
+        self._written += 1
+        if before is None or id > before:
+            self._last = id
+            if before is not None and self._written % _TRIM_EVERY == 1:
+                self._trim(before)
+
+    def _check_alone(self, receipt: wire.Receipt) -> None:
+        """Raise `Fenced` if entry numbers grow faster than our sequence ids: another producer writes there, too."""
+        gap = receipt.message_id.entry - receipt.sequence_id
+        ledger, known = self._gap
+        if receipt.message_id.ledger != ledger or gap < known:  # smaller after each record that was not stored
+            self._gap = receipt.message_id.ledger, gap
+        elif gap > known:
+            self._fenced = Fenced(f"{self._name} has another owner, which writes beside this one: this one must stop")
+            raise self._again(self._fenced)
+
+    def _reopen(self, generation: int, deadline: Deadline) -> None:
+        """Reopen a lost connection, once for all waiting threads. Another owner may have taken the topic."""
+        self._acquire(deadline)
+        try:
+            if self._fenced is not None:
+                raise self._again(self._fenced)
+            if generation == self._generation:
+                self._take_back(deadline)
+                self._generation += 1
+        finally:
+            self._lock.release()
+
+    def _take_back(self, deadline: Deadline) -> None:
+        assert self._producer is not None
+        while True:
+            try:
+                # The reopened producer keeps its epoch, and the broker refuses the epoch of an older owner.
+                self._producer.reopen(deadline.left())
+                break
+            except wire.ProducerFenced as error:
+                raise self._fenced_by_newer(deadline) from error
+            except wire.ProducerBusy as error:
+                if deadline.left() <= _BUSY_SECONDS:
+                    raise translate(error, f"writing to {self.topic}") from error
+                time.sleep(_BUSY_SECONDS)
+            except wire.PulsarError as error:
+                raise translate(error, f"writing to {self.topic}") from error
+        self._producer.forget()
+        self._gap = (-1, 0)
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        if last is None or last[1].opening != self._opening:
+            # The topic was deleted and created anew, with its epoch: its records tell who the owner is.
+            raise self._fenced_by_newer(deadline)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if a newer owner has written a record."""
+        if self._fenced is not None:
+            raise self._again(self._fenced)
+        last = last_fence_record(self._cluster, self.topic, deadline)
+        if last is None or last[1].opening != self._opening:
+            raise self._fenced_by_newer(deadline)
+
+    def _fenced_by_newer(self, deadline: Deadline) -> Fenced:
+        """Return the error that names the newer owner, as far as its record can be read.
+
+        The error is final: no later opening by this process may take the id back.
+        """
+        host, is_gone = None, False
+        try:
+            last = last_fence_record(self._cluster, self.topic, deadline)
+            is_gone = last is None
+            # Until the newer owner has written its record, its name is not known.
+            host = last[1].host if last is not None and last[1].opening != self._opening else None
+        except Exception as error:
+            _log.debug("who has opened %s cannot be read: %s", self._name, error)
+        text = f"{self._name} was opened by {host or 'another process'} since: this owner must stop"
+        if is_gone:
+            text = f"the fence topic of {self._name} was deleted: this owner must stop"
+        self._fenced = Fenced(text, newer=host)
+        return self._again(self._fenced)
+
+    def _again(self, fenced: Fenced) -> Fenced:
+        return Fenced(str(fenced), newer=fenced.newer)
+
+    def _trim(self, up_to: wire.MessageId) -> None:
+        """Let the broker drop earlier records. A failure does no harm: a later trim repeats it."""
+        deadline = Deadline(1.0)
+        try:
+            consumer = self._cluster.client.subscribe(self.topic, SUBSCRIPTION, timeout=deadline.left())
+            try:
+                consumer.acknowledge_up_to(up_to, timeout=deadline.left())
+            finally:
+                consumer.close(deadline.left())
+        except wire.PulsarError as error:
+            _log.debug("the records before the last on %s stay: %s", self.topic, error)
+
+    def _acquire(self, deadline: Deadline) -> None:
+        if not self._lock.acquire(timeout=deadline.left()):
+            raise DeadlineExceeded(f"others wrote to {self.topic} for {deadline.seconds:g} s")
+
+    def close(self, deadline: Deadline) -> None:
+        """Release the topic, so that the next owner need not fence anybody."""
+        if self._producer is not None:
+            self._producer.close(deadline.left())
+            self._cluster.client.hang_up(self._connection_key)

@@ -1,0 +1,153 @@
+"""The records on a fence topic: who owns a transactional id, and which of its transactions have not ended.
+
+Each record states everything, so the last one suffices and earlier ones can be trimmed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from txnbridge.errors import EvidenceLost
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.settings.topic_names import whole_topic
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ProofLocation:
+    """The location of a transaction's proof message, which the transaction stores inside itself."""
+
+    topic: str  # full name
+    since: tuple[int, int]
+    nonce: str
+    at: tuple[int, int] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"m": self.topic, "s": list(self.since), "n": self.nonce}
+        return fields if self.at is None else {**fields, "p": list(self.at)}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> ProofLocation:
+        """Read the location. Raise `KeyError`, `TypeError` or `ValueError` for other fields."""
+        if not isinstance(fields["m"], str) or not isinstance(fields["n"], str):
+            raise TypeError("names are text")
+        at = _entry_position(fields["p"]) if "p" in fields else None  # earlier versions wrote none
+        return cls(fields["m"], _entry_position(fields["s"]), fields["n"], at)
+
+
+@dataclass(frozen=True)
+class AnnouncedTransaction:
+    """A transaction with everything that a process needs to end it, and to have brokers refuse its late messages."""
+
+    transaction: str
+    txn: TxnId
+    topics: tuple[str, ...]  # concrete topics, the proof topic among them
+    subscriptions: tuple[tuple[str, str], ...]
+    proof: ProofLocation
+    slot: int | None = None  # the slot of one that will be prepared
+    expires_at: int | None = None  # milliseconds since 1970
+    prepared: bool = False
+    messages: int = 0
+
+    @property
+    def users_topics(self) -> tuple[str, ...]:
+        return tuple(topic for topic in self.topics if topic != self.proof.topic)
+
+    def fields(self) -> dict[str, Any]:
+        places: dict[str, list[int]] = {}
+        for concrete in self.topics:
+            name, number = whole_topic(concrete)
+            places.setdefault(name, []).append(-1 if name == concrete else number)
+        fields = {
+            "t": self.transaction,
+            "x": list(self.txn),
+            "p": places,
+            "a": [list(pair) for pair in self.subscriptions],
+            "k": self.proof.fields(),
+            "i": self.slot,
+            "e": self.expires_at,
+            "d": self.prepared or None,
+            "c": self.messages or None,
+        }
+        return {name: value for name, value in fields.items() if value not in (None, [])}
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> AnnouncedTransaction:
+        most, least = fields["x"]
+        return cls(
+            transaction=str(fields["t"]),
+            txn=TxnId(_number(most), _number(least)),
+            topics=tuple(
+                name if number < 0 else f"{name}-partition-{number}"
+                for name, numbers in fields["p"].items()
+                for number in numbers
+            ),
+            subscriptions=tuple((str(topic), str(name)) for topic, name in fields.get("a", ())),
+            proof=ProofLocation.read(fields["k"]),
+            slot=fields.get("i"),
+            expires_at=fields.get("e"),
+            prepared=bool(fields.get("d")),
+            messages=int(fields.get("c", 0)),
+        )
+
+
+@dataclass(frozen=True)
+class FenceRecord:
+    """One record: the owner, when it wrote, and its transactions that have not ended as far as it knows.
+
+    Transactions `at_risk` were ended by processes other than their writers, and brokers do not yet refuse their
+    writers' late messages everywhere: a late message would block its topic for all readers. `fence_id` is the same in
+    all records of an id; see `FenceIdentity`.
+    """
+
+    opening: str
+    host: str
+    at: int  # milliseconds since 1970
+    under_way: Sequence[AnnouncedTransaction] = field(default=())
+    at_risk: Sequence[AnnouncedTransaction] = field(default=())
+    fence_id: str = ""  # empty in records of earlier versions
+
+    def pack(self) -> bytes:
+        fields = {
+            "v": VERSION,
+            "o": self.opening,
+            "h": self.host,
+            "w": self.at,
+            "u": [each.fields() for each in self.under_way],
+            "r": [each.fields() for each in self.at_risk],
+            "l": self.fence_id,
+        }
+        return json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes | None) -> FenceRecord:
+        """Read a record. Raise `EvidenceLost` for an unknown one: then unresolved transactions are not known."""
+        try:
+            fields = json.loads(data or b"")
+            if fields["v"] != VERSION:
+                raise ValueError("another version")
+            return cls(
+                opening=str(fields["o"]),
+                host=str(fields["h"]),
+                at=_number(fields["w"]),
+                under_way=tuple(AnnouncedTransaction.read(each) for each in fields["u"]),
+                at_risk=tuple(AnnouncedTransaction.read(each) for each in fields["r"]),
+                fence_id=str(fields.get("l", "")),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EvidenceLost("a record on a fence topic is not one of this or an earlier txnbridge") from error
+
+
+def _entry_position(value: Any) -> tuple[int, int]:
+    ledger, entry = value
+    return _number(ledger), _number(entry)
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError("not a number")
+    return value

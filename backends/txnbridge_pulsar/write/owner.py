@@ -1,0 +1,262 @@
+"""The owner of a transactional id, or of a name that the bridge made up for itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from txnbridge.errors import BrokerUnavailable, DeliveryFailed, OutcomeUnknown, TxnBridgeError
+from txnbridge.spi import Deadline, Identity, Ledger, Writer
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.admin.cleanup import ProofTopicCleanup
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translated
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
+from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
+from txnbridge_pulsar.outcome.outcome import EndResult, coordinator_state, end
+from txnbridge_pulsar.outcome.proof import remove
+from txnbridge_pulsar.write.fence import Fence
+from txnbridge_pulsar.write.fence_identity import FenceIdentity
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord
+from txnbridge_pulsar.write.prepared import PreparedSlots, PulsarPreparedWriter
+from txnbridge_pulsar.write.writer import PulsarWriter
+
+_log = logging.getLogger("txnbridge")
+
+# Closing spends at most this long on what only helps the next owner, who can do without.
+_COURTESY_SECONDS = 3.0
+# A coordinator at its limit of open transactions never answers a request to begin one, not even after another ends.
+_BEGIN_SECONDS = 3.0
+# Half of a broker's default entry size: the next owner repeats the whole record, and adds transactions at risk.
+_MOST_RECORD_BYTES = 2_500_000
+_PAUSE = 0.05  # with less time left nothing is started
+
+
+class PulsarOwner:
+    """Opens the id, announces its transactions on the fence topic, and knows when a newer owner has taken over.
+
+    A made-up name has no fence topic: no other process can hold it, and what a dead process leaves open times out.
+    """
+
+    def __init__(self, cluster: ClusterAccess, identity: Identity, fence_ledger: Ledger) -> None:
+        self.name = identity.name
+        self.owned = identity.owned
+        self.opening = secrets.token_hex(8)
+        self.end_delivery = EndDelivery(cluster)
+        self.in_doubt = InDoubt(cluster)
+        self.late_write_guard = LateWriteGuard(cluster, self.end_delivery, self.in_doubt)
+        self._cluster = cluster
+        self._host = identity.host
+        self._fence = Fence(cluster, identity.name, self.opening) if identity.owned else None
+        self._fence_identity = FenceIdentity(identity.name, fence_ledger)
+        self._fence_id = ""
+        self._has_announced = False
+        self._under_way: dict[TxnId, AnnouncedTransaction] = {}
+        self._lock = threading.Lock()
+        self._coordinators = 0
+        self._turn = itertools.count(secrets.randbelow(1000))
+        self._writers: list[PulsarWriter] = []
+        self._slots = PreparedSlots(cluster, cluster.settings.prepared_ids, self.in_doubt, self.forget)
+        self._cleanup = ProofTopicCleanup(cluster, identity.name)
+
+    # --- opening --------------------------------------------------------------------------------------------------
+
+    def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
+        """Fence every older owner, end its transactions that are not prepared, and return the writers."""
+        if self._fence is not None:
+            self._open(self._fence, deadline)
+        self._cleanup.start()
+        self._writers = [PulsarWriter(self._cluster, self, f"{self.name}.{number}") for number in range(count)]
+        return self._writers
+
+    def _open(self, fence: Fence, deadline: Deadline) -> None:
+        before = fence.take(deadline)
+        self._fence_id = self._fence_identity.follow(before, deadline)
+        left: Sequence[AnnouncedTransaction] = () if before is None else before.under_way
+        at_risk: Sequence[AnnouncedTransaction] = () if before is None else before.at_risk
+        with self._lock:
+            self._under_way = {announced.txn: announced for announced in left}
+        # Repeats all transactions that were left open: the next owner has to find them if this process dies now.
+        with self._cluster.events.step("step:announce", opening=self.opening):
+            fence.write(lambda: self._fence_record(at_risk), deadline)
+        self._fence_identity.record(self._fence_id, deadline)
+        self._has_announced = True
+        # First come transactions that their coordinators have forgotten, and late messages are refused only when all
+        # have been looked at: any end on a topic takes back a commit that has not reached the topic.
+        in_order = sorted(left, key=lambda announced: self._is_left_open(announced, deadline))
+        host = "" if before is None else before.host
+        ended = [announced for announced in in_order if self._end_left_open(announced, host, deadline)]
+        self._refuse_late_writes(ended, deadline)
+        for announced in at_risk:
+            self.late_write_guard.add(announced, deadline)
+        if self.late_write_guard.at_risk:  # else the last record stands, and names them as under way
+            fence.write(self._fence_record, deadline)
+
+    def _refuse_late_writes(self, ended: Sequence[AnnouncedTransaction], deadline: Deadline) -> None:
+        """Have brokers refuse late messages. The older owner may be about to send, even in a transaction that it has
+        ended itself or that has timed out.
+        """
+        for announced in ended:
+            self.late_write_guard.add(announced, deadline)
+            self.forget(announced.txn)
+
+    def _is_left_open(self, announced: AnnouncedTransaction, deadline: Deadline) -> bool:
+        if announced.prepared:
+            return False
+        try:
+            return bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
+        except BrokerUnavailable:
+            return True  # only the order depends on it
+
+    def _end_left_open(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
+        """End a transaction of an older owner, unless it is prepared.
+
+        Return whether it has ended and its outcome is known: then late messages of it can be refused.
+        """
+        if announced.prepared:
+            is_unresolved = bool(coordinator_state(self._cluster, announced.txn, announced.proof, deadline))
+            if is_unresolved or not self._resolve(announced, host, deadline):
+                self._slots.keep(announced)
+            else:
+                self.forget(announced.txn)
+            return False
+        try:
+            with self._cluster.events.step("step:end", announced.transaction, decision="abort"):
+                ended = end(self._cluster, announced.txn, False, announced.topics, deadline)
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"opening {self.name}: {error}") from error
+        if ended is not EndResult.ABORTED and not self._resolve(announced, host, deadline):
+            return False
+        if ended is EndResult.ABORTED:
+            _log.warning(
+                "%s: an older owner (%s) had transaction %s open: it is alive, or died in it. It is shut out now, and"
+                " the transaction is aborted",
+                *(self.name, host, announced.transaction),
+            )
+        return True
+
+    def _resolve(self, announced: AnnouncedTransaction, host: str, deadline: Deadline) -> bool:
+        """Return whether a forgotten transaction's outcome is known. A commit is completed everywhere."""
+        if self.in_doubt.resolve(announced, deadline):
+            return True
+        _log.error(
+            "%s: nobody can tell how transaction %s (%s) of an older owner (%s) ended. Nothing is sent to its topics"
+            " until that is known; look at what `txnbridge doctor` says of them",
+            *(self.name, announced.transaction, announced.txn, host),
+        )
+        return False
+
+    def prepare_writer(self, deadline: Deadline) -> Writer:
+        """Return a writer for one transaction. Raise `DeadlineExceeded` if too many are unresolved."""
+        return PulsarPreparedWriter(self._cluster, self, self._slots, self._slots.take(self.name, deadline))
+
+    # --- transactions ---------------------------------------------------------------------------------------------
+
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> TxnId:
+        """Begin a transaction, at each coordinator in turn. A lost answer leaves an empty transaction, which times out.
+
+        `seconds` returns how long the transaction may stay open; it is called before each try.
+        """
+        transactions = self._cluster.client.transactions
+        with translated("beginning a transaction"):
+            self._coordinators = self._coordinators or transactions.coordinators(deadline.left())
+            while True:
+                patience = min(deadline.left(), _BEGIN_SECONDS)
+                ttl_ms = max(1, int(seconds() * 1000))
+                try:
+                    return transactions.begin(ttl_ms, patience, next(self._turn) % self._coordinators)
+                except wire.PulsarError as error:
+                    # A coordinator without a broker counts as retriable: another broker takes it over within seconds.
+                    if not (error.retriable or isinstance(error, wire.RequestTimedOut)) or deadline.left() <= _PAUSE:
+                        raise
+
+    def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None:
+        """Raise `BrokerUnavailable` while a topic may hold a commit that our next end would take back."""
+        self._refuse_late_writes(self.in_doubt.require(topics, deadline), deadline)
+
+    def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None:
+        """Return when the next owner of the id would find the transaction. Raise `Fenced` if a newer owner exists.
+
+        Raise `DeliveryFailed`, with nothing announced, if one record cannot hold all unresolved transactions.
+        """
+        with self._lock:
+            before = self._under_way.get(announced.txn)
+            self._under_way[announced.txn] = announced
+        if self._fence is None:
+            return
+        try:
+            self._require_room()
+            with self._cluster.events.step("step:announce", announced.transaction, prepared=announced.prepared):
+                self._fence.write(self._fence_record, deadline)
+        except DeliveryFailed:
+            with self._lock:
+                self._under_way.pop(announced.txn, None)
+                if before is not None:
+                    self._under_way[announced.txn] = before
+            raise
+
+    def _require_room(self) -> None:
+        record = self._fence_record()
+        size = len(record.pack())
+        if size > _MOST_RECORD_BYTES:
+            raise DeliveryFailed(
+                f"the topics of all {len(record.under_way)} transactions of {self.name} that have not ended make a"
+                f" record of {size} bytes, and it can have {_MOST_RECORD_BYTES}: write to fewer topics in one"
+                " transaction, or commit or abort prepared ones first (`txnbridge transactions` lists them)"
+            )
+
+    def _fence_record(self, at_risk: Sequence[AnnouncedTransaction] = ()) -> FenceRecord:
+        with self._lock:
+            under_way = tuple(self._under_way.values())
+        now = int(time.time() * 1000)
+        at_risk = (*at_risk, *self.late_write_guard.at_risk)
+        return FenceRecord(self.opening, self._host, now, under_way, at_risk, self._fence_id)
+
+    def withdraw(self, announced: AnnouncedTransaction) -> None:
+        """Announce the transaction as not prepared, from the next fence record on."""
+        with self._lock:
+            self._under_way[announced.txn] = announced
+
+    def forget(self, txn: TxnId) -> None:
+        """Leave an ended transaction out of the next fence record. Until then a newer owner would ask about it once."""
+        with self._lock:
+            self._under_way.pop(txn, None)
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if a newer owner exists."""
+        if self._fence is not None:
+            self._fence.check(deadline)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self, deadline: Deadline) -> None:
+        """Release the id. Prepared transactions stay open, and the next owner finds them on the fence topic."""
+        self.late_write_guard.close(deadline)
+        self._cleanup.close()
+        deadline = Deadline(min(deadline.left(), _COURTESY_SECONDS))
+        self.end_delivery.close(deadline)
+        try:
+            if self._fence is None:
+                for writer in self._writers:
+                    self._remove(writer, deadline)
+            elif self._has_announced:
+                with self._lock:
+                    clean = all(announced.prepared for announced in self._under_way.values())
+                if clean:
+                    self._fence.write(self._fence_record, deadline)
+        except TxnBridgeError as error:
+            _log.debug("closing %s: %s", self.name, error)
+        finally:
+            if self._fence is not None:
+                self._fence.close(deadline)
+
+    def _remove(self, writer: PulsarWriter, deadline: Deadline) -> None:
+        """Remove the proof topic of a made-up name, unless a token waits for an outcome that only the topic tells."""
+        if writer.proof is not None and not writer.unknown:
+            remove(self._cluster, writer.proof.topic, deadline)

@@ -1,0 +1,337 @@
+"""Sends without a transaction: each message once and in order, across crashes too where sequences are given."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    DeadlineExceeded,
+    DeliveryFailed,
+    InvalidOption,
+    InvalidState,
+    NotSupported,
+    TxnBridgeError,
+)
+from txnbridge.spi import Deadline, Ledger, Publisher, RawHeaders
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import again, needing, translate
+from txnbridge_pulsar.topics import NEEDS_REST
+from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
+from txnbridge_pulsar.write.sequences import SequenceRecord
+
+# This many messages without a key go to one partition in a row: with sequences, a change waits for all receipts.
+_A_TURN = 1000
+_DENIED = (wire.NotAuthorized, wire.NotAuthenticated)
+
+
+class PulsarPublisher(Publisher):
+    """Sends at once, and takes nothing more after a failure.
+
+    After a lost connection, messages without a receipt are sent again where the broker is known to remove duplicates.
+    Elsewhere the loss is a failure, because the messages may be stored.
+    """
+
+    def __init__(self, cluster: ClusterAccess, name: str | None, ledger_of: Callable[[str], Ledger]) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._ledger_of = ledger_of  # returns the ledger of an id
+        self._lock = threading.Lock()
+        self._plain: dict[str, _PartitionProducer] = {}  # by concrete topic
+        self._sequenced: dict[str, _SequencedTopic] = {}  # by topic
+        self._turn = secrets.randbelow(1000) * _A_TURN
+        self._failed: TxnBridgeError | None = None
+        self._closed = False
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+        sequence: int | None,
+        deadline: Deadline,
+    ) -> None:
+        message = wire.Single(value, key_on_wire(key), to_properties(headers or ()), timestamp)
+        with self._lock:
+            self._check()
+            concrete = self._cluster.topics.require(topic, partition, deadline)
+            number = self._choose_partition(key, len(concrete)) if partition is None else partition
+            if sequence is None:
+                self._or_fail(lambda: self._producer_of(concrete[number], deadline).send(message, None, deadline))
+            else:
+                sequenced = self._sequenced_topic(topic, deadline)
+                self._or_fail(lambda: sequenced.send(number, message, sequence, deadline))
+
+    def _choose_partition(self, key: bytes | None, count: int) -> int:
+        if key is not None:
+            return key_hash(key) % count
+        self._turn += 1
+        return self._turn // _A_TURN % count
+
+    def _producer_of(self, concrete: str, deadline: Deadline) -> _PartitionProducer:
+        producer = self._plain.get(concrete)
+        if producer is None:
+            producer = self._plain[concrete] = _PartitionProducer(self._cluster, concrete, None, deadline)
+        return producer
+
+    def _sequenced_topic(self, topic: str, deadline: Deadline) -> _SequencedTopic:
+        if self._name is None:
+            raise InvalidOption("a sequence belongs to a publisher with a name: bridge.publisher(name)")
+        sequenced = self._sequenced.get(topic)
+        if sequenced is None:
+            full = self._cluster.settings.namespace.full_name(topic)
+            ledger = self._ledger_of(f"sequence/{self._cluster.id}/{full}/{self._name}")
+            sequenced = self._sequenced[topic] = _SequencedTopic(self._cluster, topic, self._name, ledger)
+        sequenced.look(deadline)
+        return sequenced
+
+    # --- what became of it ----------------------------------------------------------------------------------------
+
+    def flush(self, deadline: Deadline) -> None:
+        with self._lock:
+            self._check()
+            self._settle(deadline)
+
+    def _settle(self, deadline: Deadline) -> None:
+        for producer in self._all_producers():
+            self._or_fail(lambda producer=producer: producer.settle(deadline))  # type: ignore[misc]
+        for sequenced in self._sequenced.values():
+            sequenced.record_first(deadline)
+
+    def _all_producers(self) -> list[_PartitionProducer]:
+        return [*self._plain.values(), *(producer for each in self._sequenced.values() for producer in each.producers)]
+
+    def last_sequence(self, topic: str, deadline: Deadline) -> int | None:
+        with self._lock:
+            self._check()
+            return self._sequenced_topic(topic, deadline).last_stored
+
+    def _or_fail(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except _SendFailed as failure:
+            cause = failure.cause
+            kind = AccessDenied if isinstance(cause, _DENIED) else DeliveryFailed
+            self._failed = kind(f"a message could not be stored, and nothing after it in its partition is: {cause}")
+            raise self._failed from cause
+
+    def _check(self) -> None:
+        if self._closed:
+            raise InvalidState("this publisher is closed")
+        if self._failed is not None:
+            raise type(self._failed)(str(self._failed)) from self._failed.__cause__
+
+    def close(self, deadline: Deadline) -> None:
+        """Flush and close. Raise the errors of `flush`; messages not stored by then are given up."""
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._check()
+                self._settle(deadline)
+                for sequenced in self._sequenced.values():
+                    sequenced.record_stored(deadline)
+            finally:
+                self._closed = True
+                for producer in self._all_producers():
+                    producer.close(deadline)
+
+
+class _SendFailed(Exception):
+    """The failure that ends a publisher; `cause` is the client's error."""
+
+    def __init__(self, cause: wire.PulsarError) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _SequencedTopic:
+    """A topic under the publisher's name, with sequences that count over all partitions.
+
+    The broker keeps a sequence for each partition. So a message for another partition waits until all earlier messages
+    are stored: then every sequence below a partition's highest one is stored in some partition.
+    """
+
+    def __init__(self, cluster: ClusterAccess, topic: str, name: str, ledger: Ledger) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self._name = name
+        self._record = SequenceRecord(name, topic, ledger)
+        self._is_checked = False
+        self._current: _PartitionProducer | None = None
+        self._last = -1  # the last sequence that was sent or is stored
+        self._settled = 0  # how many partitions are known to remove duplicates
+        self.producers: list[_PartitionProducer] = []
+
+    def look(self, deadline: Deadline) -> None:
+        """Open producers on partitions that have none yet; some may have been added."""
+        concrete = self._cluster.topics.concrete(self._topic, deadline)
+        for name in concrete[len(self.producers) :]:
+            self.producers.append(_PartitionProducer(self._cluster, name, self._name, deadline))
+        # Every call asks until duplicates are known to be removed, else the next call would send without knowing.
+        for name, producer in list(zip(concrete, self.producers, strict=False))[self._settled :]:
+            if not self._cluster.topics.deduplicates(name, deadline):
+                raise NotSupported(
+                    f"sequences on topic {self._topic!r} are not kept, as far as can be told: the broker has to remove"
+                    f" duplicates there (brokerDeduplicationEnabled). To be told, {NEEDS_REST}"
+                )
+            self._last = max(self._last, producer.last_stored)
+            self._settled += 1
+        if not self._is_checked:
+            self._record.check(self._last, deadline)
+            self._is_checked = True
+            self.record_stored(deadline)
+
+    def record_stored(self, deadline: Deadline) -> None:
+        """Record in the decision log what is stored."""
+        if self._is_checked and self.last_stored is not None:
+            self._record.record_stored(self.last_stored, deadline)
+
+    def record_first(self, deadline: Deadline) -> None:
+        """Record what is stored if the decision log has no record yet."""
+        if self._is_checked and self.last_stored is not None:
+            self._record.record_first(self.last_stored, deadline)
+
+    @property
+    def last_stored(self) -> int | None:
+        last = max((producer.last_stored for producer in self.producers), default=-1)
+        return None if last < 0 else last
+
+    def send(self, number: int, message: wire.Single, sequence: int, deadline: Deadline) -> None:
+        if sequence <= self._last:
+            return
+        producer = self.producers[number]
+        if self._current is not None and self._current is not producer:
+            self._current.settle(deadline)
+        self._current = producer
+        producer.send(message, sequence, deadline)
+        self._last = sequence
+
+
+class _PartitionProducer:
+    def __init__(self, cluster: ClusterAccess, concrete: str, name: str | None, deadline: Deadline) -> None:
+        self._cluster = cluster
+        self._concrete = concrete
+        self._name = name
+        self._failure: wire.PulsarError | None = None
+        self._stored = -1  # the highest sequence id with a receipt
+        self._producer = again(lambda: self._opened(deadline), self._in_our_words, deadline)
+
+    def _opened(self, deadline: Deadline) -> wire.PulsarProducer:
+        pack = self._cluster.settings.pack
+        with needing("produce", self._concrete):
+            return self._cluster.client.create_producer(
+                self._concrete, timeout=deadline.left(), name=self._name, compression=pack
+            )
+
+    @property
+    def last_stored(self) -> int:
+        """Return the highest sequence that is known to be stored; -1 if there is none."""
+        return max(self._stored, self._producer.last_sequence_id)
+
+    def send(self, message: wire.Single, sequence: int | None, deadline: Deadline) -> None:
+        """Send a message; wait only for room. Raise `_SendFailed`, for an earlier message too."""
+        while True:
+            if self._is_interrupted:
+                self._recover(deadline)
+            self._check()
+            try:
+                self._producer.send(
+                    message,
+                    sequence_id=sequence,
+                    timeout=deadline.left(),
+                    when_done=lambda send: self._note_result(send, again=sequence is not None),
+                )
+            except wire.BrokerConnectionLost as error:
+                if error.may_have_had_effect:
+                    return  # the rest goes out later, or the message is resent with the others
+                if isinstance(error, wire.RequestTimedOut):
+                    raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
+            except wire.PulsarError as error:
+                raise translate(error, f"sending to {self._concrete}") from error
+            else:
+                return
+
+    def _note_result(self, send: wire.Send, again: bool) -> None:
+        """Note a receipt or failure, on the reading thread; `send` and `settle` handle a lost connection."""
+        try:
+            receipt = send.result(0)
+        except wire.BrokerConnectionLost:
+            return
+        except wire.PulsarError as error:
+            self._failure = self._failure or error
+            return
+        if receipt.duplicate and not again:
+            self._failure = self._failure or wire.PulsarError(
+                f"the broker dropped a new message to {self._concrete} as if it had it already"
+            )
+        self._stored = max(self._stored, send.highest_sequence_id)
+
+    def settle(self, deadline: Deadline) -> None:
+        """Return when all is stored. Raise `_SendFailed`, or `DeadlineExceeded` while messages are on their way."""
+        while True:
+            if self._is_interrupted:
+                self._recover(deadline)
+            try:
+                self._producer.flush(deadline.left())
+            except wire.RequestTimedOut as error:
+                raise DeadlineExceeded(f"sending to {self._concrete}: {error}; they may yet be stored") from error
+            self._check()
+            if not self._is_interrupted:
+                return
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Return whether the connection is lost, or was reopened without all its messages being sent again."""
+        return self._producer.lost is not None or bool(self._producer.unconfirmed)
+
+    def _recover(self, deadline: Deadline) -> None:
+        """Reopen the producer, and resend messages without a receipt where the broker removes duplicates."""
+        # Else it was reopened before, and the broker may take a second reopening for the first.
+        if self._producer.lost is not None:
+            again(lambda: self._producer.reopen(deadline.left()), self._in_our_words, deadline)
+        if not self._producer.unconfirmed:
+            return
+        if not self._is_remembered(deadline):
+            lost = wire.BrokerConnectionLost(
+                f"the connection to {self._concrete} was lost with messages on their way, and it is not known that the"
+                " broker removes duplicates"
+            )
+            self._failure = self._failure or lost
+            return
+        try:
+            self._producer.resend(deadline.left(), lambda send: self._note_result(send, again=True))
+        except wire.RequestTimedOut as error:
+            raise DeadlineExceeded(f"sending to {self._concrete}: {error}") from error
+        except wire.BrokerConnectionLost:
+            return  # the next call finds the connection lost, and sends the rest
+
+    def _is_remembered(self, deadline: Deadline) -> bool:
+        """Return whether the broker remembers what this producer has sent, and so drops duplicates."""
+        if self._name is not None:
+            return True  # asked before the name's first message
+        if self._stored >= 0:
+            return self._producer.last_sequence_id >= self._stored
+        return self._cluster.topics.deduplicates(self._concrete, deadline)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise _SendFailed(self._failure)
+
+    def _in_our_words(self, error: wire.PulsarError) -> TxnBridgeError:
+        what = f"opening a producer on {self._concrete}"
+        if isinstance(error, wire.ProducerBusy):  # for a moment this happens after the publisher's process died, too
+            return BrokerUnavailable(f"{what}: the name {self._name!r} is in use by another publisher")
+        return translate(error, what)
+
+    def close(self, deadline: Deadline) -> None:
+        self._producer.close(deadline.left())

@@ -1,0 +1,540 @@
+"""A writer carries one transaction at a time, on connections of its own."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from txnbridge.errors import (
+    BrokerUnavailable,
+    Conflict,
+    DeadlineExceeded,
+    DeliveryFailed,
+    Fenced,
+    InvalidOption,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+    UsageError,
+)
+from txnbridge.spi import Begin, Deadline, Evidence, Item, Outcome, Partition, Position, RawHeaders, Writer, encode_item
+from txnbridge_pulsar import client as wire
+from txnbridge_pulsar.capabilities import LIMITS
+from txnbridge_pulsar.cluster import ClusterAccess
+from txnbridge_pulsar.errors import translate
+from txnbridge_pulsar.outcome.end_delivery import EndDelivery, Participant
+from txnbridge_pulsar.outcome.in_doubt import InDoubt
+from txnbridge_pulsar.outcome.late_writes import LateWriteGuard
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence, coordinator_state, end, outcome_by_proof
+from txnbridge_pulsar.outcome.proof import PRESENCE_SECONDS, PROOF, ProofRecord, proof_topic, write_presence
+from txnbridge_pulsar.write.acks import PulsarAckContext, SentAcks
+from txnbridge_pulsar.write.batching import (
+    ENTRY_BYTES,
+    NotBareValue,
+    PendingReceipts,
+    TopicBatcher,
+    TransactionProducer,
+    not_stored,
+)
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, ProofLocation
+from txnbridge_pulsar.write.message_format import key_hash, key_on_wire, to_properties
+
+_log = logging.getLogger("txnbridge")
+
+# An abort after the deadline may take this long, so that a transaction whose time is over still ends as aborted.
+_ABORT_GRACE = 2.0
+# Before an abort, entries on their way may take this long for their receipts. An entry that arrives after the end may
+# block its topic, and brokers then have to be made to refuse it.
+_SETTLE_BEFORE_ABORT = 0.5
+# The outcome of a transaction is read from the writer's last presence record on, so the writer renews the record.
+_TRANSACTIONS_A_PRESENCE = 1000
+# The partitions of the last transaction are registered with the next one's first topic, if they are at most this many.
+_MOST_GUESSED = 16
+_MOST_BYTES = LIMITS.message_bytes or 0
+_MOST_TIMESTAMP = (1 << 63) - 1
+
+
+class TransactionOwner(Protocol):
+    """The owner of the transactional id, as its writers use it. `PulsarOwner` implements it."""
+
+    name: str
+    owned: bool
+    opening: str
+    end_delivery: EndDelivery
+    in_doubt: InDoubt
+    late_write_guard: LateWriteGuard
+
+    def new_transaction(self, seconds: Callable[[], float], deadline: Deadline) -> wire.TxnId: ...
+    def require_no_doubt(self, topics: Sequence[str], deadline: Deadline) -> None: ...
+    def announce(self, announced: AnnouncedTransaction, deadline: Deadline) -> None: ...
+    def withdraw(self, announced: AnnouncedTransaction) -> None: ...
+    def forget(self, txn: wire.TxnId) -> None: ...
+    def check(self, deadline: Deadline) -> None: ...
+
+
+class PulsarWriter(Writer):
+    """Registers topics with the transaction, writes to them, and requests the end once everything is stored.
+
+    The broker does not check this order: a message that arrives after the commit takes committed messages back.
+    """
+
+    not_taken = (NotBareValue, KeyError, TypeError)
+
+    def __init__(self, cluster: ClusterAccess, owner: TransactionOwner, name: str, slot: int | None = None) -> None:
+        self.name = name
+        self.proof: ProofLocation | None = None
+        self.unknown = False  # whether a token may exist whose outcome only our proof topic tells
+        self.quick: dict[Any, Callable[..., object]] = {}
+        self._cluster = cluster
+        self._owner = owner
+        self._slot = slot
+        self._connection_key = f"writer {owner.opening} {name}"
+        self._batchers: dict[str, TopicBatcher] = {}
+        self._producers: dict[str, TransactionProducer] = {}
+        self._mixed = cluster.settings.mix_keys
+        self._since_presence = 0
+        self._presence_at = 0.0
+        self._turn = 0
+        self._last: tuple[str, ...] = ()  # the topics of the last transaction
+        self._begin = Begin("", Deadline(0), False, None)
+        self._forget()
+        self._evidence = TokenEvidence(None, None, False)
+
+    def _forget(self) -> None:
+        """Reset the state of the transaction."""
+        self._txn: wire.TxnId | None = None
+        self._announced: dict[str, None] = {}  # topics named on the fence topic, in order, the proof topic first
+        self._registered: set[str] = set()  # announced topics that the coordinator knows
+        self._sent: dict[str, None] = {}  # registered topics that entries were sent to
+        self._subscriptions: dict[tuple[str, str], None] = {}  # named on the fence topic
+        self._acked_on: set[tuple[str, str]] = set()  # subscriptions that the coordinator knows
+        self._receipts = PendingReceipts()
+        self._acks: list[SentAcks] = []
+        self._batchers.clear()
+        self.quick.clear()
+
+    # --- one transaction ------------------------------------------------------------------------------------------
+
+    def begin(self, begin: Begin) -> None:
+        """Start locally: the broker is asked nothing until the first entry is full or has to be sent."""
+        self._begin = begin
+        self._forget()
+        self._evidence = TokenEvidence(None, None, False)
+        self.messages = 0
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        batcher = self._batcher(topic, partition)
+        size = self._check(value, key, headers, timestamp)
+        number = partition
+        if number is None and key is not None:
+            number = key_hash(key) % len(batcher.concrete)
+        buffer = batcher.buffer(number)
+        key_out = key_on_wire(key)
+        if not buffer.fits(key_out, size):
+            batcher.send(buffer)
+            buffer = batcher.buffer(number)
+        properties = to_properties(headers) if headers else []
+        if buffer.add(value, key_out, properties, timestamp, size):
+            batcher.send(buffer)
+        self.messages += 1
+
+    def _check(self, value: bytes | None, key: bytes | None, headers: RawHeaders | None, timestamp: int | None) -> int:
+        """Return the size of a message. Raise `InvalidOption`, with nothing taken, for one that cannot be sent."""
+        size = len(value or b"") + len(key or b"")
+        for name, content in headers or ():
+            try:
+                size += len(name.encode()) + len(content or b"")
+            except UnicodeEncodeError:
+                raise InvalidOption("a header's name must be text that can be written as UTF-8") from None
+        if size > _MOST_BYTES:
+            raise InvalidOption(f"a message with {size} bytes is larger than what is taken here ({_MOST_BYTES} bytes)")
+        if timestamp is not None and not 0 < timestamp <= _MOST_TIMESTAMP:
+            raise InvalidOption(f"a timestamp is a number of milliseconds since 1970 above 0, not {timestamp}")
+        return size
+
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        batcher = self._batcher(topic, None)
+        if isinstance(items, list | tuple) and set(map(type, items)) == {bytes}:
+            done = batcher.take_many(items)
+            self.messages += done
+            items = items[done:]
+        for item in items:
+            if item.__class__ is bytes and len(item) <= ENTRY_BYTES:
+                batcher.take(topic, item, None)
+                self.messages += 1
+            elif item.__class__ is bytes:
+                self.send(topic, item, None, None, None, None)
+            else:
+                value, key, headers = encode_item(item)
+                self.send(topic, value, key, headers, None, None)
+
+    def _batcher(self, topic: str, partition: int | None) -> TopicBatcher:
+        """Return the topic's batcher; the first one in a transaction looks up the partitions. Raise `NotFound`."""
+        batcher = self._batchers.get(topic)
+        if batcher is None or (partition is not None and not 0 <= partition < len(batcher.concrete)):
+            concrete = self._cluster.topics.require(topic, partition, self._begin.deadline)
+            if batcher is None:
+                self._turn += 1
+                batcher = self._batchers[topic] = TopicBatcher(concrete, self._turn, self._mixed, self._ship)
+                self.quick[topic] = batcher.take
+            batcher.concrete = concrete
+        return batcher
+
+    # --- what goes out --------------------------------------------------------------------------------------------
+
+    def _ship(self, concrete: str, batch: wire.MessageBatch) -> None:
+        deadline = self._begin.deadline
+        deadline.check("the transaction")
+        try:
+            self._recover_lost(deadline)
+            self._register((concrete,), (), deadline)
+            assert self._txn is not None
+            self._sent[concrete] = None
+            self._producer(concrete).send(batch, self._txn, self._receipts, deadline)
+        except UsageError as error:
+            # Messages that were taken before are lost with this one: the transaction is not as it was.
+            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+
+    def _register(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        """Begin the transaction at the broker if needed, and register topics and subscriptions: first on the fence
+        topic, then with the coordinator. Nothing is sent to a topic, or acknowledged on a subscription, before.
+        """
+        if self._txn is None:
+            self._open(topics, deadline)
+        wanted = [topic for topic in topics if topic not in self._registered]
+        pairs = [pair for pair in subscriptions if pair not in self._acked_on]
+        first = not self._registered
+        if not (wanted or pairs or first):
+            return
+        assert self._txn is not None and self.proof is not None
+        self._owner.require_no_doubt([*self._announced, *wanted, *(topic for topic, _ in pairs)], deadline)
+        for topic in wanted:
+            self._producer(topic).ready(deadline)
+        self._announce(wanted, pairs, deadline)
+        named = list(self._announced) if first else wanted
+        try:
+            with self._cluster.events.step("step:register", self._begin.transaction, topics=len(named)):
+                self._cluster.client.transactions.register(self._txn, deadline.left(), named, pairs)
+        except (wire.TransactionNotFound, wire.InvalidTransactionStatus) as error:
+            raise self._ended_by_others(deadline) from error
+        except wire.PulsarError as error:
+            raise translate(error, "naming what a transaction writes to") from error
+        self._registered.update(named)
+        self._acked_on.update(pairs)
+        if first:
+            message = wire.Single(ProofRecord(PROOF, transaction=self._begin.transaction).pack())
+            self._producer(self.proof.topic).send(message, self._txn, self._receipts, deadline)
+
+    def _announce(self, topics: Sequence[str], subscriptions: Sequence[tuple[str, str]], deadline: Deadline) -> None:
+        before = self._announced, self._subscriptions
+        self._announced = {**self._announced, **dict.fromkeys(topics)}
+        self._subscriptions = {**self._subscriptions, **dict.fromkeys(subscriptions)}
+        try:
+            self._owner.announce(self._announcement(), deadline)
+        except DeliveryFailed:  # too much for one fence record
+            self._announced, self._subscriptions = before
+            raise
+
+    def _open(self, topics: Sequence[str], deadline: Deadline) -> None:
+        self.proof = self._presence(deadline)
+        with self._cluster.events.step("step:begin", self._begin.transaction):
+            self._txn = self._owner.new_transaction(lambda: self._ttl(self._begin), deadline)
+        self._evidence = TokenEvidence(self._txn, self.proof, False)
+        # Only topics that the broker still serves: one may have been terminated since.
+        last = tuple(topic for topic in self._last if topic in self._producers and self._producers[topic].is_open)
+        is_right = len(last) <= _MOST_GUESSED and not self._owner.in_doubt.touching(last)
+        guessed = last if is_right else ()
+        self._announced.update(dict.fromkeys((self.proof.topic, *topics, *guessed)))
+
+    def _ttl(self, begin: Begin) -> float:
+        """Return in how many seconds the broker aborts the transaction by itself."""
+        return min(begin.deadline.left(), self._cluster.settings.longest_transaction)
+
+    def _presence(self, deadline: Deadline) -> ProofLocation:
+        self._since_presence += 1
+        is_old = time.monotonic() - self._presence_at > PRESENCE_SECONDS
+        if self.proof is None or is_old or self._since_presence > _TRANSACTIONS_A_PRESENCE:
+            self._since_presence, self._presence_at = 1, time.monotonic()
+            return self._write_presence("", deadline)
+        return self.proof
+
+    def _write_presence(self, transaction: str, deadline: Deadline) -> ProofLocation:
+        name = self.name
+        while self._owner.in_doubt.touching([topic := proof_topic(self._cluster, name, deadline)]):
+            name += "+"
+        self._producer(topic).open(deadline)  # the cleanup deletes no topic with a producer
+        self._cluster.topics.keep(topic, deadline)  # the cleanup may have deleted it before
+        return write_presence(self._cluster, topic, transaction, self._owner.owned, deadline)
+
+    def _announcement(self) -> AnnouncedTransaction:
+        assert self._txn is not None and self.proof is not None
+        return AnnouncedTransaction(
+            transaction=self._begin.transaction,
+            txn=self._txn,
+            topics=tuple(self._announced),
+            subscriptions=tuple(self._subscriptions),
+            proof=self.proof,
+            slot=self._slot,
+        )
+
+    def _producer(self, concrete: str) -> TransactionProducer:
+        producer = self._producers.get(concrete)
+        if producer is None:
+            producer = self._producers[concrete] = TransactionProducer(self._cluster, concrete, self._connection_key)
+        return producer
+
+    def _recover_lost(self, deadline: Deadline) -> None:
+        """Raise the error of a failed entry. Send lost entries again where the broker is known to drop duplicates."""
+        if isinstance(self._receipts.failure, wire.NotAllowed) and self._has_ended(deadline):
+            raise self._ended_by_others(deadline) from self._receipts.failure
+        if self._receipts.failure is not None:
+            raise not_stored(self._receipts.failure) from self._receipts.failure
+        for producer, error in list(self._receipts.lost.items()):
+            if not self._receipts.wait(deadline, producer) or not producer.recover(self._receipts, deadline):
+                raise not_stored(error) from error
+
+    def _has_ended(self, deadline: Deadline) -> bool:
+        assert self._txn is not None and self.proof is not None
+        return not coordinator_state(self._cluster, self._txn, self.proof, deadline)
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert isinstance(context, PulsarAckContext)
+        deadline = self._begin.deadline
+        deadline.check("the transaction")
+        self._register((), context.subscriptions(positions), deadline)
+        assert self._txn is not None
+        self._acks.append(context.acknowledge(self._txn, positions, deadline))
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when every message taken so far is stored. Raise `DeliveryFailed`."""
+        waiting = [concrete for batcher in self._batchers.values() for concrete in batcher.waiting()]
+        if waiting:
+            self._register(waiting, (), deadline)
+        for batcher in self._batchers.values():
+            batcher.flush()
+        while True:
+            if not self._receipts.wait(deadline):
+                raise DeadlineExceeded(f"messages were not stored within {deadline.seconds:g} s")
+            if self._receipts.settled and self._receipts.failure is None:
+                break
+            self._recover_lost(deadline)
+        for sent in self._acks:
+            sent.settle(deadline)
+
+    def evidence(self) -> Evidence:
+        return Evidence(self._evidence.fields(), self.messages)
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: Deadline) -> None:
+        raise NotImplementedError("a plain writer is never asked to prepare")
+
+    def commit(self, deadline: Deadline) -> None:
+        self._store_or_abort(deadline)
+        participants = self._participants(deadline)
+        deadline.check("the transaction")
+        self._evidence = TokenEvidence(self._evidence.txn, self._located_proof(), True)
+        if self._txn is None:
+            return  # nothing was sent or acknowledged
+        try:
+            with self._cluster.events.step("step:commit", self._begin.transaction) as event:
+                ended = end(self._cluster, self._txn, True, tuple(self._announced), deadline)
+                event["ended"] = ended.name
+            if ended is EndResult.UNCLEAR:
+                self._ask_proof(deadline)
+            elif ended is not EndResult.COMMITTED:
+                # Nobody else commits a transaction that is not prepared: it was aborted before our request arrived.
+                raise self._ended_by_others(deadline)
+            self._owner.end_delivery.ended(self._txn, True, participants, deadline)
+        except (TransactionAborted, Fenced):
+            raise
+        except BaseException:  # an interrupted call hands out a token, too
+            self.unknown = True
+            for sent in self._acks:  # the transaction may have been aborted
+                sent.give_up_entry_rest()
+            raise
+        self._finish()
+
+    def _participants(self, deadline: Deadline) -> list[Participant]:
+        """Return what the end has to reach, once earlier ends have reached the participants that moved."""
+        if self._txn is None:
+            return []
+        proof = () if self.proof is None else (self.proof.topic,)
+        used = [producer.participant for topic in (*proof, *self._sent) if (producer := self._producers.get(topic))]
+        participants = [each for each in used if each] + [each for sent in self._acks for each in sent.participants]
+        self._owner.end_delivery.settle({participant.topic for participant in participants}, deadline)
+        return participants
+
+    def _located_proof(self) -> ProofLocation | None:
+        """Return the location of the transaction's proof message, complete once everything is stored."""
+        proof = self._evidence.proof
+        return None if proof is None else replace(proof, at=self._producer(proof.topic).last)
+
+    def _ask_proof(self, deadline: Deadline) -> None:
+        """Read the outcome from the proof: an answer was lost, and the coordinator has forgotten the transaction."""
+        if self._by_proof(deadline) is Outcome.ABORTED:
+            raise self._ended_by_others(deadline)
+
+    def _by_proof(self, deadline: Deadline) -> Outcome:
+        """Return how a transaction ended whose commit was requested.
+
+        Raise `OutcomeUnknown` if the proof cannot be read: any other error would say that the transaction is undecided.
+        """
+        assert self._txn is not None and self._evidence.proof is not None
+        self.unknown = True
+        try:
+            return outcome_by_proof(self._cluster, self._txn, self._evidence.proof, deadline)
+        except OutcomeUnknown:
+            raise
+        except TxnBridgeError as error:
+            raise OutcomeUnknown(f"how the transaction ended cannot be read: {error}") from error
+
+    def _store_or_abort(self, deadline: Deadline) -> None:
+        """Return when the broker has stored everything. Abort the transaction if that will never happen."""
+        if deadline.expired and (acks := self._acks):
+            self._abort_quietly(deadline)
+            # Asked after the abort: a process that slept hears only then which partitions have left meanwhile.
+            if any(sent.partitions_left for sent in acks):
+                raise _partitions_left()
+        deadline.check("the transaction")
+        try:
+            self.flush(deadline)
+        except (TransactionAborted, Fenced):
+            self._abort_quietly(deadline)
+            raise
+        except UsageError as error:
+            self._abort_quietly(deadline)
+            raise DeliveryFailed(str(error)) from (error.__cause__ or error)
+
+    def _abort_quietly(self, deadline: Deadline) -> None:
+        """Abort without raising: the commit was never requested, so it cannot happen any more."""
+        try:
+            self.abort(deadline)
+        except TxnBridgeError as error:
+            _log.debug("transaction %s stays open until its time is over: %s", self._begin.transaction, error)
+
+    def _ended_by_others(self, deadline: Deadline) -> TxnBridgeError:
+        """Return the error that says, as far as is known, why the transaction ended without a request to commit it."""
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        left = any(sent.partitions_left for sent in self._acks)
+        if not self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left()))):
+            self._hang_up()
+        for sent in self._acks:
+            sent.give_up_entry_rest()
+        self._redeliver_rest()
+        self._refuse_late_writes(deadline)  # some of its messages may have arrived after the end
+        self._finish()
+        try:
+            self._owner.check(deadline)
+        except Fenced as fenced:
+            return fenced
+        except TxnBridgeError as unheard:
+            _log.debug("whether %s has a newer owner shows with its next transaction: %s", self.name, unheard)
+        if left:
+            return _partitions_left()
+        if self._begin.deadline.expired:
+            return TransactionTimedOut("the transaction was aborted because its time was over; run it again")
+        return TransactionAborted("the broker or an administrator ended the transaction; run it again")
+
+    def _refuse_late_writes(self, deadline: Deadline) -> None:
+        if self._txn is not None and self._registered:
+            self._owner.late_write_guard.add(self._announcement(), deadline)
+
+    def abort(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        self._batchers.clear()
+        self.quick.clear()
+        if self._txn is None:
+            return
+        settled = self._settle(Deadline(min(_SETTLE_BEFORE_ABORT, deadline.left())))
+        if not settled:
+            self._hang_up()
+        for sent in self._acks:
+            sent.give_up_entry_rest()
+        participants = self._participants(deadline)
+        with self._cluster.events.step("step:end", self._begin.transaction, decision="abort"):
+            try:
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
+            except BrokerUnavailable as error:
+                raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+        if ended is EndResult.ABORTED:
+            self._owner.end_delivery.ended(self._txn, False, participants, deadline)
+        else:
+            self._redeliver_rest()
+            if self._evidence.asked and self._by_proof(deadline) is Outcome.COMMITTED:
+                raise OutcomeUnknown("its commit had been asked for before, and came first")
+        if not settled or ended is not EndResult.ABORTED:
+            self._refuse_late_writes(deadline)
+        self._finish()
+
+    def _redeliver_rest(self) -> None:
+        for sent in self._acks:
+            sent.redeliver_rest()
+
+    def _settle(self, deadline: Deadline) -> bool:
+        """Wait for receipts and answers. Return whether nothing of the transaction can reach a broker any more."""
+        settled = self._receipts.wait(deadline) and self._receipts.settled
+        for sent in self._acks:
+            try:
+                sent.settle(deadline)
+            except TxnBridgeError as error:
+                _log.debug("acknowledging in a transaction that is aborted: %s", error)
+                # A request without an answer may still arrive; a refused one has arrived.
+                settled = settled and not isinstance(error.__cause__, wire.BrokerConnectionLost)
+        return settled
+
+    def _finish(self) -> None:
+        """Forget a transaction that has ended."""
+        if self._txn is not None:
+            self._owner.forget(self._txn)
+            self._last = tuple(self._sent)
+        self._forget()
+
+    # --- the writer itself ----------------------------------------------------------------------------------------
+
+    def reopen(self, deadline: Deadline) -> None:
+        self._hang_up()
+        if self._txn is not None:
+            try:
+                # The transaction has to end in either way before the next one begins.
+                ended = end(self._cluster, self._txn, False, tuple(self._announced), deadline)
+            except OutcomeUnknown as error:
+                raise BrokerUnavailable(f"ending the transaction before: {error}") from error
+            if ended is not EndResult.ABORTED:
+                self._redeliver_rest()
+            aborted = ended is EndResult.ABORTED or not self._registered
+            if aborted or self._owner.in_doubt.resolve(self._announcement(), deadline):
+                self._refuse_late_writes(deadline)
+                self._finish()
+            else:
+                self._forget()  # the fence topic still names the transaction
+        self._owner.check(deadline)
+        self.proof = None  # the next presence record says that all transactions before it have ended
+
+    def _hang_up(self) -> None:
+        """Close this writer's connections. Messages that were sent before may still arrive."""
+        self._owner.end_delivery.linger()
+        self._cluster.client.hang_up(self._connection_key)
+        self._producers.clear()
+
+    def close(self) -> None:
+        """Close. The broker aborts an open transaction at its deadline, or the next opening of the id does."""
+        self._hang_up()
+
+
+def _partitions_left() -> Conflict:
+    return Conflict("partitions left the reader that the transaction acknowledges for; their messages come again")

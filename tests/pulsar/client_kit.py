@@ -1,0 +1,138 @@
+"""What tests of the wire client ask a real broker for beside the client itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.request
+import uuid
+from contextlib import suppress
+from typing import Any
+
+from txnbridge_conformance import brokers
+from txnbridge_pulsar.client import (
+    BrokerConnectionLost,
+    MessageBatch,
+    PulsarClient,
+    PulsarConsumer,
+    PulsarProducer,
+    ReceivedEntry,
+    TxnId,
+)
+from txnbridge_pulsar.client.connection import BrokerConnection
+from txnbridge_pulsar.client.sending import Content
+
+# Far more than anything takes, also on a busy machine.
+SOON = 30.0
+_numbers = itertools.count()
+
+
+def fresh_topic() -> str:
+    return f"persistent://public/default/wire-{uuid.uuid4().hex[:8]}-{next(_numbers)}"
+
+
+def service(broker: brokers.Pulsar) -> str:
+    """The service URL, without the namespace that the bridge's URL has behind it."""
+    return broker.url.rsplit("/", 2)[0]
+
+
+def admin(broker: brokers.Pulsar, method: str, path: str, body: Any = None, version: int = 2) -> Any:
+    """Ask the broker's REST interface."""
+    request = urllib.request.Request(
+        f"{broker.admin_url}/admin/v{version}/{path}",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=SOON) as response:
+        data = response.read()
+    return json.loads(data) if data else None
+
+
+def path_of(topic: str) -> str:
+    return topic.replace("://", "/")
+
+
+def batch_of(*payloads: bytes) -> MessageBatch:
+    batch = MessageBatch()
+    batch.extend(payloads)
+    return batch
+
+
+def mend(producer: PulsarProducer, timeout: float = SOON) -> None:
+    """Reopen, as often as it takes, and send what is unconfirmed once more: the same bytes in the same order."""
+    while producer.lost is not None:
+        producer.reopen(timeout)
+        with suppress(BrokerConnectionLost):  # lost again
+            producer.resend(timeout)
+
+
+def send_for_certain(
+    producer: PulsarProducer, content: Content, txn: TxnId | None = None, timeout: float = SOON
+) -> None:
+    """Send, whatever happens to the connection."""
+    while True:
+        mend(producer, timeout)
+        try:
+            producer.send(content, txn, timeout=timeout)
+        except BrokerConnectionLost as error:
+            if not error.may_have_had_effect:
+                continue
+        return
+
+
+def settle(producer: PulsarProducer, timeout: float = SOON) -> None:
+    """Wait for every receipt, whatever happens to the connection."""
+    producer.flush(timeout)
+    while producer.lost is not None:
+        mend(producer, timeout)
+        producer.flush(timeout)
+
+
+def begin(client: PulsarClient, *topics: str, ttl_ms: int = 60_000) -> TxnId:
+    txn = client.transactions.begin(ttl_ms, SOON)
+    client.transactions.register(txn, SOON, topics)
+    return txn
+
+
+def receive(consumer: PulsarConsumer, messages: int) -> list[ReceivedEntry]:
+    """Entries until so many messages came."""
+    found: list[ReceivedEntry] = []
+    until = time.monotonic() + SOON
+    while sum(len(entry.messages()) for entry in found) < messages:
+        assert time.monotonic() < until, f"only {found} came"
+        found += consumer.receive(1)
+    return found
+
+
+def consumer_of(entry: ReceivedEntry) -> PulsarConsumer:
+    assert isinstance(entry.consumer, PulsarConsumer)
+    return entry.consumer
+
+
+def connection_of(side: PulsarProducer | PulsarConsumer) -> BrokerConnection:
+    assert side.connection is not None
+    return side.connection
+
+
+def cut(side: PulsarProducer | PulsarConsumer) -> None:
+    """Let its connection end."""
+    connection_of(side).close()
+
+
+def payloads(entries: list[ReceivedEntry]) -> list[bytes]:
+    return [message.payload for entry in entries for message in entry.messages()]
+
+
+def everything(client: PulsarClient, topic: str) -> list[bytes]:
+    """What a new reader can read, up to what the broker calls the last message."""
+    reader = client.read(topic, timeout=SOON)
+    last = reader.last_message_id(SOON).whole_entry
+    found: list[ReceivedEntry] = []
+    until = time.monotonic() + SOON
+    while last.entry >= 0 and (not found or found[-1].id.whole_entry[:2] < last[:2]):
+        assert time.monotonic() < until, f"only {found} came, up to {last}"
+        found += reader.receive(1)
+    reader.close(SOON)
+    return payloads(found)

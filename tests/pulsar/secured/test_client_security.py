@@ -1,0 +1,225 @@
+"""Who may do what, proven on a broker that asks: tokens, passwords, certificates, over TLS and not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from txnbridge_pulsar.client import (
+    EARLIEST,
+    Authentication,
+    BasicAuthentication,
+    ConnectFailed,
+    NotAuthenticated,
+    NotAuthorized,
+    NotOwner,
+    PulsarClient,
+    PulsarError,
+    Single,
+    SubscriptionType,
+    TlsAuthentication,
+    TokenAuthentication,
+    tls_context,
+)
+
+from tests.in_time import within
+from tests.kafka.certificates import Authority
+from tests.pulsar.client_kit import (
+    SOON,
+    batch_of,
+    begin,
+    connection_of,
+    everything,
+    fresh_topic,
+    payloads,
+    receive,
+)
+from tests.pulsar.secured_kit import PASSWORD, token
+
+
+def transact(client: PulsarClient) -> None:
+    """A transaction that sends and acknowledges, seen by a reader."""
+    topic = fresh_topic()
+    producer = client.create_producer(topic, timeout=SOON, transactions=True)
+    producer.send(batch_of(b"1", b"2"), timeout=SOON).result(SOON)
+    consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
+    (entry,) = receive(consumer, 2)
+    txn = begin(client, topic)
+    client.transactions.register(txn, SOON, subscriptions=[(topic, "s")])
+    producer.send(Single(b"3"), txn, timeout=SOON).result(SOON)
+    consumer.acknowledge([message.id for message in entry.messages()], txn, timeout=SOON)
+    client.transactions.end(txn, True, SOON)
+    assert payloads(receive(consumer, 1)) == [b"3"]
+    assert everything(client, topic) == [b"1", b"2", b"3"]
+
+
+WHO: dict[str, Callable[[], Authentication]] = {
+    "token": lambda: TokenAuthentication(token("user")),
+    "password": lambda: BasicAuthentication("user", PASSWORD),
+}
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "plain"])
+def test_credentials_let_in(secured, who, tls):
+    authentication = WHO[who]()
+    with secured.client(authentication) if tls else PulsarClient(secured.url, authentication=authentication) as client:
+        transact(client)
+
+
+def test_a_certificate_lets_in(secured):
+    with secured.client(TlsAuthentication(), secured.admin) as client:
+        transact(client)
+
+
+@pytest.mark.parametrize(
+    "authentication",
+    [
+        TokenAuthentication(token("user")[:-2]),
+        TokenAuthentication(token("user", -10)),
+        BasicAuthentication("user", "no"),
+    ],
+    ids=["wrong token", "expired token", "wrong password"],
+)
+def test_wrong_credentials_are_refused_at_once_and_not_shown(secured, authentication):
+    with within(0), secured.client(authentication) as client, pytest.raises(NotAuthenticated) as error:
+        client.create_producer(fresh_topic(), timeout=100)
+    assert authentication.data().decode() not in str(error.value) + repr(error.value)
+
+
+def test_a_token_that_expires_is_replaced_on_the_living_connection(secured):
+    asked = 0
+
+    def fresh() -> str:
+        nonlocal asked
+        asked += 1
+        return token("user", 4)
+
+    topic = fresh_topic()
+    with secured.client(TokenAuthentication(fresh)) as client:
+        producer = client.create_producer(topic, timeout=SOON)
+        connection, until = connection_of(producer), time.monotonic() + SOON
+        while asked < 3 and time.monotonic() < until:
+            producer.send(Single(b"x"), timeout=SOON).result(SOON)
+            time.sleep(0.1)
+        assert asked >= 3
+        assert connection_of(producer) is connection and not connection.closed
+
+
+def test_a_token_that_is_not_replaced_ends_the_connection(secured):
+    once = token("user", 3)
+    with secured.client(TokenAuthentication(once)) as client:
+        producer = client.create_producer(fresh_topic(), timeout=SOON)
+        until = time.monotonic() + SOON
+        while producer.lost is None and time.monotonic() < until:
+            time.sleep(0.1)
+        with pytest.raises(PulsarError):
+            producer.reopen(2)
+
+
+def test_a_broker_with_a_certificate_of_somebody_else_is_not_talked_to(secured, tmp_path):
+    tls = tls_context(Authority(tmp_path, "somebody-else").certificate)
+    with PulsarClient(secured.url_tls, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+        with pytest.raises(ConnectFailed, match="CERTIFICATE_VERIFY_FAILED"):
+            client.create_producer(fresh_topic(), timeout=1)
+
+
+def test_a_broker_under_another_name_is_not_talked_to(secured):
+    url = secured.url_tls.replace("127.0.0.1", "localhost")
+    tls = tls_context(secured.authority.certificate)
+    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+        with pytest.raises(ConnectFailed, match=r"localhost:.*Hostname mismatch"):
+            client.create_producer(fresh_topic(), timeout=1)
+    tls = tls_context(secured.authority.certificate, verify_hostname=False)
+    with PulsarClient(url, authentication=TokenAuthentication(token("user")), tls=tls) as client:
+        client.create_producer(fresh_topic(), timeout=SOON).close(SOON)
+
+
+def test_who_has_no_rights_is_told_so(secured):
+    topic = fresh_topic()
+    with secured.client(TokenAuthentication(token("stranger"))) as client:
+        with pytest.raises(NotAuthorized):
+            client.create_producer(topic, timeout=SOON)
+        with pytest.raises(NotAuthorized):
+            client.subscribe(topic, "s", timeout=SOON)
+
+
+def test_coordinators_are_found_by_who_may_look_into_their_namespace(secured):
+    with secured.client(TokenAuthentication(token("stranger"))) as client:
+        with pytest.raises(NotAuthorized):
+            client.transactions.begin(1000, SOON)
+
+
+def test_a_transaction_is_ended_by_who_began_it_or_by_a_superuser(secured):
+    topic = fresh_topic()
+    with (
+        secured.client(TokenAuthentication(token("user"))) as user,
+        secured.client(TokenAuthentication(token("other"))) as other,
+        secured.client(TokenAuthentication(token("admin"))) as superuser,
+    ):
+        producer = user.create_producer(topic, timeout=SOON, transactions=True)
+        own, lent = begin(user, topic), begin(user, topic)
+        for txn in (own, lent):
+            producer.send(Single(b"%d" % txn.least), txn, timeout=SOON).result(SOON)
+            with pytest.raises(NotOwner):
+                other.transactions.end(txn, True, SOON)
+        user.transactions.end(own, True, SOON)
+        superuser.transactions.end(lent, True, SOON)
+        assert everything(user, topic) == [b"%d" % own.least, b"%d" % lent.least]
+
+
+def test_repair_by_hand_needs_a_superuser(secured):
+    topic = fresh_topic()
+    with (
+        secured.client(TokenAuthentication(token("user"))) as user,
+        secured.client(TokenAuthentication(token("admin"))) as superuser,
+    ):
+        producer = user.create_producer(topic, timeout=SOON, transactions=True)
+        txn = begin(user, topic)
+        producer.send(Single(b"early"), txn, timeout=SOON).result(SOON)
+        user.transactions.end(txn, True, SOON)
+        producer.send(Single(b"late"), txn, timeout=SOON).result(SOON)
+        with pytest.raises(NotAuthorized):
+            user.transactions.end_on_partition(txn, topic, True, 3)
+        superuser.transactions.end_on_partition(txn, topic, True, SOON)
+        assert everything(user, topic) == [b"early", b"late"]
+
+
+# ---------------------------------------------------------------------------------------------------- chunks
+
+# Here, because this broker's bookie takes entries of the full size, which are what the official client cuts into.
+
+
+def test_a_message_of_the_official_client_in_chunks_is_read_whole(secured):
+    pulsar = pytest.importorskip("pulsar")
+    topic, large = fresh_topic(), bytes(range(256)) * 4096 * 12  # 12 MiB, in three chunks
+    official = pulsar.Client(
+        secured.url,
+        authentication=pulsar.AuthenticationToken(token("user")),
+        logger=pulsar.ConsoleLogger(pulsar.LoggerLevel.Error),
+    )
+    producer = official.create_producer(topic, chunking_enabled=True, batching_enabled=False)
+    producer.send(b"before")
+    producer.send(large, properties={"a": "1"})
+    producer.send(b"after")
+    official.close()
+    with secured.client(TokenAuthentication(token("user"))) as client:
+        consumer = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED, start=EARLIEST)
+        entries = receive(consumer, 3)
+        assert payloads(entries) == [b"before", large, b"after"]
+        whole = entries[1]
+        assert whole.messages()[0].properties == [("a", "1")]
+        assert len(whole.parts) == 3 and whole.parts[-1][:2] == whole.id[:2]
+        consumer.acknowledge([entries[0].id, *whole.parts], timeout=SOON)
+        consumer.close(SOON)
+        again = client.subscribe(topic, "s", timeout=SOON, type=SubscriptionType.SHARED)
+        assert payloads(receive(again, 1)) == [b"after"]
+
+
+def test_a_message_of_the_largest_size_is_stored(secured):
+    with secured.client(TokenAuthentication(token("user"))) as client:
+        producer = client.create_producer(fresh_topic(), timeout=SOON)
+        limit = connection_of(producer).max_message_size
+        send = producer.send(Single(bytes(limit - 100)), timeout=SOON)
+        assert not send.result(SOON).duplicate

@@ -1,0 +1,280 @@
+"""Marker topics are cleared up: what nobody can need is dropped, and nothing that tells how a transaction ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import StartPulsar
+from txnbridge_conformance.looking import eventually
+from txnbridge_pulsar.admin import cleanup
+from txnbridge_pulsar.client import PulsarClient
+from txnbridge_pulsar.outcome import proof
+
+from tests.pulsar.client_kit import SOON, admin, path_of
+from tests.pulsar.writing_kit import (
+    Connect,
+    cluster_of,
+    concrete,
+    connect_to,
+    flush,
+    how_of,
+    new_topic,
+    owner_of,
+    proof_topic_of,
+    read_all,
+    unique,
+)
+from txnbridge import Bridge, NotFound, Outcome, Token, TokenState, Transaction
+from txnbridge.spi import Deadline
+from txnbridge.testing import Child, tell
+
+# When what was begun by now has been over for long: a presence's time, the longest transaction, and the hour behind.
+LATER = (proof.PRESENCE_SECONDS + 900 + cleanup.KEPT_SECONDS + 60) * 1000
+# And shortly before that.
+NOT_YET = (900 + cleanup.KEPT_SECONDS - 60) * 1000
+
+
+def clean_up(bridge: Bridge, topic: str, later_ms: float = 0) -> None:
+    cleanup.clean_up(cluster_of(bridge), topic, time.time() * 1000 + later_ms, Deadline(SOON))
+
+
+@contextmanager
+def as_if_long_ago(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What begins meanwhile was over before the hour that has just passed."""
+    with monkeypatch.context() as patched:
+        patched.setattr(proof, "PRESENCE_SECONDS", -LATER / 1000)
+        yield
+
+
+def proof_of(token: str) -> str:
+    proof = how_of(token).proof
+    assert proof is not None
+    return proof.topic
+
+
+def is_there(bridge: Bridge, topic: str) -> bool:
+    return bool(cluster_of(bridge).topics.look(topic, Deadline(SOON)))
+
+
+def kept_from(broker: brokers.Pulsar, topic: str) -> tuple[int, int]:
+    """Behind what the broker may drop."""
+    found = admin(broker, "GET", f"{path_of(topic)}/internalStats")["cursors"]["txnbridge"]["markDeletePosition"]
+    ledger, _, entry = found.partition(":")
+    return int(ledger), int(entry) + 1
+
+
+def prepare(bridge: Bridge, topic: str, value: bytes = b"prepared") -> str:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, value)
+    return str(txn.token)
+
+
+def token_of(txn: Transaction, bridge: Bridge) -> Token:
+    """As an error tells it whose answer was lost."""
+    return Token("pulsar", bridge.cluster, txn.id, {**txn._writer.evidence().how, "a": True}, False)
+
+
+def commit(bridge: Bridge, topic: str, value: bytes) -> str:
+    with bridge.transaction() as txn:
+        txn.send(topic, value)
+        flush(txn)
+        token = token_of(txn, bridge)
+    return str(token)
+
+
+def state_of(bridge: Bridge, token: str) -> TokenState:
+    return bridge.status(token).state
+
+
+# --- bridges without an id ------------------------------------------------------------------------------------------
+
+
+def prepare_commit_and_wait(url: str, admin_url: str, topic: str) -> None:
+    bridge = connect_to(url, admin_url)
+    tell([prepare(bridge, topic), commit(bridge, topic, b"plain")])
+    time.sleep(600)  # it is killed long before
+
+
+def test_what_tells_of_a_dead_bridge_goes_an_hour_after_its_last_deadline_and_then_nobody_knows(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient
+) -> None:
+    bridge = open_bridge()
+    topic = new_topic(bridge)
+    with Child(prepare_commit_and_wait, pulsar_broker.url, pulsar_broker.admin_url, topic) as child:
+        prepared, plain = child.told()
+        child.kill()
+    for later in (0, NOT_YET):
+        for token in (prepared, plain):
+            clean_up(bridge, proof_of(token), later)
+    clean_up(bridge, proof_of(prepared), LATER)  # as if the coordinator had stood still all the time
+    assert (state_of(bridge, prepared), state_of(bridge, plain)) == (TokenState.PREPARED, TokenState.COMMITTED)
+    assert bridge.commit(prepared) is Outcome.COMMITTED
+    for token in (prepared, plain):
+        wait_until_cleared(bridge, token)
+        found = bridge.status(token)
+        assert (found.state, found.permanent) == (TokenState.UNKNOWN, True)
+        assert "is gone" in found.reason
+    assert read_all(client, concrete(topic)) == [b"prepared", b"plain"]
+
+
+def wait_until_cleared(bridge: Bridge, token: str) -> None:
+    """Which it is as soon as the broker has noticed that its writer has gone."""
+
+    def is_gone() -> bool:
+        if is_there(bridge, proof_of(token)):
+            clean_up(bridge, proof_of(token), LATER)
+        return not is_there(bridge, proof_of(token))
+
+    eventually(is_gone, "the proof topic is deleted")
+
+
+def test_a_living_bridge_keeps_its_marker_topic_however_long_it_has_nothing_to_write(
+    open_bridge: Connect, client: PulsarClient
+) -> None:
+    bridge, other = open_bridge(), open_bridge()
+    topic = new_topic(bridge)
+    token = commit(bridge, topic, b"1")
+    clean_up(other, proof_of(token), LATER)
+    assert state_of(other, token) is TokenState.COMMITTED
+    assert state_of(other, commit(bridge, topic, b"2")) is TokenState.COMMITTED
+    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+
+
+def test_a_bridge_whose_marker_topic_was_cleared_up_writes_on_with_evidence(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, client: PulsarClient
+) -> None:
+    bridge, other = open_bridge(), open_bridge()
+    topic = new_topic(bridge)
+    first = prepare(bridge, topic, b"1")
+    assert bridge.commit(first) is Outcome.COMMITTED
+    marker = proof_of(first)
+    wait_until_cleared(other, first)
+    second = prepare(bridge, topic, b"2")
+    assert proof_of(second) == marker
+    assert kept_from(pulsar_broker, marker)  # so it has its subscription again
+    assert bridge.commit(second) is other.commit(second) is Outcome.COMMITTED
+    assert read_all(client, concrete(topic)) == [b"1", b"2"]
+
+
+def test_a_missing_topic_is_not_made_by_who_clears_up(open_bridge: Connect) -> None:
+    bridge = open_bridge()
+    topic = f"persistent://public/default/{unique('missing')}"
+    with pytest.raises(NotFound):
+        clean_up(bridge, topic)
+    assert not is_there(bridge, topic)
+
+
+# --- transactional ids ----------------------------------------------------------------------------------------------
+
+
+def test_of_an_id_all_goes_that_no_living_token_needs_and_the_rest_tells_the_truth(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
+    bridge = open_bridge(transactional_id=unique("owner"))
+    topic = new_topic(bridge)
+    with as_if_long_ago(monkeypatch):
+        long_ago = [commit(bridge, topic, b"%d" % number) for number in range(3)]
+    young = commit(bridge, topic, b"young")
+    marker = proof_of(young)
+    clean_up(bridge, marker)
+    since = how_of(young).proof
+    last = how_of(long_ago[-1]).proof
+    assert since is not None and last is not None
+    assert last.since < kept_from(pulsar_broker, marker) <= since.since
+    assert state_of(bridge, young) is TokenState.COMMITTED
+    clean_up(bridge, marker, LATER)  # an id may be opened again: its newest record stays
+    assert kept_from(pulsar_broker, marker) <= since.since
+    assert state_of(bridge, young) is TokenState.COMMITTED
+
+
+def test_an_unresolved_transaction_keeps_what_its_slot_needs(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect
+) -> None:
+    bridge = open_bridge(transactional_id=unique("owner"), pulsar={"prepared_ids": 1})
+    topic = new_topic(bridge)
+    ended = [prepare(bridge, topic)]
+    assert bridge.abort(ended[0]) is Outcome.ABORTED
+    ended.append(prepare(bridge, topic))
+    assert bridge.commit(ended[1]) is Outcome.COMMITTED
+    unresolved = prepare(bridge, topic)
+    clean_up(bridge, proof_of(unresolved), LATER)
+    proof = how_of(unresolved).proof
+    assert proof is not None and kept_from(pulsar_broker, proof.topic) <= proof.since
+    assert state_of(bridge, unresolved) is TokenState.PREPARED
+    assert bridge.commit(unresolved) is bridge.abort(unresolved) is Outcome.COMMITTED
+
+
+def test_a_writer_says_anew_until_when_its_transactions_can_be_open(
+    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = open_bridge()
+    topic = new_topic(bridge)
+    first, second = (how_of(commit(bridge, topic, value)).proof for value in (b"1", b"2"))
+    monkeypatch.setattr("txnbridge_pulsar.write.writer.PRESENCE_SECONDS", 0.0)
+    third = commit(bridge, topic, b"3")
+    assert first == second != how_of(third).proof
+    assert state_of(bridge, third) is TokenState.COMMITTED
+
+
+# --- who does it ----------------------------------------------------------------------------------------------------
+
+
+def test_whoever_opens_clears_up_after_the_dead(
+    pulsar_broker: brokers.Pulsar, open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = unique("clear")  # of its own: here all is over at once
+    admin(pulsar_broker, "PUT", f"namespaces/public/{namespace}")
+    url = pulsar_broker.url.replace("/default", f"/{namespace}")
+    bridge = open_bridge(url)
+    topic = new_topic(bridge)
+    with Child(prepare_commit_and_wait, url, pulsar_broker.admin_url, topic) as child:
+        prepared, plain = child.told()
+        child.kill()
+    monkeypatch.setattr(cleanup, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(cleanup, "_EVERY_SECONDS", 0.2)
+    monkeypatch.setattr(cleanup, "KEPT_SECONDS", -(proof.PRESENCE_SECONDS + 900))
+    open_bridge(url, transactional_id=unique("owner"))
+    eventually(lambda: not is_there(bridge, proof_of(plain)), "the proof topic of the dead bridge is deleted")
+    assert is_there(bridge, proof_of(prepared))  # it is open
+    assert bridge.abort(prepared) is Outcome.ABORTED
+
+
+def test_clearing_up_stops_when_the_bridge_is_closed(open_bridge: Connect) -> None:
+    bridge = open_bridge(transactional_id=unique("owner"))
+    bridge.close()
+    assert owner_of(bridge)._cleanup._stop.is_set()
+
+
+# --- a broker as it comes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_broker_that_drops_what_it_may_drops_nothing_that_a_living_token_needs(
+    start_pulsar: StartPulsar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {
+        "brokerDeleteInactiveTopicsFrequencySeconds": "1",
+        "managedLedgerMaxEntriesPerLedger": "2",
+        "managedLedgerMinLedgerRolloverTimeMinutes": "0",
+        "retentionCheckIntervalInSeconds": "1",
+        "brokerDeduplicationEntriesInterval": "1",  # else what it remembers of producers keeps records, too
+    }
+    broker = start_pulsar(delete_unused=True, settings=short)
+    monkeypatch.setattr("txnbridge_pulsar.write.writer._TRANSACTIONS_A_PRESENCE", 1)
+    with connect_to(broker.url, broker.admin_url, transactional_id=unique("owner")) as bridge:
+        topic = new_topic(bridge)
+        with as_if_long_ago(monkeypatch):
+            old = [commit(bridge, topic, b"%d" % number) for number in range(4)]
+        young = [commit(bridge, topic, b"%d" % number) for number in range(4)]
+        clean_up(bridge, proof_of(young[0]))
+        eventually(lambda: bridge.status(old[0]).permanent, "the broker drops what it may")
+        assert [state_of(bridge, token) for token in young] == [TokenState.COMMITTED] * 4
+        with bridge.transaction() as txn:
+            txn.send(topic, b"5")
+            flush(txn)
+            assert proof_topic_of(txn) == proof_of(young[0])

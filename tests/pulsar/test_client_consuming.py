@@ -1,0 +1,381 @@
+"""Consumers on a real broker: what they get, what they acknowledge, and what comes again."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from txnbridge_pulsar.client import (
+    EARLIEST,
+    LATEST,
+    BrokerConnectionLost,
+    Closed,
+    ConsumerBusy,
+    Inbox,
+    PulsarClient,
+    Single,
+    SubscriptionType,
+    partition_name,
+)
+
+from tests.pulsar.client_kit import SOON, admin, batch_of, consumer_of, cut, path_of, payloads, receive
+from tests.pulsar.reading_kit import write, write_chunks
+
+ALL_TYPES = pytest.mark.parametrize("type", list(SubscriptionType), ids=lambda type: type.name)
+
+
+def subscribe(client: PulsarClient, topic: str, **options: object):
+    return client.subscribe(topic, "s", timeout=SOON, **{"start": EARLIEST, **options})  # type: ignore[arg-type]
+
+
+def send(client: PulsarClient, topic: str, *contents: object) -> None:
+    producer = client.create_producer(topic, timeout=SOON)
+    for content in contents:
+        producer.send(Single(content) if isinstance(content, bytes) else content, timeout=SOON)  # type: ignore[arg-type]
+    producer.flush(SOON)
+    producer.close(SOON)
+
+
+def ids(entries):
+    return [message.id for entry in entries for message in entry.messages()]
+
+
+@ALL_TYPES
+def test_what_is_not_acknowledged_comes_again_to_the_next_consumer(client, topic, type):
+    send(client, topic, b"1", b"2", b"3")
+    consumer = subscribe(client, topic, type=type)
+    entries = receive(consumer, 3)
+    assert payloads(entries) == [b"1", b"2", b"3"]
+    consumer.acknowledge([entries[1].id], timeout=SOON)
+    consumer.close(SOON)
+    assert payloads(receive(subscribe(client, topic, type=type), 2)) == [b"1", b"3"]
+
+
+@ALL_TYPES
+def test_of_a_batch_what_is_not_acknowledged_comes_again(client, topic, type):
+    send(client, topic, batch_of(b"0", b"1", b"2", b"3"))
+    consumer = subscribe(client, topic, type=type)
+    found = ids(receive(consumer, 4))
+    consumer.acknowledge([found[1]], timeout=SOON)
+    consumer.acknowledge([found[3]], timeout=SOON)
+    consumer.close(SOON)
+    again = subscribe(client, topic, type=type)
+    entries = receive(again, 2)
+    assert payloads(entries) == [b"0", b"2"]
+    again.acknowledge(ids(entries), timeout=SOON)
+    again.close(SOON)
+    send(client, topic, b"marker")
+    assert payloads(receive(subscribe(client, topic, type=type), 1)) == [b"marker"]
+
+
+def test_everything_up_to_the_middle_of_a_batch_can_be_acknowledged(client, topic):
+    send(client, topic, b"first", batch_of(b"0", b"1", b"2"))
+    consumer = subscribe(client, topic)
+    consumer.acknowledge_up_to(ids(receive(consumer, 4))[2], timeout=SOON)
+    consumer.close(SOON)
+    assert payloads(receive(subscribe(client, topic), 1)) == [b"2"]
+
+
+@pytest.mark.parametrize("type", [SubscriptionType.SHARED, SubscriptionType.KEY_SHARED], ids=lambda type: type.name)
+def test_acknowledging_up_to_a_message_is_refused_where_the_broker_would_ignore_it(client, topic, type):
+    send(client, topic, b"x")
+    consumer = subscribe(client, topic, type=type)
+    (entry,) = receive(consumer, 1)
+    with pytest.raises(ValueError, match="exclusive and failover"):
+        consumer.acknowledge_up_to(entry.id, timeout=SOON)
+
+
+def test_more_ids_than_fit_in_one_command_are_acknowledged(client, topic):
+    producer = client.create_producer(topic, timeout=SOON)
+    for number in range(6000):
+        producer.send(Single(b"%d" % number), timeout=SOON)
+    producer.flush(SOON)
+    consumer = subscribe(client, topic, type=SubscriptionType.SHARED)
+    entries = receive(consumer, 6000)
+    assert len(consumer.start_acknowledge(ids(entries), timeout=SOON)) == 2
+    consumer.acknowledge(ids(entries), timeout=SOON)
+    consumer.close(SOON)
+    send(client, topic, b"marker")
+    assert payloads(receive(subscribe(client, topic, type=SubscriptionType.SHARED), 1)) == [b"marker"]
+
+
+# ---------------------------------------------------------------------------------------------------- sharing
+
+
+def test_an_exclusive_subscription_takes_one_consumer(client, topic):
+    subscribe(client, topic)
+    with pytest.raises(ConsumerBusy):
+        subscribe(client, topic, connection_key="other")
+
+
+def test_consumers_of_a_shared_subscription_share_its_messages(client, topic):
+    both = [subscribe(client, topic, type=SubscriptionType.SHARED, permits=5) for _ in range(2)]
+    send(client, topic, *(b"%d" % number for number in range(40)))
+    found: Counter[bytes] = Counter()
+    of_each = [0, 0]
+    until = time.monotonic() + SOON
+    while sum(of_each) < 40 and time.monotonic() < until:
+        for at, consumer in enumerate(both):
+            came = consumer.receive(0.1)
+            of_each[at] += len(came)
+            found.update(payloads(came))
+    assert set(found.values()) == {1} and len(found) == 40
+    assert min(of_each) > 0
+
+
+def test_when_the_active_consumer_of_a_failover_subscription_leaves_the_other_takes_over(client, topic):
+    inbox = Inbox()
+    both = [
+        subscribe(client, topic, type=SubscriptionType.FAILOVER, name=name, connection_key=name, inbox=inbox)
+        for name in ("a", "b")
+    ]
+    send(client, topic, b"1")
+    (entry,) = receive(both[0], 1)
+    active = consumer_of(entry)
+    active.acknowledge([entry.id], timeout=SOON)
+    (other,) = set(both) - {active}
+    assert (active.active, other.active) == (True, False)
+    active.close(SOON)
+    send(client, topic, b"2")
+    (entry,) = receive(other, 1)
+    assert (payloads([entry]), entry.consumer, other.active) == ([b"2"], other, True)
+
+
+def test_messages_of_one_key_go_to_one_consumer(client, topic):
+    both = [subscribe(client, topic, type=SubscriptionType.KEY_SHARED) for _ in range(2)]
+    contents = [Single(b"%d" % number, b"key %d" % (number % 10)) for number in range(100)]
+    send(client, topic, *contents)
+    owners: dict[bytes | None, set[int]] = {}
+    count, until = 0, time.monotonic() + SOON
+    while count < 100 and time.monotonic() < until:
+        for at, consumer in enumerate(both):
+            for entry in consumer.receive(0.1):
+                count += 1
+                owners.setdefault(entry.messages()[0].key, set()).add(at)
+    assert count == 100
+    assert all(len(owner) == 1 for owner in owners.values())
+    assert len(set.union(*owners.values())) == 2
+
+
+def test_one_inbox_serves_the_consumers_of_all_partitions(client, topic, pulsar_broker):
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/partitions", 4)
+    inbox = Inbox()
+    names = [partition_name(topic, number) for number in range(4)]
+    consumers = [subscribe(client, name, inbox=inbox) for name in names]
+    for name in names:
+        send(client, name, name.encode())
+    found: dict[str, list[bytes]] = {}
+    until = time.monotonic() + SOON
+    while len(found) < 4 and time.monotonic() < until:
+        for entry in inbox.take(1):
+            found.setdefault(consumer_of(entry).topic, []).extend(payloads([entry]))
+    assert found == {name: [name.encode()] for name in names}
+    consumers[0].close(SOON)
+    send(client, names[1], b"more")
+    assert payloads(receive(consumers[1], 1)) == [b"more"]
+
+
+# ---------------------------------------------------------------------------------------------------- flow
+
+
+def test_the_broker_sends_no_more_than_was_asked_for(client, topic):
+    consumer = subscribe(client, topic, permits=10)
+    send(client, topic, *(b"%d" % number for number in range(100)))
+    assert consumer.last_message_id(SOON).entry == 99
+    assert len(consumer.inbox._waiting) <= 16
+    assert payloads(receive(consumer, 100)) == [b"%d" % number for number in range(100)]
+    assert consumer._outstanding <= 10
+
+
+def test_large_messages_are_asked_for_a_few_at_a_time(client, topic):
+    consumer = subscribe(client, topic, inbox=Inbox(max_bytes=4_000_000))
+    producer = client.create_producer(topic, timeout=SOON)
+    for _ in range(40):
+        producer.send(Single(bytes(1_000_000)), timeout=SOON)
+    producer.flush(SOON)
+    found, most = 0, 0
+    until = time.monotonic() + SOON
+    while found < 40 and time.monotonic() < until:
+        found += len(consumer.receive(1, most=1))
+        most = max(most, len(consumer.inbox._waiting) if found > 20 else 0)
+    assert found == 40
+    assert most <= 4
+
+
+# ---------------------------------------------------------------------------------------------------- again
+
+
+@ALL_TYPES
+def test_what_is_not_acknowledged_comes_again_when_asked_for(client, topic, type):
+    send(client, topic, b"1", batch_of(b"2", b"3"), b"4")
+    consumer = subscribe(client, topic, type=type)
+    first = receive(consumer, 4)
+    consumer.acknowledge([first[0].id, *ids(first)[1:2]], timeout=SOON)
+    consumer.redeliver()
+    again = receive(consumer, 2)
+    assert payloads(again) == [b"3", b"4"]
+    consumer.acknowledge(ids(again), timeout=SOON)
+
+
+def test_on_a_shared_subscription_single_messages_can_be_asked_for_again(client, topic):
+    send(client, topic, b"1", b"2", b"3")
+    consumer = subscribe(client, topic, type=SubscriptionType.SHARED)
+    entries = receive(consumer, 3)
+    consumer.redeliver([entries[1].id])
+    (again,) = receive(consumer, 1)
+    assert payloads([again]) == [b"2"]
+    assert again.redeliveries == 1
+
+
+def test_what_waits_is_dropped_when_everything_is_asked_for_again(client, topic):
+    consumer = subscribe(client, topic)
+    send(client, topic, *(b"%d" % number for number in range(10)))
+    first = receive(consumer, 1)[:1]
+    consumer.redeliver()
+    consumer.redeliver()
+    assert payloads(receive(consumer, 10)) == [b"%d" % number for number in range(10)]
+    assert payloads(first) == [b"0"]
+
+
+# ---------------------------------------------------------------------------------------------------- moving
+
+
+def test_seeking_goes_to_a_message_a_time_and_both_ends(client, topic):
+    send(client, topic, b"1", b"2", b"3")
+    consumer = subscribe(client, topic)
+    entries = receive(consumer, 3)
+    time.sleep(0.01)  # the next message's time is another one
+    send(client, topic, b"4")
+    late = receive(consumer, 1)[0]
+    consumer.seek(entries[1].id, SOON)
+    assert payloads(receive(consumer, 3)) == [b"2", b"3", b"4"]
+    consumer.seek(late.publish_time, SOON)
+    assert payloads(receive(consumer, 1)) == [b"4"]
+    consumer.seek(LATEST, SOON)
+    send(client, topic, b"5")
+    assert payloads(receive(consumer, 1)) == [b"5"]
+    consumer.seek(EARLIEST, SOON)
+    assert payloads(receive(consumer, 5)) == [b"1", b"2", b"3", b"4", b"5"]
+
+
+def test_a_subscription_that_is_ended_is_begun_anew(client, topic):
+    send(client, topic, b"1")
+    consumer = subscribe(client, topic)
+    consumer.acknowledge(ids(receive(consumer, 1)), timeout=SOON)
+    consumer.unsubscribe(SOON)
+    with pytest.raises(Closed):
+        consumer.receive(1)
+    assert payloads(receive(subscribe(client, topic), 1)) == [b"1"]
+
+
+def test_the_last_message_of_an_empty_topic_is_none(client, topic):
+    assert subscribe(client, topic).last_message_id(SOON).entry == -1
+
+
+# ---------------------------------------------------------------------------------------------------- readers
+
+
+def test_a_reader_begins_behind_a_message_and_leaves_nothing_behind(client, topic, pulsar_broker):
+    send(client, topic, b"1", b"2", b"3")
+    reader = client.read(topic, timeout=SOON)
+    entries = receive(reader, 3)
+    reader.close(SOON)
+    behind = client.read(topic, timeout=SOON, start=entries[0].id)
+    assert payloads(receive(behind, 2)) == [b"2", b"3"]
+    behind.close(SOON)
+    assert admin(pulsar_broker, "GET", f"{path_of(topic)}/stats")["subscriptions"] == {}
+
+
+def test_a_reader_can_begin_behind_any_message_of_a_batch(client, topic):
+    send(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
+    found = ids(receive(client.read(topic, timeout=SOON), 5))
+    behind = [payloads(receive(client.read(topic, timeout=SOON, start=id), 4 - at)) for at, id in enumerate(found[:4])]
+    assert behind == [[b"0", b"1", b"2", b"last"], [b"1", b"2", b"last"], [b"2", b"last"], [b"last"]]
+
+
+def test_seeking_goes_to_any_message_of_a_batch(client, topic):
+    send(client, topic, b"first", batch_of(b"0", b"1", b"2"), b"last")
+    consumer = subscribe(client, topic)
+    found = ids(receive(consumer, 5))
+    for at, id in enumerate(found):
+        consumer.seek(id, SOON)
+        assert payloads(receive(consumer, 5 - at)) == [b"first", b"0", b"1", b"2", b"last"][at:]
+
+
+def reopened(reader, count):
+    """What it gives next. A broker that sees the old connection end late may close the new consumer with the old."""
+    while True:
+        reader.reopen(SOON)
+        with suppress(BrokerConnectionLost):
+            return receive(reader, count)
+
+
+def test_a_reader_goes_on_where_it_was_when_it_is_opened_again(client, topic):
+    send(client, topic, b"1", b"2", b"3")
+    reader = client.read(topic, timeout=SOON)
+    assert payloads(reader.receive(SOON, most=1)) == [b"1"]
+    cut(reader)
+    assert payloads(reopened(reader, 2)) == [b"2", b"3"]
+    with pytest.raises(ValueError, match="begin another"):
+        reader.seek(EARLIEST, SOON)
+
+
+def test_a_reader_that_is_opened_again_amid_a_message_in_chunks_gives_it_whole(client, topic):
+    write(client, topic, b"1")
+    reader = client.read(topic, timeout=SOON)
+    assert payloads(receive(reader, 1)) == [b"1"]
+    write_chunks(client, topic, [b"two, "], of=2)
+    while not reader._chunks.incomplete:
+        assert reader.receive(0.1) == []
+    write(client, topic, b"3")
+    assert payloads(receive(reader, 1)) == [b"3"]
+    cut(reader)
+    write_chunks(client, topic, [b"and the rest"], first=1, of=2)
+    assert payloads(reopened(reader, 2)) == [b"3", b"two, and the rest"]
+    cut(reader)
+    write(client, topic, b"4")
+    assert payloads(reopened(reader, 1)) == [b"4"]
+
+
+# ---------------------------------------------------------------------------------------------------- losing it
+
+
+def test_a_consumer_whose_topic_moves_says_so_and_goes_on_when_opened_again(client, topic, pulsar_broker):
+    consumer = subscribe(client, topic)
+    send(client, topic, b"1", b"2")
+    entries = receive(consumer, 2)
+    consumer.acknowledge([entries[0].id], timeout=SOON)
+    generation = consumer.generation
+    admin(pulsar_broker, "PUT", f"{path_of(topic)}/unload")
+    with pytest.raises(BrokerConnectionLost):
+        while True:
+            consumer.receive(SOON)
+    with pytest.raises(BrokerConnectionLost):
+        consumer.acknowledge([entries[1].id], timeout=SOON)
+    consumer.reopen(SOON)
+    # The first may come again: a broker stores what is acknowledged now and then.
+    assert payloads(receive(consumer, 1))[-1] == b"2"
+    assert consumer.generation == generation + 1
+
+
+def test_what_waited_when_the_connection_ended_is_given_before_the_loss_is_told(client, topic):
+    consumer = subscribe(client, topic)
+    send(client, topic, b"1")
+    until = time.monotonic() + SOON
+    while not consumer.inbox._waiting and time.monotonic() < until:
+        time.sleep(0.01)
+    cut(consumer)
+    assert payloads(consumer.receive(SOON)) == [b"1"]
+    with pytest.raises(BrokerConnectionLost):
+        consumer.receive(SOON)
+
+
+def test_a_closed_consumer_says_so(client, topic):
+    consumer = subscribe(client, topic)
+    consumer.close(SOON)
+    consumer.close(SOON)
+    for call in (lambda: consumer.receive(1), lambda: consumer.reopen(SOON), lambda: consumer.redeliver()):
+        with pytest.raises(Closed):
+            call()

@@ -1,0 +1,462 @@
+"""Entries: what is sent is received again, alone and in batches, packed and in chunks; and damaged ones are refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from txnbridge_pulsar.client import (
+    CorruptEntry,
+    MessageBatch,
+    MessageId,
+    MissingLibrary,
+    ProtocolError,
+    ReceivedEntry,
+    Single,
+    TxnId,
+)
+from txnbridge_pulsar.client.chunks import CHUNK_BYTES, MOST_AT_ONCE, Chunks
+from txnbridge_pulsar.client.codec import encode
+from txnbridge_pulsar.client.compression import Compression, compress, decompress
+from txnbridge_pulsar.client.frames import FrameReader, command, parse, send_command, split_entry
+from txnbridge_pulsar.client.ids import ack_set, cumulative_ack_fields, delivered_indexes, individual_ack_fields
+from txnbridge_pulsar.client.sending import Content
+
+pytestmark = pytest.mark.offline
+
+MINIMUM = {"producer_name": "p", "sequence_id": 5, "publish_time": 1}
+
+
+def entry_of(
+    content: Content, acked: Any = (), compression: Compression = Compression.NONE, **metadata: Any
+) -> ReceivedEntry:
+    """The content as a consumer gets it."""
+    body = content.body()
+    described: dict[str, Any] = {**MINIMUM, **content.metadata(), **metadata}
+    if compression:
+        described |= {"compression": compression, "uncompressed_size": len(body)}
+    frame = send_command(
+        {"producer_id": 1, "sequence_id": 5}, encode("MessageMetadata", described), compress(compression, body)
+    )
+    fields: dict[str, Any] = {"message_id": {"ledger_id": 7, "entry_id": 8, "partition": 2}}
+    if acked:
+        fields["ack_set"] = ack_set(content.count, acked)
+    return ReceivedEntry(None, 1, fields, parse(frame[4:]).tail)
+
+
+KEYS = st.none() | st.binary(max_size=20) | st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
+MESSAGES = st.tuples(
+    st.none() | st.binary(max_size=200),
+    KEYS,
+    st.lists(st.tuples(TEXT, TEXT), max_size=3),
+    st.none() | st.integers(1, 1 << 40),
+    st.none() | st.binary(max_size=5),
+)
+
+
+def as_bytes(key: bytes | str | None) -> bytes | None:
+    return key.encode() if isinstance(key, str) else key
+
+
+def parts(message: Any) -> tuple[Any, ...]:
+    return (message.value, message.key, message.properties, message.event_time, message.ordering_key)
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=20))
+def test_a_batch_is_read_as_it_was_filled(messages):
+    batch = MessageBatch()
+    for message in messages:
+        batch.append(*message)
+    assert batch.size == len(batch.body())
+    entry = entry_of(batch)
+    assert (entry.is_batch, entry.count, entry.permits) == (True, len(messages), len(messages))
+    read = entry.messages()
+    assert [parts(found) for found in read] == [(m[0], as_bytes(m[1]), *m[2:]) for m in messages]
+    assert [found.id for found in read] == [MessageId(7, 8, 2, i, len(messages)) for i in range(len(messages))]
+    assert [found.sequence_id for found in read] == list(range(5, 5 + len(messages)))
+
+
+@given(MESSAGES)
+def test_a_message_alone_is_read_as_it_was_sent(message):
+    value, key, properties, event_time, ordering_key = message
+    (found,) = entry_of(Single(value, key, properties, event_time, ordering_key)).messages()
+    assert parts(found) == (value, as_bytes(key), properties, event_time, ordering_key)
+    assert found.id == MessageId(7, 8, 2)
+
+
+@given(st.lists(st.binary(max_size=300), max_size=30))
+def test_a_batch_of_payloads_alone_has_the_same_bytes_as_one_filled_message_by_message(payloads):
+    at_once, one_by_one = MessageBatch(), MessageBatch()
+    at_once.extend(payloads)
+    for payload in payloads:
+        one_by_one.append(payload)
+    assert (at_once.body(), at_once.size, at_once.count) == (one_by_one.body(), one_by_one.size, len(payloads))
+
+
+def test_the_key_of_a_batchs_first_message_routes_it():
+    batch = MessageBatch()
+    batch.append(b"1", b"\x00key")
+    batch.append(b"2", b"other")
+    assert batch.metadata()["partition_key"] == "AGtleQ=="
+    assert batch.metadata()["partition_key_b64_encoded"]
+
+
+def test_an_entry_says_which_transaction_it_belongs_to_also_if_that_is_0_0():
+    assert entry_of(Single(b"x")).txn is None
+    assert entry_of(Single(b"x"), **TxnId(0, 0).fields).txn == TxnId(0, 0)
+
+
+def test_of_a_batch_only_what_is_not_acknowledged_is_given():
+    batch = MessageBatch()
+    batch.extend([b"%d" % number for number in range(130)])
+    entry = entry_of(batch, acked=[0, 63, 64, 129])
+    assert [message.index for message in entry.messages()] == [i for i in range(130) if i not in (0, 63, 64, 129)]
+    assert entry.permits == 126
+
+
+# ---------------------------------------------------------------------------------------------------- acknowledging
+
+
+@given(st.integers(1, 300), st.data())
+def test_the_bits_of_a_batch_name_what_is_not_acknowledged(size, data):
+    acked = data.draw(st.sets(st.integers(0, size - 1)))
+    words = ack_set(size, acked)
+    left = sorted(set(range(size)) - acked)
+    assert delivered_indexes(words) == left
+    assert bool(words) == bool(left)
+
+
+def test_ids_of_one_batch_become_one_with_bits_and_others_none():
+    ids = [MessageId(1, 2, -1, 0, 3), MessageId(1, 3), MessageId(1, 2, -1, 2, 3)]
+    assert individual_ack_fields(ids) == [
+        {"ledger_id": 1, "entry_id": 2, "ack_set": [0b010], "batch_size": 3},
+        {"ledger_id": 1, "entry_id": 3},
+    ]
+
+
+def test_a_batch_acknowledged_as_a_whole_goes_with_its_size():
+    ids = [MessageId(1, 2, -1, index, 2) for index in range(2)]
+    assert individual_ack_fields(ids) == [{"ledger_id": 1, "entry_id": 2, "ack_set": [], "batch_size": 2}]
+
+
+def test_acknowledging_up_to_the_middle_of_a_batch_leaves_its_rest():
+    fields = cumulative_ack_fields(MessageId(1, 2, -1, 1, 4))
+    assert fields == {"ledger_id": 1, "entry_id": 2, "ack_set": [0b1100], "batch_size": 4}
+
+
+# ---------------------------------------------------------------------------------------------------- compression
+
+
+@pytest.mark.parametrize("kind", list(Compression), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("data", [b"", b"x", b"again and again " * 1000], ids=["empty", "short", "long"])
+def test_what_is_packed_is_unpacked(kind, data):
+    packed = installed(compress, kind, data)
+    assert decompress(kind, packed, len(data), 1 << 20) == data
+
+
+def installed(call: Any, *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except MissingLibrary as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Compression if kind], ids=lambda kind: kind.name)
+def test_a_packed_entry_of_another_size_than_it_claims_is_refused(kind):
+    packed = installed(compress, kind, b"again and again " * 10)
+    for size in (0, 159, 161):
+        with pytest.raises(CorruptEntry):
+            decompress(kind, packed, size, 1 << 20)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Compression if kind], ids=lambda kind: kind.name)
+def test_a_small_entry_that_unpacks_to_much_more_than_it_claims_takes_no_such_memory(kind):
+    packed = installed(compress, kind, bytes(50_000_000))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptEntry):
+            decompress(kind, packed, 1000, 1 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3, 4, 5, -1])
+def test_what_claims_more_than_is_taken_is_refused_unread(kind):
+    with pytest.raises(CorruptEntry):
+        decompress(kind, b"", 1 << 30, 1 << 20)
+
+
+@given(kind=st.sampled_from([kind for kind in Compression if kind]), data=st.binary(max_size=200))
+def test_garbage_is_unpacked_or_refused(kind, data):
+    with suppress(CorruptEntry, MissingLibrary):
+        decompress(kind, data, 100, 1 << 20)
+
+
+def test_a_packed_batch_is_read():
+    batch = MessageBatch()
+    batch.extend([b"one", b"two"])
+    assert [m.payload for m in entry_of(batch, compression=Compression.ZLIB).messages()] == [b"one", b"two"]
+
+
+# ---------------------------------------------------------------------------------------------------- chunks
+
+
+def chunk_of(uuid: str, number: int, of: int, payload: bytes, at: int, whole: int) -> ReceivedEntry:
+    metadata: dict[str, Any] = {
+        "uuid": uuid,
+        "chunk_id": number,
+        "num_chunks_from_msg": of,
+        "total_chunk_msg_size": whole,
+    }
+    entry = entry_of(Single(payload), **metadata)
+    entry.id = MessageId(7, at)
+    return entry
+
+
+def add(chunks: Chunks, entry: ReceivedEntry, max_bytes: int = 1 << 20) -> ReceivedEntry | None:
+    assert entry.chunk is not None
+    return chunks.add(entry, entry.chunk, max_bytes)
+
+
+def test_a_message_in_chunks_is_whole_with_its_last_one():
+    chunks = Chunks()
+    assert add(chunks, chunk_of("a", 0, 3, b"one ", 1, 13)) is None
+    assert add(chunks, chunk_of("b", 0, 2, b"other", 2, 10)) is None
+    assert add(chunks, chunk_of("a", 1, 3, b"two ", 3, 13)) is None
+    whole = add(chunks, chunk_of("a", 2, 3, b"three", 4, 13))
+    assert whole is not None
+    assert [message.payload for message in whole.messages()] == [b"one two three"]
+    assert whole.id == MessageId(7, 4, first_chunk=(7, 1))
+    assert whole.parts == (MessageId(7, 1), MessageId(7, 3), MessageId(7, 4))
+    assert whole.chunk is None
+
+
+def test_a_message_whose_first_chunk_was_not_seen_is_not_given():
+    chunks = Chunks()
+    assert add(chunks, chunk_of("a", 1, 2, b"two", 2, 6)) is None
+
+
+def test_chunks_that_come_again_from_the_first_make_the_message_once():
+    chunks = Chunks()
+    found = [add(chunks, chunk_of("a", number, 2, b"one", number, 6)) for number in (0, 0, 1)]
+    assert [entry is not None for entry in found] == [False, False, True]
+    assert found[2] is not None and found[2].parts == (MessageId(7, 0), MessageId(7, 1))
+
+
+def test_chunks_that_do_not_add_up_to_their_message_are_refused():
+    chunks = Chunks()
+    add(chunks, chunk_of("a", 0, 2, b"one", 1, 7))
+    whole = add(chunks, chunk_of("a", 1, 2, b"two", 2, 7))
+    assert whole is not None
+    with pytest.raises(CorruptEntry, match="7:1"):
+        whole.messages()
+
+
+def held(chunks: Chunks) -> int:
+    """Bytes, as they count."""
+    return sum(entry.size + CHUNK_BYTES for begun in chunks._begun.values() for entry in begun)
+
+
+def test_incomplete_messages_are_held_within_a_limit():
+    chunks = Chunks()
+    for number in range(10 * MOST_AT_ONCE):
+        add(chunks, chunk_of(f"{number}", 0, 2, b"one", number, 6))
+    assert len(chunks._begun) == MOST_AT_ONCE
+    for number in range(10):
+        add(chunks, chunk_of(f"large {number}", 0, 2, bytes(1000), number, 2000), max_bytes=5000)
+        assert held(chunks) <= 5000
+    assert chunks.incomplete
+
+
+@pytest.mark.parametrize("claimed", [10, 1000, 10**6, None], ids="claims {}".format)
+def test_one_message_is_held_within_the_limit_whatever_it_claims(claimed):
+    chunks, refused = Chunks(), []
+    for number in range(500):
+        chunk = chunk_of("a", number, 500, bytes(100_000), number, 0)
+        if claimed is None:
+            del chunk.metadata["total_chunk_msg_size"]
+        else:
+            chunk.metadata["total_chunk_msg_size"] = claimed
+        if (found := add(chunks, chunk, max_bytes=5_000_000)) is not None:
+            refused.append((number, found))
+        assert held(chunks) <= 5_000_000
+    ((number, entry),) = refused  # told once: who seeks behind it goes on
+    assert 40 < number < 50 and not chunks.incomplete
+    with pytest.raises(CorruptEntry, match=rf"larger.*7:{number}"):
+        entry.messages()
+
+
+@pytest.mark.parametrize(("of", "claimed"), [(2, 2**31 - 1), (2**31 - 1, 4)])
+def test_a_message_that_claims_to_be_too_large_is_refused_with_its_first_chunk(of, claimed):
+    chunks = Chunks()
+    entry = add(chunks, chunk_of("a", 0, of, b"x", 1, claimed))
+    assert entry is not None and not chunks.incomplete
+    with pytest.raises(CorruptEntry, match="claims"):
+        entry.messages()
+    assert add(chunks, chunk_of("a", 1, of, b"x", 2, claimed)) is None
+
+
+def test_many_small_chunks_take_no_more_memory_than_a_few_large_ones():
+    chunks, limit, of, number = Chunks(), 2_000_000, 100, 0
+    tracemalloc.start()
+    try:
+        # Each says that few follow.
+        while add(chunks, chunk_of("a", number, number + of, b"", number, 0), limit) is None:
+            number += 1
+            assert tracemalloc.get_traced_memory()[0] < limit
+    finally:
+        tracemalloc.stop()
+    assert number > of
+
+
+def test_a_message_that_fills_the_limit_is_whole():
+    def parts():
+        return [chunk_of("a", number, 3, bytes(1000), number, 3000) for number in range(3)]
+
+    chunks = Chunks()
+    size = sum(part.size + CHUNK_BYTES for part in parts())
+    found = [add(chunks, part, max_bytes=size) for part in parts()]
+    assert found[2] is not None and [message.payload for message in found[2].messages()] == [bytes(3000)]
+    found = [add(chunks, part, max_bytes=size - 1) for part in parts()]
+    assert found[:2] == [None, None] and found[2] is not None and found[2].fault is not None
+
+
+def test_a_message_that_was_dropped_for_others_and_goes_on_is_told_once():
+    chunks = Chunks()
+    for number in range(MOST_AT_ONCE + 1):
+        add(chunks, chunk_of(f"{number}", 0, 4, b"x", number, 4))
+    dropped = [add(chunks, chunk_of("0", number, 4, b"x", 100 + number, 4)) for number in (1, 2, 3)]
+    assert [entry is not None for entry in dropped] == [True, False, False]
+    assert dropped[0] is not None
+    with pytest.raises(CorruptEntry, match=r"dropped.*7:101"):
+        dropped[0].messages()
+    found = [add(chunks, chunk_of("0", number, 4, b"x", number, 4)) for number in range(4)]  # it comes again
+    assert found[3] is not None and len(found[3].messages()) == 1
+
+
+def test_chunks_with_numbers_below_zero_start_nothing():
+    chunks = Chunks()
+    assert add(chunks, chunk_of("a", 0, 3, b"x", 1, 3)) is None
+    assert add(chunks, chunk_of("a", -5, 3, b"x", 2, 3)) is None
+    assert not chunks.incomplete
+
+
+# ---------------------------------------------------------------------------------------------------- damaged
+
+
+def tail_of(content: Content) -> bytes:
+    frame = send_command({"producer_id": 1, "sequence_id": 5}, encode("MessageMetadata", MINIMUM), content.body())
+    return parse(frame[4:]).tail
+
+
+@given(st.integers(0, 200), st.integers(1, 255))
+def test_one_wrong_byte_is_noticed(at, difference):
+    tail = bytearray(tail_of(Single(b"payload" * 30)))
+    tail[6 + at] ^= difference  # behind the checksum
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, bytes(tail))
+    with pytest.raises(CorruptEntry, match="7:8"):
+        entry.messages()
+
+
+@given(st.binary(max_size=100))
+def test_an_entry_of_garbage_is_refused_when_its_messages_are_asked_for(tail):
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    if entry.fault is not None:
+        with pytest.raises(CorruptEntry):
+            entry.messages()
+        assert entry.permits == 1
+
+
+def test_a_batch_that_claims_more_messages_than_it_has_is_refused():
+    for claimed in (3, 2**31 - 1):
+        batch = MessageBatch()
+        batch.extend([b"one", b"two"])
+        with pytest.raises(CorruptEntry):
+            entry_of(batch, num_messages_in_batch=claimed).messages()
+
+
+@given(st.binary(max_size=200))
+def test_a_batch_of_garbage_is_read_or_refused(payload):
+    with suppress(CorruptEntry):
+        entry_of(Single(payload), num_messages_in_batch=3).messages()
+
+
+def test_what_a_broker_adds_before_the_entry_is_read_and_not_part_of_it():
+    added = encode("BrokerEntryMetadata", {"broker_timestamp": 1, "index": 41})
+    tail = b"\x0e\x02" + len(added).to_bytes(4, "big") + added + tail_of(Single(b"x"))
+    entry = ReceivedEntry(None, 1, {"message_id": {"ledger_id": 7, "entry_id": 8}}, tail)
+    assert entry.index == 41
+    assert [message.payload for message in entry.messages()] == [b"x"]
+
+
+def test_an_entry_without_a_checksum_is_read():
+    tail = tail_of(Single(b"x"))[6:]
+    metadata, payload, _ = split_entry(tail)
+    assert (metadata["sequence_id"], payload) == (5, b"x")
+
+
+# ---------------------------------------------------------------------------------------------------- frames
+
+
+def feed(reader: FrameReader, data: bytes) -> list[bytes]:
+    """As a connection does it: as much at a time as there is room for."""
+    found = []
+    while data:
+        with reader.space() as space:
+            size = min(len(space), len(data))
+            space[:size] = data[:size]
+        data = data[size:]
+        found += reader.frames(size)
+    return found
+
+
+@given(st.lists(st.binary(min_size=4, max_size=400_000), max_size=5), st.integers(1, 300_000))
+def test_frames_are_cut_wherever_the_stream_was(bodies, step):
+    stream = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    reader = FrameReader(500_000)
+    found = []
+    for at in range(0, len(stream), step):
+        found += feed(reader, stream[at : at + step])
+    assert found == bodies
+
+
+@pytest.mark.parametrize("size", [0, 3, 5_000_001, 2**31, 2**32 - 1])
+def test_a_frame_of_an_impossible_size_is_refused_before_memory_is_taken_for_it(size):
+    reader = FrameReader(5_000_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            feed(reader, size.to_bytes(4, "big") + b"x" * 100)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_large_frames_memory_is_given_back():
+    reader = FrameReader(5_000_000)
+    assert feed(reader, (4_000_000).to_bytes(4, "big") + bytes(4_000_000)) == [bytes(4_000_000)]
+    feed(reader, command("ping"))
+    assert len(reader._buffer) < 1_000_000
+
+
+@given(st.binary(max_size=200))
+def test_a_frame_of_garbage_is_read_or_refused(data):
+    with suppress(ProtocolError):
+        parse(data)
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(0, 2**32 - 1))
+def test_a_frame_whose_command_is_longer_than_itself_is_refused(data, size):
+    size = max(size, len(data) + 1)
+    with pytest.raises(ProtocolError):
+        parse(size.to_bytes(4, "big") + data)
+
+
+def test_a_command_that_is_unknown_is_no_error():
+    assert parse(b"\x00\x00\x00\x06" + b"\x08\x63\x9a\x06\x01x").name == ""

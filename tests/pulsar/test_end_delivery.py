@@ -1,0 +1,426 @@
+"""What a coordinator says has ended, and has not where a topic was being moved: our own ends make it so."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from txnbridge_conformance import brokers
+from txnbridge_conformance.brokers.plugin import pulsar_or_skip
+from txnbridge_conformance.looking import eventually, seen, send, take, values
+from txnbridge_pulsar.client import Transactions, TxnId
+from txnbridge_pulsar.client.rest import path_of
+from txnbridge_pulsar.outcome import end_delivery
+from txnbridge_pulsar.outcome.end_delivery import NO_PARTICIPANTS, EndDelivery, Participants
+from txnbridge_pulsar.outcome.outcome import EndResult, TokenEvidence
+from txnbridge_pulsar.write import owner as owner_module
+
+from tests.pulsar.client_kit import admin
+from tests.pulsar.kit import SOON
+from tests.pulsar.writing_kit import Connect, cluster_of, concrete, flush, how_of, new_topic, unique, writer_of
+from txnbridge import (
+    Bridge,
+    BrokerUnavailable,
+    Conflict,
+    Consumer,
+    Fenced,
+    Outcome,
+    Token,
+    TokenState,
+    TransactionAborted,
+)
+from txnbridge.errors import InvalidToken
+from txnbridge.spi import Deadline
+
+# Of so many commits while a topic is unloaded the coordinator forgets a third.
+COMMITS = 12
+
+
+# Of the broker itself: it has stood still for good after these were unloaded under open transactions.
+ITS_OWN = ("__transaction_buffer_snapshot", "__change_events")
+
+
+@pytest.fixture(scope="module")
+def pulsar_broker() -> Iterator[brokers.Pulsar]:
+    """One that no other tests use, because unloading concerns all that is on it."""
+    with pulsar_or_skip() as broker:
+        yield broker
+
+
+@pytest.fixture
+def bridge(open_bridge: Connect) -> Bridge:
+    return open_bridge()
+
+
+@pytest.fixture
+def unload(pulsar_broker: brokers.Pulsar, bridge: Bridge) -> Callable[[str], None]:
+    """Have the broker let go of a topic, and of all in its bundle. It loads them again for the next who asks."""
+
+    def unload_one(topic: str) -> None:
+        admin(pulsar_broker, "PUT", f"namespaces/public/default/{bundle_of(bridge, concrete(topic, 0))}/unload")
+
+    return unload_one
+
+
+def bundle_of(bridge: Bridge, full: str) -> str:
+    rest = cluster_of(bridge).rest
+    assert rest is not None
+    return (
+        rest.look("GET", f"/lookup/v2/topic/persistent/{path_of(full)}/bundle", Deadline(SOON))[1].decode().strip('"')
+    )
+
+
+def movable(bridge: Bridge, *away_from: str) -> str:
+    """A topic that is not let go of together with these, nor with the broker's own."""
+    taken = {bundle_of(bridge, f"persistent://public/default/{name}") for name in ITS_OWN}
+    taken |= {bundle_of(bridge, concrete(topic, 0)) for topic in away_from}
+    while bundle_of(bridge, concrete(topic := unique("moved"), 0)) in taken:
+        pass
+    cluster_of(bridge).topics.create(topic, 1, Deadline(SOON))
+    return topic
+
+
+@contextmanager
+def forgetting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside, coordinators say that a transaction has ended and tell no topic."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "end", lambda *_: meanwhile())
+        yield
+
+
+# --- one after the other ----------------------------------------------------------------------------------------------
+
+
+def test_what_was_unloaded_while_it_was_committed_is_told(
+    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, results = movable(bridge), movable(bridge)
+    send(bridge, inputs, b"1", b"2")
+    with bridge.consumer(inputs, group="workers") as consumer:
+        messages = take(consumer, 2)
+        with bridge.transaction() as txn:
+            txn.send(results, b"result")
+            txn.ack(messages)
+            flush(txn)
+
+            def meanwhile() -> None:
+                unload(inputs)
+                unload(results)
+
+            with forgetting(monkeypatch, meanwhile):
+                txn.commit()
+        assert values(seen(bridge, results)) == [b"result"]
+    send(bridge, inputs, b"3")
+    with bridge.consumer(inputs, group="workers") as consumer:
+        assert values(take(consumer, 1)) == [b"3"]
+
+
+def test_what_is_unloaded_a_moment_later_is_told_too(
+    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = movable(bridge)
+    with forgetting(monkeypatch), bridge.transaction() as txn:
+        txn.send(topic, b"1")
+    unload(topic)
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+def test_who_closes_right_behind_a_commit_hears_of_it_first(
+    open_bridge: Connect, bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(end_delivery, "_LINGER_SECONDS", 3.0)  # a broker unloads within milliseconds, if it is not busy
+    topic = movable(bridge)
+    with open_bridge() as short:
+        with forgetting(monkeypatch), short.transaction() as txn:
+            txn.send(topic, b"1")
+        unloading = threading.Thread(target=unload, args=(topic,))
+        unloading.start()
+    unloading.join()
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+def test_an_abort_is_told_as_well(
+    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = movable(bridge)
+    send(bridge, topic, b"0")
+    with forgetting(monkeypatch, lambda: unload(topic)), pytest.raises(KeyError), bridge.transaction() as txn:
+        txn.send(topic, b"1")
+        flush(txn)
+        raise KeyError
+    assert values(seen(bridge, topic)) == [b"0"]
+
+
+def test_where_nothing_moves_nothing_is_told_and_nothing_goes_on(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(Transactions, "end_on_partition", lambda *args: told.append(args))
+    topic = movable(bridge)
+    for _ in range(3):
+        send(bridge, topic, b"1")
+    end_delivery = owner_of(bridge).end_delivery
+    eventually(lambda: end_delivery._thread is None, "the last is old enough")
+    assert not end_delivery._recent and not told
+    send(bridge, topic, b"2")
+    assert end_delivery._thread is not None
+    bridge.close()
+    assert not told
+
+
+def owner_of(bridge: Bridge) -> Any:
+    broker: Any = bridge._connection.broker
+    return broker._owner
+
+
+def test_what_others_committed_by_token_is_told_everywhere(
+    open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, results = new_topic(bridge), new_topic(bridge, partitions=3)
+    send(bridge, inputs, b"1")
+    with bridge.consumer(inputs, group="workers") as consumer:
+        messages = take(consumer, 1)
+        with bridge.transaction(prepare=True) as txn:
+            for number in range(3):
+                txn.send(results, b"%d" % number, partition=number)
+            txn.ack(messages)
+    with forgetting(monkeypatch):
+        assert open_bridge().commit(str(txn.token)) is Outcome.COMMITTED
+    assert set(values(seen(bridge, results))) == {b"0", b"1", b"2"}
+    send(bridge, inputs, b"2")
+    with bridge.consumer(inputs, group="workers") as consumer:
+        assert values(take(consumer, 1)) == [b"2"]
+
+
+def test_who_opens_an_id_tells_what_its_dead_owner_had_committed(
+    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = unique("owned")
+    dead = open_bridge(transactional_id=name)
+    topic = new_topic(dead)
+    with dead.transaction() as txn:
+        txn.send(topic, b"1")
+        number = flush(txn)
+        proof = writer_of(txn).proof
+        assert proof is not None
+        # As if the coordinator had ended it, its marker been told, and its process been killed before it heard of it.
+        cluster_of(dead).client.transactions.end_on_partition(number, proof.topic, True, SOON)
+        monkeypatch.setattr(owner_module, "end", lambda *_: EndResult.BEFORE)
+        newer = open_bridge(transactional_id=name)
+        assert values(seen(newer, topic)) == [b"1"]
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["proven", "by hand"])
+def test_who_opens_an_id_takes_back_nothing_of_what_its_coordinator_forgot(
+    open_bridge: Connect, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, shows: bool
+) -> None:
+    name = unique("owned")
+    dead = open_bridge(transactional_id=name)
+    told, untold, other = new_topic(dead), new_topic(dead), new_topic(dead)
+    transactions = cluster_of(dead).client.transactions
+    txn = dead.transaction()
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        txn.send(told, b"1")
+        txn.send(untold, b"1")
+        number = flush(txn)
+    proof = writer_of(txn).proof
+    assert proof is not None
+    token = Token("pulsar", dead.cluster, txn.id, {**writer_of(txn).evidence().how, "a": True}, False)
+    transactions.end(number, True, SOON)
+    participants = [concrete(topic) for topic in (told, untold)]
+    if shows:
+        transactions.end_on_partition(number, participants[0], True, SOON)
+    newer = open_bridge(transactional_id=name, timeout=30)
+    if not shows:
+        for _ in range(2):
+            with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+                send(newer, untold, b"2")
+        send(newer, other, b"2")
+        assert newer.status(token).state is TokenState.UNKNOWN
+        for place in (*participants, proof.topic):
+            transactions.end_on_partition(number, place, True, SOON)
+    send(newer, untold, b"3")
+    assert newer.status(token).state is TokenState.COMMITTED
+    assert (values(seen(newer, told)), values(seen(newer, untold))) == ([b"1"], [b"1", b"3"])
+    with pytest.raises(Fenced):
+        txn.commit()
+
+
+def test_a_writer_takes_back_nothing_of_what_its_coordinator_forgot(
+    bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = new_topic(bridge)
+    txn = bridge.transaction()
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        txn.send(topic, b"1")
+        number = flush(txn)
+    writer = writer_of(txn)
+    assert writer.proof is not None
+    hidden = writer.proof.topic
+    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    writer.reopen(Deadline(SOON))
+    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+        writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
+    assert number in owner_of(bridge)._under_way
+    for place in (concrete(topic), hidden):
+        cluster_of(bridge).client.transactions.end_on_partition(number, place, True, SOON)
+    writer._owner.require_no_doubt([concrete(topic)], Deadline(SOON))
+    assert number not in owner_of(bridge)._under_way
+    txn.abort()
+    assert values(seen(bridge, topic)) == [b"1"]
+
+
+def prepare_and_forget(bridge: Bridge, topic: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, TxnId]:
+    """The token of what was prepared, and then committed so that no topic has heard of it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Transactions, "register", lambda *_: None)  # so that its end reaches no topic
+        with bridge.transaction(prepare=True) as txn:
+            txn.send(topic, b"1")
+    token = str(txn.token)
+    number = how_of(token).txn
+    assert number is not None
+    # As by a process that died before it told the topics.
+    cluster_of(bridge).client.transactions.end(number, True, SOON)
+    return token, number
+
+
+@pytest.mark.parametrize("by", ["its owner", "a newer owner"])
+def test_the_marker_topic_of_what_was_prepared_is_used_again_only_when_it_tells_how_that_ended(
+    open_bridge: Connect, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    name = unique("owned")
+    bridge = open_bridge(transactional_id=name)
+    topic, other = new_topic(bridge), new_topic(bridge)
+    first, number = prepare_and_forget(bridge, topic, monkeypatch)
+    if by == "a newer owner":
+        bridge = open_bridge(transactional_id=name)
+    assert bridge.abort(prepare(bridge, other)) is Outcome.ABORTED
+    with pytest.raises(BrokerUnavailable, match=f"repair {number}"):
+        send(bridge, topic, b"2")
+    assert bridge.status(first).state is TokenState.UNKNOWN
+    proof = how_of(first).proof
+    assert proof is not None
+    cluster_of(bridge).client.transactions.end_on_partition(number, proof.topic, True, SOON)
+    send(bridge, topic, b"3")
+    assert bridge.status(first).state is TokenState.COMMITTED
+    assert values(seen(bridge, topic)) == [b"1", b"3"]
+
+
+def prepare(bridge: Bridge, topic: str) -> str:
+    with bridge.transaction(prepare=True) as txn:
+        txn.send(topic, b"prepared")
+    return str(txn.token)
+
+
+# --- a race with the real thing -------------------------------------------------------------------------------------
+
+
+def race(bridge: Bridge, unload: Callable[[str], None]) -> tuple[set[Any], set[Any]]:
+    """Process messages while the topics of inputs and results are let go of in turn, each time some milliseconds before
+    a commit: which results were lost, and which came twice.
+    """
+    inputs = movable(bridge)
+    results = movable(bridge, inputs)
+    processed: list[Any] = []
+    with bridge.consumer(inputs, group="workers") as consumer:
+        for number in range(COMMITS):
+            send(bridge, inputs, b"%d" % number)
+            process(bridge, consumer, results, processed, partial(unload, (inputs, results)[number % 2]))
+
+        def all_are() -> bool:
+            process(bridge, consumer, results, processed)
+            return len(set(processed)) == COMMITS
+
+        eventually(all_are, "all are processed")
+        process(bridge, consumer, results, processed)  # what comes again
+    stored = Counter(values(seen(bridge, results)))
+    return set(processed) - set(stored), {value for value, count in stored.items() if count > 1}
+
+
+def process(
+    bridge: Bridge, consumer: Consumer, results: str, processed: list[Any], meanwhile: Callable[[], None] | None = None
+) -> None:
+    messages = consumer.poll(timeout=2)
+    if not messages:
+        return
+    unloading = threading.Thread(target=meanwhile or (lambda: None))
+    try:
+        with bridge.transaction() as txn:
+            txn.send_many(results, [message.value for message in messages])
+            txn.ack(messages)
+            flush(txn)
+            unloading.start()
+            time.sleep(random.uniform(0, 0.012))
+        processed += values(messages)
+    except (Conflict, TransactionAborted, BrokerUnavailable):
+        consumer.nack(messages)
+    finally:
+        unloading.join()
+
+
+@pytest.mark.full
+def test_commits_while_topics_are_unloaded_lose_nothing_and_double_nothing(
+    bridge: Bridge, unload: Callable[[str], None]
+) -> None:
+    assert race(bridge, unload) == (set(), set())
+
+
+@pytest.mark.full
+def test_a_coordinator_forgets_topics_that_are_being_unloaded(
+    bridge: Bridge, unload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client meets that takes its word for it, and the cure."""
+    monkeypatch.setattr(EndDelivery, "ended", lambda *_: None)
+    topic = movable(bridge)
+    other = movable(bridge, topic)
+    numbers = []
+    for number in range(COMMITS):
+        unloading = threading.Thread(target=unload, args=(topic,))
+        with bridge.transaction() as txn:
+            txn.send(topic, b"%d" % number)
+            txn.send(other, b"%d" % number)
+            numbers.append(flush(txn))
+            unloading.start()
+            time.sleep(0.006)
+        unloading.join()
+    assert len(seen(bridge, other)) == COMMITS
+    with bridge.consumer(topic) as consumer:
+        found = consumer.poll(timeout=2)
+        for txn_id in numbers:
+            cluster_of(bridge).client.transactions.end_on_partition(txn_id, concrete(topic, 0), True, SOON)
+        assert len(found) + len(consumer.poll(timeout=2)) < COMMITS  # of the others some are lost for good
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_tells_what_its_transaction_touched() -> None:
+    topics = ("persistent://public/default/a-partition-0", "persistent://public/default/a-partition-70")
+    participants = Participants(("persistent://public/default/b", *topics), ((topics[1], "g"), (topics[0], "h")))
+    found = Participants.read(participants.fields())
+    assert set(found.topics) == set(participants.topics) and set(found.subscriptions) == set(participants.subscriptions)
+    assert Participants.read({}) == NO_PARTICIPANTS
+
+
+def test_what_is_too_much_for_a_token_is_left_out() -> None:
+    many = tuple(f"persistent://public/default/some-topic-{number}" for number in range(100))
+    assert Participants(many).fields() == {}
+    assert len(Participants(tuple(f"persistent://public/default/t-partition-{n}" for n in range(1000))).fields()) == 2
+
+
+@pytest.mark.parametrize(
+    "fields", [{"r": 1, "g": {}}, {"r": {"a": 1}, "g": {}}, {"r": {}}, {"r": {"a": "x"}, "g": {}}, {"r": {}, "g": []}]
+)
+def test_what_is_none_is_refused(fields: dict[str, Any]) -> None:
+    damaged = {"x": list(TxnId(1, 2)), "a": True, "m": "persistent://a/b/c", "s": [1, 2], "n": "x", **fields}
+    with pytest.raises(InvalidToken):
+        TokenEvidence.read(damaged)

@@ -1,0 +1,73 @@
+"""What the decision log knows of a fence topic, and what an opener concludes from both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from txnbridge_pulsar.write.fence_identity import FenceIdentity
+from txnbridge_pulsar.write.fence_records import FenceRecord
+
+from tests.pulsar.kit import Kept
+from txnbridge import AccessDenied, EvidenceLost
+from txnbridge.spi import Deadline
+
+pytestmark = pytest.mark.offline
+
+SOON = Deadline(60)
+
+
+class Denied(Kept):
+    def newest_opening(self, deadline: Deadline) -> Any:
+        raise AccessDenied("no right")
+
+
+class Overtaken(Kept):
+    def open_behind(self, before: str | None, data: Any, deadline: Deadline) -> bool:
+        self.newest = ("other", {"lineage": "of the other"})
+        return False
+
+
+def fence_id(ledger: Any) -> FenceIdentity:
+    return FenceIdentity("id", ledger)
+
+
+def notice(fence_id: str) -> FenceRecord:
+    return FenceRecord("older", "host", 0, fence_id=fence_id)
+
+
+def test_the_first_opening_chooses_one_and_all_later_ones_follow_it() -> None:
+    ledger = Kept()
+    chosen = fence_id(ledger).follow(None, SOON)
+    assert chosen
+    fence_id(ledger).record(chosen, SOON)
+    assert fence_id(ledger).follow(notice(chosen), SOON) == chosen
+
+
+def test_what_stands_on_the_fence_topic_counts_where_its_opener_did_not_come_to_record_it() -> None:
+    ledger = Kept()
+    assert fence_id(ledger).follow(notice("first"), SOON) == "first"
+    fence_id(ledger).record("first", SOON)
+    assert fence_id(ledger).follow(notice("first"), SOON) == "first"
+
+
+@pytest.mark.parametrize("before", [None, notice("another")], ids=["nothing", "another"])
+def test_a_fence_topic_that_was_deleted_is_noticed(before: FenceRecord | None) -> None:
+    with pytest.raises(EvidenceLost, match="another transactional_id"):
+        fence_id(Kept(lineage="first")).follow(before, SOON)
+
+
+def test_a_notice_of_an_earlier_version_is_gone_on_from() -> None:
+    assert fence_id(Kept(lineage="first")).follow(notice(""), SOON) == "first"
+
+
+def test_who_may_not_use_the_log_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
+    found = fence_id(Denied())
+    found.record(found.follow(None, SOON), SOON)
+    assert fence_id(Denied()).follow(notice("first"), SOON) == "first"
+    assert "nobody will notice if its fence topic is deleted" in caplog.text
+
+
+def test_of_two_that_record_at_once_one_lineage_counts() -> None:
+    with pytest.raises(EvidenceLost):
+        fence_id(Overtaken()).record("mine", SOON)

@@ -1,0 +1,83 @@
+"""What is kept on fence and marker topics can be read by the next version: these texts were written by this one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from txnbridge_pulsar.client import TxnId
+from txnbridge_pulsar.outcome.proof import PRESENCE, PROOF, ProofRecord
+from txnbridge_pulsar.write.fence_records import AnnouncedTransaction, FenceRecord, ProofLocation
+
+from txnbridge import EvidenceLost
+
+pytestmark = pytest.mark.offline
+
+PROOF_LOCATION = ProofLocation("persistent://public/default/_txnbridge-marker-billing.p0", (7, 8), "n0nce")
+ANNOUNCED = AnnouncedTransaction(
+    transaction="billing/1/2",
+    txn=TxnId(0, 0),
+    topics=(
+        "persistent://public/default/_txnbridge-marker-billing.p0",
+        "persistent://public/default/orders-partition-0",
+        "persistent://public/default/orders-partition-3",
+    ),
+    subscriptions=(("persistent://public/default/input-partition-1", "shipping"),),
+    proof=PROOF_LOCATION,
+    slot=0,
+    expires_at=1_700_000_030_000,
+    prepared=True,
+    messages=3,
+)
+NOTICE = FenceRecord("0pening", "host pid 1", 1_700_000_000_000, (ANNOUNCED,), (), "l1neage")
+GOLDEN = (
+    b'{"v":1,"o":"0pening","h":"host pid 1","w":1700000000000,"u":[{"t":"billing/1/2","x":[0,0],'
+    b'"p":{"persistent://public/default/_txnbridge-marker-billing.p0":[-1],'
+    b'"persistent://public/default/orders":[0,3]},'
+    b'"a":[["persistent://public/default/input-partition-1","shipping"]],'
+    b'"k":{"m":"persistent://public/default/_txnbridge-marker-billing.p0","s":[7,8],"n":"n0nce"},'
+    b'"i":0,"e":1700000030000,"d":true,"c":3}],"r":[],"l":"l1neage"}'
+)
+
+
+def test_a_notice_is_written_as_ever() -> None:
+    assert NOTICE.pack() == GOLDEN
+
+
+def test_a_notice_is_read_as_it_was_written() -> None:
+    assert FenceRecord.unpack(GOLDEN) == NOTICE
+
+
+def test_where_a_mark_stands_is_kept_where_it_is_known() -> None:
+    at = replace(PROOF_LOCATION, at=(7, 9))
+    assert at.fields() == {**PROOF_LOCATION.fields(), "p": [7, 9]}
+    assert (ProofLocation.read(at.fields()), ProofLocation.read(PROOF_LOCATION.fields())) == (at, PROOF_LOCATION)
+
+
+def test_a_notice_of_before_there_were_lineages_is_read() -> None:
+    assert FenceRecord.unpack(GOLDEN.replace(b',"l":"l1neage"', b"")) == replace(NOTICE, fence_id="")
+
+
+@pytest.mark.parametrize("data", [None, b"", b"{}", b"[]", b"1", GOLDEN.replace(b'"v":1', b'"v":2'), GOLDEN[:-9]])
+def test_what_is_no_notice_proves_nothing(data: bytes | None) -> None:
+    with pytest.raises(EvidenceLost):
+        FenceRecord.unpack(data)
+
+
+@pytest.mark.parametrize(
+    ("record", "golden"),
+    [
+        (ProofRecord(PRESENCE, "n0nce", until=1_700_000_000_000), b'{"v":1,"k":"here","n":"n0nce","e":1700000000000}'),
+        (
+            ProofRecord(PRESENCE, "n0nce", "billing/1/2", 1_700_000_000_000, True),
+            b'{"v":1,"k":"here","n":"n0nce","t":"billing/1/2","e":1700000000000,"o":true}',
+        ),
+        (ProofRecord(PROOF, transaction="billing/1/2"), b'{"v":1,"k":"mark","t":"billing/1/2"}'),
+    ],
+)
+def test_a_record_on_a_marker_topic_is_written_and_read_as_ever(record: ProofRecord, golden: bytes) -> None:
+    assert (record.pack(), ProofRecord.unpack(golden)) == (golden, record)
+
+
+def test_what_is_no_record_of_ours_is_passed_over() -> None:
+    assert [ProofRecord.unpack(data) for data in (None, b"", b"hello", b"[1]", b'{"v":2,"k":"mark"}')] == [None] * 5
