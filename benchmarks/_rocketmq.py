@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers._rocketmq import fetch_rocketmq
-from txnbridge_rocketmq.remoting import Client, administration
+from txnbridge_rocketmq.client import Client, administration
 
 from benchmarks._harness import Settings, unique
 from benchmarks._peers import Peer, environment, java_peer, peer

@@ -29,23 +29,23 @@ from txnbridge.spi import (
     Token,
     Writer,
 )
-from txnbridge_rocketmq import remoting
+from txnbridge_rocketmq import client as remoting
 from txnbridge_rocketmq.backend import WITH_ROCKSDB, WITHOUT_TRANSACTIONS
-from txnbridge_rocketmq.brokers import Brokers
-from txnbridge_rocketmq.checks import Checks
 from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.log import RocketMQLog
-from txnbridge_rocketmq.members import Members, Questions
+from txnbridge_rocketmq.decision_log import RocketMQLog
 from txnbridge_rocketmq.naming import name_of, noted_brokers
+from txnbridge_rocketmq.outcome.check_back import Checks
+from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.outcome.producer_groups import Members, Questions
 from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.broker_config import Brokers
 from txnbridge_rocketmq.topics import Topics
 
 if TYPE_CHECKING:
     from txnbridge_rocketmq.backend import RocketMQBackend
     from txnbridge_rocketmq.half_store import RocketMQHalves
-    from txnbridge_rocketmq.owner import Owner
-    from txnbridge_rocketmq.publisher import RocketMQPublisher
+    from txnbridge_rocketmq.write.owner import Owner
+    from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 
 _log = logging.getLogger("txnbridge")
@@ -90,7 +90,7 @@ class RocketMQBroker(Broker):
         return self._owner_of(identity, ledger).prepare_writer(deadline)
 
     def _owner_of(self, identity: Identity, ledger: Ledger) -> Owner:
-        from txnbridge_rocketmq.owner import Owner
+        from txnbridge_rocketmq.write.owner import Owner
 
         with self._lock:
             if self._owner is None:
@@ -98,7 +98,7 @@ class RocketMQBroker(Broker):
             return self._owner
 
     def publisher(self, name: str | None, deadline: Deadline) -> Publisher:
-        from txnbridge_rocketmq.publisher import RocketMQPublisher
+        from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
         publisher = RocketMQPublisher(self._cluster)
         self._publishers.add(publisher)
@@ -107,24 +107,24 @@ class RocketMQBroker(Broker):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def reader(self, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> Reader:
-        from txnbridge_rocketmq.reader import RocketMQReader
+        from txnbridge_rocketmq.read.reader import RocketMQReader
 
         return RocketMQReader(self._ender, subscription, listener, deadline)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
     def commit(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.endings import end_prepared
+        from txnbridge_rocketmq.outcome.outcome import end_prepared
 
         return end_prepared(self._ender, token, Decision.COMMIT, ledger, deadline)
 
     def abort(self, token: Token, ledger: Ledger, deadline: Deadline) -> Outcome:
-        from txnbridge_rocketmq.endings import end_prepared
+        from txnbridge_rocketmq.outcome.outcome import end_prepared
 
         return end_prepared(self._ender, token, Decision.ABORT, ledger, deadline)
 
     def status(self, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-        from txnbridge_rocketmq.endings import status_of
+        from txnbridge_rocketmq.outcome.outcome import status_of
 
         return status_of(self._ender, token, ledger, deadline)
 
@@ -132,7 +132,7 @@ class RocketMQBroker(Broker):
 
     @property
     def admin(self) -> Admin:
-        from txnbridge_rocketmq.admin import RocketMQAdmin
+        from txnbridge_rocketmq.admin.admin import RocketMQAdmin
 
         return RocketMQAdmin(self._ender)
 

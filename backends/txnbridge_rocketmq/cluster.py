@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from txnbridge.spi import Context
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.brokers import Brokers
-from txnbridge_rocketmq.members import Members
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.outcome.producer_groups import Members
 from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.broker_config import Brokers
 from txnbridge_rocketmq.topics import Topics
 
 

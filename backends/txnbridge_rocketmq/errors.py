@@ -15,8 +15,8 @@ from txnbridge.errors import (
     StorageFailed,
     TxnBridgeError,
 )
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.remoting import Answer
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Answer
 
 _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
     Answer.NO_PERMISSION: AccessDenied,

@@ -28,15 +28,15 @@ from txnbridge.spi import (
     Outcome,
     Token,
 )
-from txnbridge_rocketmq.endings import PREPARE, Prepared, end_prepared
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.halves import Halves, parts_as_json, parts_from_json
-from txnbridge_rocketmq.listing import Found, ask_again, list_open
-from txnbridge_rocketmq.marks import Origin, is_over, mark_of, origin_of
-from txnbridge_rocketmq.messages import from_wire
-from txnbridge_rocketmq.owner import Owner
-from txnbridge_rocketmq.remoting import Check, Property, Record
-from txnbridge_rocketmq.writer import PreparedWriter
+from txnbridge_rocketmq.admin.open_halves import Found, ask_again, list_open
+from txnbridge_rocketmq.client import Check, Property, Record
+from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.outcome.outcome import PREPARE, Prepared, end_prepared
+from txnbridge_rocketmq.write.half_batch import Halves, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.message_format import from_wire
+from txnbridge_rocketmq.write.owner import Owner
+from txnbridge_rocketmq.write.transaction_properties import Origin, is_over, mark_of, origin_of
+from txnbridge_rocketmq.write.writer import PreparedWriter
 
 _log = logging.getLogger("txnbridge")
 

@@ -19,12 +19,12 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.brokers import Brokers
-from txnbridge_rocketmq.log import RocketMQLog
-from txnbridge_rocketmq.names import decoded, encoded, topic_name
-from txnbridge_rocketmq.remoting import Queue
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Queue
+from txnbridge_rocketmq.decision_log import RocketMQLog
 from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.broker_config import Brokers
+from txnbridge_rocketmq.settings.names import decoded, encoded, topic_name
 from txnbridge_rocketmq.topics import all_topics, create_on, one_queue, route_of
 
 _log = logging.getLogger("txnbridge")

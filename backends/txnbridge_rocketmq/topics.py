@@ -15,12 +15,12 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.asking import again, ask
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Queue, administration, routes
+from txnbridge_rocketmq.client.retry import again, ask
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.names import topic_name
-from txnbridge_rocketmq.remoting import Queue, administration, routes
 from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.names import topic_name
 
 # Queues may be added while we write and read; asking takes a millisecond.
 _FRESH_SECONDS = 1.0

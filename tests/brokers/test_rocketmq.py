@@ -18,7 +18,7 @@ from txnbridge_conformance.brokers._rocketmq import answering
 from txnbridge_conformance.brokers._rocketmq_wire import Answer, ask, is_serving, places
 from txnbridge_conformance.brokers._rocketmq_wire import brokers as known_brokers
 from txnbridge_conformance.brokers.plugin import rocketmq_or_skip
-from txnbridge_rocketmq.remoting import Client, End, Message, end, half_of, send_half
+from txnbridge_rocketmq.client import Client, End, Message, end, half_of, send_half
 
 from tests.brokers import programs
 from tests.brokers.kit import LISTENERS, listening, state

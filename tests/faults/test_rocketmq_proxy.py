@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers import Route
 from txnbridge_conformance.faults._rocketmq import RocketMQConversation
-from txnbridge_rocketmq.remoting import (
+from txnbridge_rocketmq.client import (
     Check,
     Client,
     ConnectionLost,
@@ -26,7 +26,7 @@ from txnbridge_rocketmq.remoting import (
     send,
     send_half,
 )
-from txnbridge_rocketmq.remoting.requests import Request, document
+from txnbridge_rocketmq.client.requests import Request, document
 
 from tests.rocketmq.kit import (
     ANSWER,

@@ -10,7 +10,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import Much
-from txnbridge_rocketmq.remoting import Client, administration
+from txnbridge_rocketmq.client import Client, administration
 
 import txnbridge
 from tests.rocketmq import writing_kit

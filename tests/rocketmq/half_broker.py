@@ -8,13 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.members import Members, Questions
-from txnbridge_rocketmq.owner import Owner
-from txnbridge_rocketmq.remoting import (
+from txnbridge_rocketmq.client import (
     DISCARDED_TOPIC,
     HALF_TOPIC,
     Answer,
@@ -27,9 +21,15 @@ from txnbridge_rocketmq.remoting import (
     Queue,
     Request,
 )
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.remoting.records import decode_records, unpack_properties
-from txnbridge_rocketmq.writer import PreparedWriter, RocketMQWriter
+from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.records import decode_records, unpack_properties
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.outcome.check_back import Checks
+from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.outcome.producer_groups import Members, Questions
+from txnbridge_rocketmq.settings.broker_config import BrokerSettings
+from txnbridge_rocketmq.write.owner import Owner
+from txnbridge_rocketmq.write.writer import PreparedWriter, RocketMQWriter
 
 from tests.core.decisions_kit import MemoryLog
 from tests.rocketmq.kit import context_for, pairs, settings_for, stored

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from txnbridge_rocketmq.broker import open_cluster
+from txnbridge_rocketmq.client import Client, Message, Record, reading, send
+from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.requests import Request
 from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.remoting import Client, Message, Record, reading, send
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.remoting.requests import Request
 from txnbridge_rocketmq.settings import Settings
 
 from txnbridge.spi import Context, Deadline, Emitter

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.ends import Ender
-from txnbridge_rocketmq.halves import parts_as_json
-from txnbridge_rocketmq.marks import Mark, Origin, properties, unique_key
-from txnbridge_rocketmq.messages import to_wire
-from txnbridge_rocketmq.reader import RocketMQReader
-from txnbridge_rocketmq.remoting import Client, End, Half, administration, end, half_of, send, send_half
-from txnbridge_rocketmq.sharing import Sharing
+from txnbridge_rocketmq.client import Client, End, Half, administration, end, half_of, send, send_half
+from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.read.reader import RocketMQReader
+from txnbridge_rocketmq.read.rebalance import Sharing
+from txnbridge_rocketmq.write.half_batch import parts_as_json
+from txnbridge_rocketmq.write.message_format import to_wire
+from txnbridge_rocketmq.write.transaction_properties import Mark, Origin, properties, unique_key
 
 import txnbridge
 from tests.core.reading_kit import SOON, Listener, Polling, by_partition

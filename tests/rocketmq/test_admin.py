@@ -6,9 +6,9 @@ import os
 import uuid
 
 import pytest
-from txnbridge_rocketmq.brokers import BrokerSettings
-from txnbridge_rocketmq.doctor import check_disk, check_open, check_settings
-from txnbridge_rocketmq.remoting import Message, administration, send
+from txnbridge_rocketmq.admin.doctor import check_disk, check_open, check_settings
+from txnbridge_rocketmq.client import Message, administration, send
+from txnbridge_rocketmq.settings.broker_config import BrokerSettings
 
 from tests.rocketmq.kit import LONG, bodies, cluster_for, settings_for
 from tests.rocketmq.reading_kit import connect_to

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.looking import take
-from txnbridge_rocketmq.remoting import Client
+from txnbridge_rocketmq.client import Client
 
 from tests.core.reading_kit import SOON
 from tests.log_contract import place_of

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.looking import take
-from txnbridge_rocketmq import sharing, starts
-from txnbridge_rocketmq.log import RocketMQLog
-from txnbridge_rocketmq.remoting import Answer, Client, Queue, groups
-from txnbridge_rocketmq.remoting.frames import Command
-from txnbridge_rocketmq.sharing import shares
+from txnbridge_rocketmq.client import Answer, Client, Queue, groups
+from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.decision_log import RocketMQLog
+from txnbridge_rocketmq.read import rebalance, start_positions
+from txnbridge_rocketmq.read.rebalance import shares
 
 from tests.core.reading_kit import SOON, values
 from tests.in_time import paused, within
@@ -184,7 +184,7 @@ def test_a_group_that_cannot_go_on_behind_its_last_transaction_says_so(
         raise EvidenceLost("its halves are gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(starts, "publish_decided", publish_decided)
+        patch.setattr(start_positions, "publish_decided", publish_decided)
         reader = join(topic, group)
         with pytest.raises(EvidenceLost, match="halves are gone"):
             reader.until(lambda: False)
@@ -472,7 +472,7 @@ def test_who_comes_when_nobody_lives_does_not_wait_for_the_locks_of_the_dead(
 def test_the_partitions_of_a_killed_member_are_taken_over_at_once(
     rocketmq_broker: brokers.RocketMQ, join: Join, client: Client, group: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "_LOCKED_SECONDS", 600.0)
+    monkeypatch.setattr(rebalance, "_LOCKED_SECONDS", 600.0)
     topic = new_topic(client, 2)
     reader = join(topic, group)
     reader.has(2)

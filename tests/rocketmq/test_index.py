@@ -11,8 +11,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import Client, reading
+from txnbridge_rocketmq.client import Client, reading
+from txnbridge_rocketmq.write.transaction_properties import Mark, unique_key
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import new_topic, publish, unique

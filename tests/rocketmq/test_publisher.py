@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_rocketmq.messages import partition_of
-from txnbridge_rocketmq.publisher import RocketMQPublisher
-from txnbridge_rocketmq.remoting import Answer, Refused
+from txnbridge_rocketmq.client import Answer, Refused
+from txnbridge_rocketmq.write.message_format import partition_of
+from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
 from tests.in_time import within
 from tests.rocketmq.kit import LONG, bodies, cluster_for, read_all
@@ -106,7 +106,7 @@ def test_a_key_has_its_partition_and_messages_without_one_are_spread(publisher, 
 
 
 def everything(publisher, topic, queue):
-    from txnbridge_rocketmq.remoting import reading
+    from txnbridge_rocketmq.client import reading
 
     client, at, bodies = publisher._cluster.client, 0, []
     end = client.call("broker-1", reading.max_offset(topic, queue), LONG)

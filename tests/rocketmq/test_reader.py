@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from txnbridge_conformance import brokers
-from txnbridge_rocketmq import remoting
-from txnbridge_rocketmq.remoting import Check, Client, End, Membership, end, reading, send
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Check, Client, End, Membership, end, reading, send
 
 from tests.core.reading_kit import SOON, values
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, read_all

@@ -9,8 +9,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually, send, take, values
-from txnbridge_rocketmq.remoting import Client, Record, reading
-from txnbridge_rocketmq.remoting.requests import Request, fields, nothing
+from txnbridge_rocketmq.client import Client, Record, reading
+from txnbridge_rocketmq.client.requests import Request, fields, nothing
 
 from tests.core.reading_kit import SOON
 from tests.renewed_topics import delete_topic, made_anew_again_and_again

@@ -12,8 +12,8 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.remoting import Client, Credentials
-from txnbridge_rocketmq.remoting.requests import Request, as_body, fields, nothing
+from txnbridge_rocketmq.client import Client, Credentials
+from txnbridge_rocketmq.client.requests import Request, as_body, fields, nothing
 
 from tests.rocketmq.kit import BROKER, LONG, bodies
 from tests.rocketmq.reading_kit import connect_to, new_topic, publish, unique

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC, Client, Record, reading
+from txnbridge_rocketmq.client import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC, Client, Record, reading
+from txnbridge_rocketmq.outcome.check_back import Checks
+from txnbridge_rocketmq.write.transaction_properties import Mark, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.kit import BROKER, LONG, becomes_true, bodies

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given as for_any
 from hypothesis import strategies as st
 from txnbridge_rocketmq.backend import RocketMQBackend
-from txnbridge_rocketmq.names import decoded, encoded, group_name, is_system_topic, topic_name
 from txnbridge_rocketmq.settings import OPTIONS, read
+from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, is_system_topic, topic_name
 
 from txnbridge.errors import InvalidOption
 from txnbridge.spi import Capability, Context, Emitter, Url

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from txnbridge_conformance.plugin import topic  # noqa: F401
 from txnbridge_conformance.suite import *  # noqa: F403
-from txnbridge_rocketmq.remoting import Client, reading
+from txnbridge_rocketmq.client import Client, reading
 
 from tests.rocketmq.kit import BROKER, LONG
 

@@ -11,7 +11,7 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually
-from txnbridge_rocketmq.remoting import Client, Message, administration, send
+from txnbridge_rocketmq.client import Client, Message, administration, send
 
 from tests.rocketmq.kit import LONG, bodies
 from tests.rocketmq.reading_kit import unique

@@ -12,10 +12,7 @@ from typing import Any
 import pytest
 from txnbridge_conformance import brokers, faults
 from txnbridge_conformance.brokers.plugin import StartRocketMQ
-from txnbridge_rocketmq.checks import Checks
-from txnbridge_rocketmq.ends import Ender, Line
-from txnbridge_rocketmq.marks import Mark, origin_of, unique_key
-from txnbridge_rocketmq.remoting import (
+from txnbridge_rocketmq.client import (
     DISCARDED_TOPIC,
     Answer,
     Client,
@@ -26,6 +23,9 @@ from txnbridge_rocketmq.remoting import (
     reading,
     send,
 )
+from txnbridge_rocketmq.outcome.check_back import Checks
+from txnbridge_rocketmq.outcome.end_transaction import Ender, Line
+from txnbridge_rocketmq.write.transaction_properties import Mark, origin_of, unique_key
 
 from tests.rocketmq import writing_kit
 from tests.rocketmq.half_broker import same_hash
@@ -249,7 +249,7 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 def test_more_messages_than_a_transaction_may_have_are_refused_and_the_others_commit(
     bridge: Bridge, client: Client, one: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("txnbridge_rocketmq.writer._MOST_MESSAGES", 3)
+    monkeypatch.setattr("txnbridge_rocketmq.write.writer._MOST_MESSAGES", 3)
     with bridge.transaction() as txn:
         for value in numbered(3):
             txn.send(one, value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from txnbridge_rocketmq.broker import RocketMQBroker
-from txnbridge_rocketmq.marks import Mark, unique_key
-from txnbridge_rocketmq.remoting import HALF_TOPIC, Client, Property, Record, reading
-from txnbridge_rocketmq.writer import RocketMQWriter
+from txnbridge_rocketmq.client import HALF_TOPIC, Client, Property, Record, reading
+from txnbridge_rocketmq.write.transaction_properties import Mark, unique_key
+from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 from tests.rocketmq.kit import BROKER, LONG
 from tests.rocketmq.reading_kit import connect_to

@@ -1,0 +1,162 @@
+"""Topics, and the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
+from txnbridge.spi import (
+    Admin,
+    Advice,
+    Deadline,
+    Decision,
+    OpenTransaction,
+    Outcome,
+    Partition,
+    Position,
+    TopicInfo,
+)
+from txnbridge_rocketmq.admin import (
+    doctor,  # was listing
+    open_halves,
+)
+from txnbridge_rocketmq.client import Queue, administration, reading
+from txnbridge_rocketmq.client.retry import ask
+from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.settings.names import is_system_topic
+from txnbridge_rocketmq.topics import route_of
+
+# Each cluster and each broker has a topic of its own name; a cluster's has another beside it.
+_REPLY = "_REPLY_TOPIC"
+
+
+class RocketMQAdmin(Admin):
+    """Works on the topics of the whole cluster."""
+
+    def __init__(self, ender: Ender) -> None:
+        self._ender = ender
+        self._cluster = ender.cluster
+        self._topics = self._cluster.topics
+
+    # --- topics -------------------------------------------------------------------------------------------------------
+
+    def create_topic(
+        self,
+        name: str,
+        partitions: int,
+        deadline: Deadline,
+        *,
+        retention_seconds: float | None = None,
+        retention_bytes: int | None = None,
+    ) -> bool:
+        """As the contract says; on the broker that also holds our own topics. Raises `NotSupported` for a retention."""
+        if retention_seconds is not None or retention_bytes is not None:
+            raise NotSupported(
+                f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"
+                " brokers); leave out the retention"
+            )
+        created = self._topics.create(name, partitions, deadline)
+        count = len(self._topics.look(name, deadline))
+        if count != partitions:
+            raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
+        return created
+
+    def topics(self, deadline: Deadline) -> list[TopicInfo]:
+        names = self._topics.all(deadline)
+        clusters = {name.removesuffix(_REPLY) for name in names if name.endswith(_REPLY)}
+        systems = {*clusters, *(name + _REPLY for name in clusters), *self._cluster.brokers.names(deadline)}
+        kept = self._cluster.brokers.known(self._topics.home, deadline).kept
+        found = []
+        for name in names:
+            route = route_of(self._cluster.client, name, deadline)
+            if route is not None:  # it may be gone by now
+                internal = name in systems or self._is_internal(name)
+                found.append(TopicInfo(name, len(route.readable), internal, kept))
+        return found
+
+    def _users_topics(self, deadline: Deadline) -> list[str]:
+        return [topic.name for topic in self.topics(deadline) if not topic.internal]
+
+    def _is_internal(self, name: str) -> bool:
+        return name.startswith(self._cluster.settings.prefix) or is_system_topic(name)
+
+    def delete_topic(self, name: str, deadline: Deadline) -> None:
+        for found in open_halves.list_open(self._cluster, deadline):
+            if found.may_be_published and any(half.partition[0] == name for half in found.halves):
+                raise InvalidState(f"topic {name!r} is in use by transaction {found.name}; end that first")
+        self._topics.delete(name, deadline)
+
+    def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
+        self._topics.grow(name, partitions, deadline)
+
+    def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
+        found = {}
+        for topic in topics:
+            queues = self._topics.look(topic, deadline)
+            if not queues:
+                raise NotFound(f"there is no topic {topic!r}")
+            for number, queue in enumerate(queues):
+                found[topic, number] = self._bounds(queue, deadline)
+        return found
+
+    def _bounds(self, queue: Queue, deadline: Deadline) -> tuple[Position, Position]:
+        what = f"asking for the bounds of {queue.topic}[{queue.queue}]"
+        first, end = (
+            ask(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), what, deadline)
+            for bound in (reading.min_offset, reading.max_offset)
+        )
+        first = max(0, first)
+        return (first,), (max(first, end),)
+
+    # --- transactions -------------------------------------------------------------------------------------------------
+
+    def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
+        """As the contract says; also the halves of other clients, and what the broker has discarded."""
+        found = open_halves.list_open(self._cluster, deadline)
+        return [open_halves.shown(self._cluster, each) for each in found if each.owner.startswith(owners)]
+
+    def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
+        """As the contract says. A half of another client's goes by its unique key."""
+        if decision is Decision.UNDECIDED:
+            raise InvalidOption("a transaction is ended by COMMIT or ABORT")
+        return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
+
+    def _named(self, transaction: str, deadline: Deadline) -> open_halves.Found:
+        for found in open_halves.list_open(self._cluster, deadline):
+            if found.name == transaction:
+                return found
+        raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
+
+    def repair(self, transaction: str, deadline: Deadline) -> str:
+        """Have the broker ask again about halves that it has given up. Raises `NotFound`, `InvalidState`."""
+        found = self._named(transaction, deadline)
+        count = open_halves.ask_again(self._cluster, found, deadline)
+        if not count:
+            raise InvalidState(f"the broker has not given up any half of transaction {transaction!r}")
+        return f"the broker asks again about {count} halves of {transaction}"
+
+    # --- the doctor ---------------------------------------------------------------------------------------------------
+
+    def check(self, deadline: Deadline) -> list[Advice]:
+        return list(self._look(deadline))
+
+    def _look(self, deadline: Deadline) -> Iterator[Advice]:
+        brokers = self._cluster.brokers
+        parts: list[tuple[str, Callable[[], Iterable[Advice]]]] = [
+            ("topics", lambda: doctor.check_places(self._cluster, self._users_topics(deadline), deadline)),
+            ("transactions", lambda: doctor.check_open(self.transactions(deadline), self._cluster.settings)),
+        ]
+        for broker in brokers.names(deadline):
+            parts.append((f"broker {broker}", lambda broker=broker: self._state_of(broker, deadline)))  # type: ignore[misc]
+        for subject, look in parts:
+            try:
+                yield from look()
+            except AccessDenied as error:
+                yield Advice("warning", subject, str(error), "let an administrator of the cluster ask")
+
+    def _state_of(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
+        told = self._cluster.brokers.settings(broker, deadline, fresh=True)
+        yield from doctor.check_settings(told, self._cluster.settings)
+        what = f"asking broker {broker} how full its disk is"
+        full = ask(self._cluster.client, broker, administration.disk_ratio(), what, deadline)
+        yield from doctor.check_disk(broker, full)

@@ -1,0 +1,268 @@
+"""What weakens a promise on a RocketMQ cluster."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from txnbridge.spi import Advice, Deadline, OpenTransaction
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.broker_config import BrokerSettings
+from txnbridge_rocketmq.topics import route_of
+
+# Halves that were ended at once were asked about all the same where brokers looked at those of 0.3 s, and were not
+# where these were a second old.
+_YOUNGEST_SECONDS = 1.0
+# For so long an application may be down without a half being given up: its repair may take until the next morning.
+_OUTAGE_SECONDS = 12 * 3600
+# What brokers keep as they come. An application that stands still for longer loses what only its log knew.
+_KEPT_SECONDS = 72 * 3600
+# By how much longer than needed records are kept, for clocks that differ: what the decision log allows, too.
+_SKEW_SECONDS = 300
+# Where brokers begin to look for what they may drop, and where they drop what they should keep.
+_NEARLY_FULL, _DROPS = 0.75, 0.85
+# So long after its deadline a transaction should have been aborted: brokers look every half minute as they come.
+_LATE_SECONDS = 90
+_Named = tuple[str | None, str] | None
+# A note names ends by offsets of up to some 12 characters; so it holds 20 and more.
+_LEAST_NOTE_BYTES = 256
+_HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
+
+
+def check_settings(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    """What a broker was told."""
+    yield from _check_switches(told)
+    yield from _check_intervals(told)
+    yield from _check_patience(told, settings)
+    yield from _check_retention(told, settings)
+    yield from _check_copies(told)
+
+
+def _check_switches(told: BrokerSettings) -> Iterator[Advice]:
+    if told.is_on("rejectTransactionMessage"):
+        yield _problem(
+            told, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
+        )
+    if not told.is_on("messageIndexEnable", True):
+        text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
+        yield _problem(told, text, "messageIndexEnable", "true")
+    elif not told.is_on("messageIndexSafe"):
+        text = (
+            "messageIndexSafe is false: when it was killed it finds only what stands in the last files of its commit"
+            " log. What was published before is taken for missing then: tokens, transactional ids and groups whose last"
+            " transaction is older do not go on, and repeats cannot be told from messages"
+        )
+        yield _problem(told, text, "messageIndexSafe", "true")
+    if told.is_on("indexRocksDBEnable"):
+        yield _warning(
+            told,
+            "indexRocksDBEnable is true: looking messages up in that index was not tested",
+            "use the index as brokers come with it",
+        )
+
+
+def _check_intervals(told: BrokerSettings) -> Iterator[Advice]:
+    """The broker asks again about a half whose end it has not noted yet; whoever answers then publishes it twice."""
+    least = max(2 * told.note_interval, _YOUNGEST_SECONDS)
+    if told.transaction_timeout < least:
+        yield _problem(
+            told,
+            f"it asks about halves that are {told.transaction_timeout:g} s old (transactionTimeOut), and notes what has"
+            f" ended every {told.note_interval:g} s (transactionOpBatchInterval): healthy transactions are asked about"
+            " again, copied at each look, and doubled by checkers that do not look first",
+            "transactionTimeOut",
+            f"{least * 1000:.0f}",
+        )
+    if told.check_interval < told.note_interval:
+        yield _problem(
+            told,
+            f"it looks for open halves every {told.check_interval:g} s (transactionCheckInterval), and notes their ends"
+            f" only every {told.note_interval:g} s (transactionOpBatchInterval): what was answered is asked again",
+            "transactionCheckInterval",
+            f"{told.note_interval * 1000:.0f}",
+        )
+    noted = told.number("transactionOpMsgMaxSize", 4_096)
+    if noted < _LEAST_NOTE_BYTES:
+        yield _warning(
+            told,
+            f"it notes few ends at a time (transactionOpMsgMaxSize is {noted}): one thread of the broker writes the"
+            " notes, and where halves are ended faster than that for long, each end waits 0.1 s for a place among"
+            " 20,000; then a broker ends 120 halves a second instead of thousands",
+            _HOW.format(key="transactionOpMsgMaxSize", value="4096"),
+        )
+
+
+def _check_patience(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    asked = (
+        f"it asks {told.check_most} times (transactionCheckMax), every {told.check_interval:g} s: after"
+        f" {told.patience:g} s a half is discarded"
+    )
+    value = f"{_OUTAGE_SECONDS / max(told.check_interval, 0.001):.0f}"
+    longest = settings.timeout + (settings.hold or 0)
+    if longest > told.longest:
+        yield _problem(
+            told,
+            f"{asked}, first when it is {told.transaction_timeout:g} s old (transactionTimeOut). A transaction here may"
+            f" take {longest:g} s (timeout and hold): it can be discarded before anybody is asked what became of it",
+            "transactionCheckMax",
+            value,
+        )
+    elif told.patience < _OUTAGE_SECONDS and told.half_topic == remoting.ROCKSDB_HALF_TOPIC:
+        yield Advice(
+            "problem",
+            f"broker {told.name}",
+            f"{asked}, also while nobody is there to be asked. Of one in RocksDB nothing tells then: what its owner had"
+            " decided and did not come to publish stays unpublished, unless its transactional id is opened again",
+            f"{_HOW.format(key='transactionCheckMax', value=value)}. A broker that is restarted with that asks again"
+            " about what it has given up",
+        )
+    elif told.patience < _OUTAGE_SECONDS:
+        yield _warning(
+            told,
+            f"{asked}, also while nobody is there to be asked; then only its token, or an administrator, ends it",
+            _HOW.format(key="transactionCheckMax", value=value),
+        )
+
+
+def _check_retention(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+    kept = f"records are kept for {told.kept / 3600:g} h (fileReservedTime)"
+    if told.kept <= told.patience:
+        yield _problem(
+            told,
+            f"{kept}, and an open half is for {told.patience / 3600:g} h: it can outlive the record that decided it,"
+            " and then nobody may end it any more",
+            "fileReservedTime",
+            f"{told.patience / 3600 + 24:.0f}",
+        )
+    if told.kept <= settings.timeout + (settings.hold or 0) + _SKEW_SECONDS:
+        yield _problem(
+            told,
+            f"{kept}, and a transaction here may wait for {settings.timeout + (settings.hold or 0):g} s (timeout and"
+            " hold): the decision log would lose it before",
+            "fileReservedTime",
+            "72",
+        )
+    elif told.kept < _KEPT_SECONDS:
+        yield _warning(
+            told, f"{kept}: {_STOP}", "keep them for 72 h at least, or put the log elsewhere (decision_log=)"
+        )
+    else:
+        yield Advice("ok", f"broker {told.name}", f"{kept}: {_STOP}")
+
+
+_STOP = (
+    "when no bridge of an application runs for longer than that, the openings and positions in its decision log are"
+    " gone, and it has to say so instead of going on"
+)
+
+
+def _check_copies(told: BrokerSettings) -> Iterator[Advice]:
+    if told.told.get("flushDiskType") == "ASYNC_FLUSH":
+        yield _warning(
+            told,
+            "flushDiskType is ASYNC_FLUSH: what was committed survives kill -9, but its last moments no loss of power",
+            "SYNC_FLUSH where that matters",
+        )
+    if told.told.get("brokerRole") == "ASYNC_MASTER":
+        yield _warning(
+            told,
+            "brokerRole is ASYNC_MASTER: the last moments are lost with its disk, and a replica that takes over may"
+            " lack decisions",
+            "SYNC_MASTER with a replica, for the broker with our own topics at least",
+        )
+
+
+def check_places(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
+    """Topics that are spread over brokers."""
+    for name in topics:
+        route = route_of(cluster.client, name, deadline)
+        brokers = sorted({queue.broker for queue in route.readable + route.writable}) if route else []
+        if len(brokers) > 1:
+            yield Advice(
+                "warning",
+                f"topic {name}",
+                f"is on the brokers {', '.join(brokers)}, and is neither read nor written here",
+                "use a topic on one broker",
+            )
+
+
+def check_disk(broker: str, full: float) -> Iterator[Advice]:
+    """How full a broker's disk is, from 0 to 1."""
+    if full >= _NEARLY_FULL:
+        yield Advice(
+            "problem" if full >= _DROPS else "warning",
+            f"broker {broker}",
+            f"its disk is filled to {full:.0%}: beyond {_DROPS:.0%} it drops records whatever their age, those of"
+            " decision logs among them, and beyond 90% it takes no messages",
+            "make room; halves that nobody ends fill a disk, too, because each look writes them again",
+        )
+
+
+def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:
+    """What nobody ends."""
+    parked: Counter[str] = Counter()
+    for found in transactions:
+        named = settings.group_of_halves(found.owner)
+        if named is not None and found.state == "discarded" and found.token is not None:
+            parked[named[1]] += 1
+        else:
+            yield from _check_transaction(found, named)
+    for group, count in parked.items():
+        yield Advice(
+            "problem",
+            f"half messages of {group}",
+            f"{count} are parked: nobody answered for them, and with age (fileReservedTime) the broker drops them",
+            f"txnbridge resolver parked --group {shlex.quote(group)}",
+        )
+
+
+def _check_transaction(found: OpenTransaction, named: _Named) -> Iterator[Advice]:
+    """One transaction; `named` are the application, if it is known, and the group whose half messages these are."""
+    now = time.time() * 1000
+    if found.state == "discarded":
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
+            f"txnbridge transactions repair {shlex.quote(found.transaction)} --yes --reason TEXT lets it ask again;"
+            " commit or abort instead of repair ends it",
+        )
+    elif found.state == "lost":
+        yield Advice(
+            "problem",
+            f"transaction {found.transaction}",
+            f"of {found.owner}: the records that would tell what became of it are gone, so nobody may end it",
+            "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
+        )
+    elif found.state == "ending" or now > (found.expires_at or now) + _LATE_SECONDS * 1000:
+        yield Advice(
+            "warning",
+            f"transaction {found.transaction}",
+            f"of {found.owner} is {found.state}, and nobody ends it: {_nobody(named)} is there to be asked. Its halves"
+            " are written again at each look",
+            f"{_asked(found.owner, named)}, or end it with txnbridge transactions",
+        )
+
+
+def _nobody(named: _Named) -> str:
+    return "no bridge of that application" if named is None else f"no resolver of the half messages of {named[1]}"
+
+
+def _asked(owner: str, named: _Named) -> str:
+    if named is None:
+        return f"open a bridge with application={owner!r}"
+    application, group = named
+    told = "" if application is None else f" --application {shlex.quote(application)}"
+    return f"txnbridge resolver run --group {shlex.quote(group)}{told} --check MODULE:FUNCTION"
+
+
+def _problem(told: BrokerSettings, text: str, key: str, value: str) -> Advice:
+    return Advice("problem", f"broker {told.name}", text, _HOW.format(key=key, value=value))
+
+
+def _warning(told: BrokerSettings, text: str, remedy: str) -> Advice:
+    return Advice("warning", f"broker {told.name}", text, remedy)

@@ -1,0 +1,316 @@
+"""Halves that wait for their end, or that the broker has given up: listed, ended by hand, and asked about again."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
+from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import End, Property, Record, Request, administration, end, groups, reading
+from txnbridge_rocketmq.client.retry import ask, look_up
+from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.outcome.end_transaction import Ender, half_at
+from txnbridge_rocketmq.outcome.outcome import PREPARE, Prepared, end_prepared, publish_alone
+from txnbridge_rocketmq.write.half_batch import Part, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.write.transaction_properties import Origin, mark_of, origin_of
+
+T = TypeVar("T")
+
+_log = logging.getLogger("txnbridge")
+
+# Where the broker itself goes on looking at halves, and at its notes which of them have ended.
+_BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
+# Brokers want a name in every request; nobody is a member of this group.
+_GROUP = "txnbridge-listing"
+_NOTED = re.compile(rb"\d+")
+# Among its notes, each about one half or several, the broker may stand a little further than among the halves.
+_NOTES_BACK = 1024
+# What was decided just now is still being published, and noted.
+_JUST_NOW = 1.0
+_AGAIN_SECONDS = 0.01
+# How long after an end was noted a broker may write a copy of the half: its look rests for a second in between.
+_LOOK_LASTS = 2.0
+_COPIES_AGAIN_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A half that has not ended, as its newest copy stands in the broker; or what the broker has made of it."""
+
+    broker: str
+    record: Record
+    discarded: bool = False
+
+    @property
+    def partition(self) -> Partition:
+        """Where it would be published."""
+        properties = self.record.properties
+        number = properties.get("REAL_QID", "0")
+        return properties.get(Property.REAL_TOPIC, self.record.topic), int(number) if number.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Found:
+    """A transaction with halves that have not ended. Of another client's, each half is one, named by its unique key."""
+
+    name: str
+    # "open", "prepared", "ending" (decided, and not all of it published or dropped), "discarded" (by the broker), or
+    # "lost" (nothing tells any more what became of it)
+    state: str
+    halves: Sequence[Waiting]
+    origin: Origin | None = None  # none: another client's
+    prepared: Prepared | None = None
+
+    @property
+    def owner(self) -> str:
+        """The transactional id; empty for another client's."""
+        return self.name.rsplit("/", 2)[0] if self.origin is not None else ""
+
+    @property
+    def may_be_published(self) -> bool:
+        """Nobody is asked any more about another client's half that was discarded, nor tells whether it was aborted."""
+        return self.origin is not None or self.state != "discarded"
+
+    @property
+    def messages(self) -> int:
+        """How many are known."""
+        return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
+    """All that has not ended, on all brokers, with all that was discarded and nobody has ended since."""
+    waiting: dict[str, list[Waiting]] = {}
+    for broker in cluster.brokers.names(deadline):
+        for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
+            waiting.setdefault(_name_of(each), []).append(each)
+    listed = (_found(cluster, name, halves, deadline) for name, halves in waiting.items())
+    return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
+
+
+def _name_of(half: Waiting) -> str:
+    mark = mark_of(half.record)
+    return mark.transaction if mark is not None else half.record.unique_key or str(half.record.offset_id)
+
+
+def _newest(halves: Sequence[Waiting]) -> list[Waiting]:
+    """Of several copies the last: the broker goes on with that one."""
+    by_key = {(each.record.unique_key, each.partition): each for each in halves}
+    return list(by_key.values())
+
+
+def _waiting(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Waiting]:
+    """From where the broker stands with its own looking; what has ended since it has noted elsewhere."""
+    halves = _stands(cluster, broker, remoting.HALF_TOPIC, deadline)
+    records = _records(cluster, broker, remoting.HALF_TOPIC, halves, deadline)
+    found = [Waiting(broker, replace(record, body=b"")) for record in records]
+    if not found:
+        return
+    notes = _stands(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
+    ended = {
+        int(offset)
+        for record in _records(cluster, broker, _NOTES_TOPIC, notes, deadline)
+        for offset in _NOTED.findall(record.body)
+    }
+    yield from (half for half in found if half.record.queue_offset not in ended)
+
+
+def _discarded(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Waiting]:
+    """Those that were published all the same, by their token, are left out."""
+    records = _records(cluster, broker, remoting.DISCARDED_TOPIC, 0, deadline)
+    discarded = _newest([Waiting(broker, replace(record, body=b""), discarded=True) for record in records])
+    asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
+    published = look_up(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
+    yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
+
+
+def _stands(cluster: Cluster, broker: str, topic: str, deadline: Deadline) -> int:
+    """Where the broker itself goes on in such a topic."""
+    return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
+
+
+def _records(cluster: Cluster, broker: str, topic: str, first: int, deadline: Deadline) -> Iterator[Record]:
+    """What stands in the one queue of such a topic, from there on."""
+    at = max(first, 0, _ask(cluster, broker, reading.min_offset(topic, 0), deadline))
+    end = _ask(cluster, broker, reading.max_offset(topic, 0), deadline)
+    while at < end:
+        deadline.check(f"reading {topic} of broker {broker}")
+        pulled = _ask(cluster, broker, reading.pull(topic, 0, at, _GROUP), deadline)
+        yield from (record for record in pulled.records if record.queue_offset < end)
+        if not pulled.records and pulled.next_offset <= at:
+            time.sleep(_AGAIN_SECONDS)
+        at = max(at, pulled.next_offset)
+
+
+def _ask(cluster: Cluster, broker: str, request: Request[T], deadline: Deadline) -> T:
+    return ask(cluster.client, broker, request, f"looking for halves on broker {broker}", deadline)
+
+
+def _found(cluster: Cluster, name: str, halves: Sequence[Waiting], deadline: Deadline) -> Found | None:
+    """What a transaction is now; None for one that has ended just now, so that the broker has not noted it yet."""
+    origin = origin_of(halves[0].record)
+    discarded = all(half.discarded for half in halves)
+    found = Found(name, "discarded" if discarded else "open", halves, origin)
+    if origin is None:
+        return found
+    ledger = ledger_of(cluster, found)
+    try:
+        claim = ledger.decided(name, deadline, log=origin.log)
+        if claim is not None:
+            return _decided(cluster, found, claim, deadline)
+        entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
+    except EvidenceLost:
+        return replace(found, state="lost")  # with the record that would decide it
+    except (OutcomeUnknown, InvalidToken):  # its log cannot be read now, or is kept elsewhere
+        return found
+    if entries:
+        found = replace(found, prepared=Prepared.from_json(entries[0].data))
+    return replace(found, state="prepared") if entries and not discarded else found
+
+
+def _decided(cluster: Cluster, found: Found, claim: LedgerClaim, deadline: Deadline) -> Found | None:
+    """Those that were decided long ago are listed too: their owner died, and nobody of their application is there."""
+    if claim.decision is Decision.ABORT and found.state == "discarded":
+        return None
+    noted = max(cluster.brokers.known(half.broker, deadline).note_interval for half in found.halves)
+    if seconds_since(claim.data) < max(_JUST_NOW, 2 * noted):
+        return None
+    return replace(found, state="ending")
+
+
+def ledger_of(cluster: Cluster, found: Found) -> Ledger:
+    """Where a transaction of ours is decided."""
+    assert found.origin is not None
+    application = str(found.origin.log.get("log") or cluster.settings.application)
+    return cluster.context.ledger(application, found.owner)
+
+
+def shown(cluster: Cluster, found: Found) -> OpenTransaction:
+    """As an administrator sees it."""
+    record = found.halves[0].record
+    prepared = found.prepared
+    return OpenTransaction(
+        transaction=found.name,
+        state=found.state,
+        owner=record.properties.get(Property.GROUP, ""),
+        since=min(half.record.born_time for half in found.halves),
+        expires_at=None if found.origin is None else found.origin.deadline,
+        partitions=tuple(sorted({half.partition for half in found.halves})),
+        groups=tuple(sorted({ack.group for ack in prepared.acks})) if prepared is not None else (),
+        messages=found.messages,
+        token=token_of(cluster, found),
+        transactional_id=found.owner,
+    )
+
+
+def token_of(cluster: Cluster, found: Found) -> Token | None:
+    """A prepared transaction's token; None for another one."""
+    if found.prepared is None or found.origin is None:
+        return None
+    return Token(
+        broker="rocketmq",
+        cluster=cluster.id,
+        transaction=found.name,
+        how={},
+        prepared=True,
+        expires_at=found.prepared.expires_at,
+        messages=found.messages,
+        log=found.origin.log,
+    )
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def end_open(ender: Ender, found: Found, decision: Decision, deadline: Deadline) -> Outcome:
+    """End a transaction as an administrator; the true outcome. Raises `InvalidState`, `EvidenceLost`."""
+    if found.origin is None:
+        return _end_foreign(ender.cluster, found, decision, deadline)
+    ledger = ledger_of(ender.cluster, found)
+    token = token_of(ender.cluster, found)
+    if token is not None:
+        outcome = end_prepared(ender, token, decision, ledger, deadline)
+    else:
+        outcome = _end_unprepared(ender, found, decision, ledger, deadline)
+    try:
+        _drop_all(ender, found, deadline)
+    except BrokerUnavailable as error:
+        _log.debug("copies of %s stay until the broker discards them: %s", found.name, error)
+    return outcome
+
+
+def _drop_all(ender: Ender, found: Found, deadline: Deadline) -> None:
+    """Drop all copies of halves that have ended, also those made after they were listed; of what is published nothing.
+
+    A broker that looks at a half before it has noted its end writes one copy more, of which nobody may ever be asked.
+    """
+    cluster, brokers = ender.cluster, {half.broker for half in found.halves}
+    noted = max(cluster.brokers.known(broker, deadline).note_interval for broker in brokers)
+    left = [half for half in found.halves if not half.discarded]
+    dropped: set[tuple[str, int]] = set()
+    quiet = Deadline(0)
+    while True:
+        new = [half for half in left if (half.broker, half.record.queue_offset) not in dropped]
+        if new:
+            ender.drop([(half.broker, half_at(half.record)) for half in new], deadline)
+            dropped.update((half.broker, half.record.queue_offset) for half in new)
+            quiet = Deadline(noted + _LOOK_LASTS)
+        if quiet.expired or deadline.expired:
+            return
+        time.sleep(_COPIES_AGAIN_SECONDS)
+        waiting = (half for broker in brokers for half in _waiting(cluster, broker, deadline))
+        left = [half for half in waiting if _name_of(half) == found.name]
+
+
+def _end_unprepared(ender: Ender, found: Found, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
+    assert found.origin is not None
+    claim = ledger.decided(found.name, deadline, log=found.origin.log)
+    if claim is None:
+        if decision is Decision.COMMIT:
+            raise InvalidState(f"transaction {found.name!r} is open and not prepared: only its writer can commit it")
+        data = parts_as_json(_parts(found))
+        claim = ledger.claim(found.name, Decision.ABORT, data, deadline, log=found.origin.log)
+    if claim.decision is Decision.COMMIT:
+        publish_alone(ender, found.name, parts_from_json(claim.data), deadline)
+    return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
+
+
+def _parts(found: Found) -> list[Part]:
+    """The messages that are known of."""
+    counts: dict[tuple[str, str], int] = {}
+    for half in found.halves:
+        mark = mark_of(half.record)
+        assert mark is not None
+        place = half.partition[0], half.broker
+        counts[place] = max(counts.get(place, 0), mark.number + 1)
+    return [Part(topic, broker, count) for (topic, broker), count in counts.items()]
+
+
+def _end_foreign(cluster: Cluster, found: Found, decision: Decision, deadline: Deadline) -> Outcome:
+    """One half of another client's: what becomes of it, its own producers know, who are asked as well."""
+    (half,) = found.halves
+    if decision is Decision.COMMIT:
+        raise InvalidState(f"half {found.name!r} is another client's: only that can commit it")
+    key = half.record.unique_key or ""
+    what = f"looking for halves on broker {half.broker}"
+    (newest,) = look_up(cluster.client, [(half.broker, remoting.HALF_TOPIC, key)], what, deadline)
+    if newest is None:
+        raise EvidenceLost(f"half {found.name!r} is not there any more")
+    _ask(cluster, half.broker, end(half_at(newest), End.ABORT, from_check=True), deadline)
+    return Outcome.ABORTED
+
+
+def ask_again(cluster: Cluster, found: Found, deadline: Deadline) -> int:
+    """Have the broker ask about discarded halves again, from the start; how many there were."""
+    discarded = [half for half in found.halves if half.discarded]
+    for half in discarded:
+        _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)
+    return len(discarded)

@@ -1,0 +1,54 @@
+"""Whose halves brokers ask a bridge about."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from txnbridge.spi import Deadline
+from txnbridge_rocketmq.client import Check, Client, Membership
+from txnbridge_rocketmq.client.retry import again
+
+
+@dataclass
+class Questions:
+    """Whom to ask when a broker asks; a client needs it before there is anybody."""
+
+    answers: dict[str, Callable[[Sequence[Check]], None]] = field(default_factory=dict)  # by producer group
+
+    def ask(self, checks: Sequence[Check]) -> None:
+        """What became of halves; silence means that it is asked again."""
+        for group, answer in list(self.answers.items()):
+            if own := [check for check in checks if check.half.group == group]:
+                answer(own)
+
+
+class Members:
+    """The producer groups that the client of a bridge is in, all told together. Any thread may call."""
+
+    def __init__(self, client: Client, questions: Questions) -> None:
+        self._client = client
+        self._questions = questions
+        self._lock = threading.Lock()
+
+    @property
+    def groups(self) -> frozenset[str]:
+        return frozenset(self._questions.answers)
+
+    def answer_for(self, groups: Sequence[str], answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
+        """Be asked about the halves of these producer groups, from now on; those that came meanwhile come together."""
+        with self._lock:
+            self._questions.answers.update(dict.fromkeys(groups, answer))
+            self._tell(deadline)
+
+    def answer_no_more(self, groups: Sequence[str], deadline: Deadline) -> None:
+        """Brokers ask others of these groups from now on."""
+        with self._lock:
+            for group in groups:
+                self._questions.answers.pop(group, None)
+            self._tell(deadline)
+
+    def _tell(self, deadline: Deadline) -> None:
+        membership = Membership(self.groups)
+        again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)

@@ -1,0 +1,307 @@
+"""Which partitions a member of a group reads.
+
+Brokers tell who the members are, and every member shares the partitions out by the same rule. A lock of the broker's
+keeps a new reader of a partition waiting until the old one has ended its transaction. All of this only spares members
+work in vain: whose acknowledgement counts is decided by the decision log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from txnbridge.errors import BrokerUnavailable, InvalidOption
+from txnbridge.spi import Deadline, Partition
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Call, Client, Membership, Queue, administration, groups
+from txnbridge_rocketmq.client.retry import again, ask
+from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings.names import encoded, group_name
+
+T = TypeVar("T")
+
+# How often a member tells brokers that it lives. They drop those who have been silent for two minutes.
+HEARTBEAT_SECONDS = 5.0
+# How often a member looks at its group; changes are told at once, and locks are held for a minute.
+LOOK_SECONDS = 1.0
+# While it waits for another one's lock.
+_LOOK_OFTEN_SECONDS = 0.1
+# How long it waits. The lock's owner may be dead, and a transaction may take longer than others should wait.
+_LOCKED_SECONDS = 10.0
+# How often a member asks whether its neighbour lives. The answer of one that does not takes ten seconds.
+_WATCH_SECONDS = 3.0
+_WATCH_ANSWER_SECONDS = 15.0
+_LEAVE_SECONDS = 1.0
+
+# A member's name at the brokers says which application it belongs to, and which topics it reads.
+_MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What came of a look: the partitions that are this member's, and those of them that it may read.
+
+    `taken` are those that it held, and that another member holds now.
+    """
+
+    mine: frozenset[Partition] = frozenset()
+    free: frozenset[Partition] = frozenset()
+    taken: frozenset[Partition] = frozenset()
+
+    def __or__(self, other: Shares) -> Shares:
+        return Shares(self.mine | other.mine, self.free | other.free, self.taken | other.taken)
+
+
+@dataclass
+class _Place:
+    """What was found at one broker by the last look."""
+
+    living: set[str] = field(default_factory=set)
+    locked: set[Queue] = field(default_factory=set)
+
+
+class Sharing:
+    """One member of a group. One thread at a time calls; `on_change` may be called on any."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        group: str,
+        topics: Sequence[str],
+        on_change: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """Join the group. Raises `InvalidOption`, `BrokerUnavailable`, `AccessDenied`."""
+        self._user_group = group
+        self._group = group_name(encoded(group))
+        self._topics = topics
+        self._application = _short(settings.application)
+        self._changed = threading.Event()
+        self._changed.set()
+        self._on_change = on_change
+        self.client = open_client(settings, self._name(), self._told)
+        self._places: dict[str, _Place] = {}
+        self._waits: dict[Partition, float] = {}
+        self._look_at_next = 0.0
+        self._watch = _Watch(self.client, self._group)
+        try:
+            self._join(deadline)
+        except BaseException:
+            self.client.close()
+            raise
+
+    def _name(self) -> str:
+        topics = ".".join(_short(topic) for topic in sorted(self._topics))
+        instance = uuid.uuid4().hex[:12]
+        return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{instance}.{self._application}.{topics}"
+
+    def _told(self, group: str) -> None:
+        self._changed.set()
+        self._on_change()
+
+    def _join(self, deadline: Deadline) -> None:
+        membership = Membership(consumers={self._group: frozenset(self._topics)})
+        what = f"joining group {self._user_group!r}"
+        again(lambda: self.client.join(membership, deadline.left()), what, deadline)
+
+    def due_in(self) -> float:
+        """In how many seconds it is time to look."""
+        return 0.0 if self._changed.is_set() else max(0.0, self._look_at_next - time.monotonic())
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def look(self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline) -> Shares:
+        """What is this member's now. Raises `InvalidOption` if another application reads in the same group."""
+        self._changed.clear()
+        found = Shares()
+        for broker in sorted({each.broker for here in queues.values() for each in here}):
+            here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
+            found |= self._look_at(broker, here, holding, deadline)
+        waiting = found.mine - found.free
+        self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
+        self._look_at_next = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
+        return found
+
+    def _look_at(
+        self,
+        broker: str,
+        queues: Mapping[str, Sequence[Queue]],
+        holding: Collection[Partition],
+        deadline: Deadline,
+    ) -> Shares:
+        me, place = self.client.client_id, self._places.setdefault(broker, _Place())
+        ids = self._members(broker, deadline)
+        asleep = self._watch.look(broker, ids)
+        for gone in place.living - (set(ids) - asleep):  # they leave their locks behind, for a minute
+            everything = [queue for found in queues.values() for queue in found]
+            self._call(broker, groups.unlock(self._group, gone, everything), deadline)
+        place.living = set(ids) - asleep
+        wanted: list[Queue] = []
+        alone: set[str] = set()
+        for topic, found in queues.items():
+            readers = [each for each in ids if _reads(each, topic)]
+            wanted += shares(found, readers, asleep).get(me, ())
+            if place.living.intersection(readers) == {me}:
+                alone.add(topic)  # whoever has a lock there is dead
+        before, place.locked = place.locked, set()
+        if wanted:
+            place.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
+        free = {queue for queue in wanted if queue in place.locked or queue.topic in alone or self._has_waited(queue)}
+        refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
+        return Shares(
+            frozenset(map(_partition, wanted)),
+            frozenset(map(_partition, free | (refused - before))),
+            frozenset(map(_partition, refused & before)),
+        )
+
+    def _members(self, broker: str, deadline: Deadline) -> list[str]:
+        """The names of all members, this one among them."""
+        ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:  # as after a restart of the broker
+            self._join(deadline)
+            ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:  # it makes no groups by itself
+            with suppress(remoting.RemotingError):
+                self.client.call(broker, administration.create_group(self._group), deadline.left())
+            self._join(deadline)
+            ids = self._call(broker, groups.members(self._group), deadline)
+        if self.client.client_id not in ids:
+            raise BrokerUnavailable(
+                f"broker {broker} takes no members into group {self._user_group!r}. An administrator creates it:"
+                f"\n  mqadmin updateSubGroup -n NAME_SERVER -b BROKER_ADDRESS -g {self._group}"
+            )
+        found = sorted(each for each in ids if _MEMBER.fullmatch(each))
+        self._check_application(found)
+        return found
+
+    def _check_application(self, ids: Sequence[str]) -> None:
+        for each in ids:
+            match = _MEMBER.fullmatch(each)
+            if match and match[1] != self._application and any(_reads(each, topic) for topic in self._topics):
+                raise InvalidOption(
+                    f"group {self._user_group!r} is read by {each.split('@')[0]} under another application's name; all"
+                    " members of a group share one decision log: connect(…, application=…) with the same name"
+                )
+
+    def _has_waited(self, queue: Queue) -> bool:
+        since = self._waits.setdefault(_partition(queue), time.monotonic())
+        return time.monotonic() - since >= _LOCKED_SECONDS
+
+    def _call(self, broker: str, request: remoting.Request[T], deadline: Deadline) -> T:
+        what = f"looking at group {self._user_group!r}"
+        return ask(self.client, broker, request, what, deadline)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def let_go(self, queues: Sequence[Queue]) -> None:
+        """Others may read these from now on. Waits for nobody."""
+        for broker in {queue.broker for queue in queues}:
+            here = [queue for queue in queues if queue.broker == broker]
+            with suppress(remoting.RemotingError):
+                self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _LEAVE_SECONDS)
+
+    def close(self, deadline: Deadline) -> None:
+        """Leave the group."""
+        for broker, place in self._places.items():
+            if place.locked:
+                request = groups.unlock(self._group, self.client.client_id, place.locked)
+                with suppress(remoting.RemotingError):
+                    self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
+        self.client.close(deadline.left())
+
+
+class _Watch:
+    """Which members behind this one, in the order of their names, are connected and do not live.
+
+    Each member watches the next one that lives, so that brokers are not kept busy with it, and reads for those before
+    that.
+    """
+
+    def __init__(self, client: Client, group: str) -> None:
+        self._client = client
+        self._group = group
+        self._asleep: set[str] = set()
+        self._calls: dict[str, Call[bool]] = {}
+        self._ask_at: dict[str, float] = {}
+
+    def look(self, broker: str, ids: Sequence[str]) -> set[str]:
+        """Those of these members of whom it is known; asks anew now and then."""
+        for each, call in list(self._calls.items()):
+            if call.done():
+                del self._calls[each]
+                self._note(each, call)
+        self._asleep &= set(ids)
+        for each in self._watched(ids):
+            if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
+                self._ask_at[each] = time.monotonic() + _WATCH_SECONDS
+                with suppress(remoting.RemotingError):
+                    request = groups.is_asleep(self._group, each)
+                    self._calls[each] = self._client.submit(broker, request, _WATCH_ANSWER_SECONDS)
+        return set(self._asleep)
+
+    def _note(self, member: str, call: Call[bool]) -> None:
+        try:
+            is_asleep = call.result()
+        except remoting.RemotingError:
+            return  # nobody knows; whoever has no right to ask waits until the broker drops a dead member
+        (self._asleep.add if is_asleep else self._asleep.discard)(member)
+
+    def _watched(self, ids: Sequence[str]) -> list[str]:
+        me = self._client.client_id
+        if me not in ids:
+            return []
+        at = list(ids).index(me)
+        found: list[str] = []
+        for each in [*ids[at + 1 :], *ids[:at]]:
+            found.append(each)
+            if each not in self._asleep:
+                break
+        return found
+
+
+def shares(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
+    """Which reader has which of a topic's queues. For one that is asleep the reader before it stands in."""
+    found: dict[str, list[Queue]] = {}
+    awake = [index for index, each in enumerate(readers) if each not in asleep]
+    if not awake:
+        return found
+    first = int(_short(queues[0].topic), 16) if queues else 0  # else of many small topics one member would read all
+    for number, queue in enumerate(queues):
+        index = (first + number) % len(readers)
+        living = max((each for each in awake if each <= index), default=awake[-1])
+        found.setdefault(readers[living], []).append(queue)
+    return found
+
+
+def open_client(settings: Settings, name: str | None = None, on_members: Callable[[str], None] | None = None) -> Client:
+    """A client with connections of its own: what a reader waits for holds up nobody else."""
+    return Client(
+        settings.name_servers,
+        client_id=name,
+        credentials=settings.credentials(),
+        tls=settings.tls_context(),
+        on_members=on_members,
+        heartbeat_seconds=HEARTBEAT_SECONDS,
+    )
+
+
+def _partition(queue: Queue) -> Partition:
+    return queue.topic, queue.queue
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+
+
+def _reads(member: str, topic: str) -> bool:
+    match = _MEMBER.fullmatch(member)
+    return match is not None and _short(topic) in match[2].split(".")

@@ -1,0 +1,101 @@
+"""Acknowledging what a reader delivered, as part of the decision about a writer's transaction.
+
+All that a writer needs of a reader:
+
+    acks = context.acks(positions, deadline)          # for `Ledger.claim`
+    acks = context.acks(more, deadline, so_far=acks)  # with these, too
+
+An acknowledgement counts by the decision that carries it, and only if nobody else has moved the group on the same
+partition since the log was read for it. So nothing is held anywhere until then, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from txnbridge.errors import Conflict
+from txnbridge.spi import Ack, Deadline, Partition, Position
+from txnbridge_rocketmq.read.partition import Cursor
+from txnbridge_rocketmq.read.start_positions import GroupStarts
+
+Tell = Callable[[Cursor, int], object]
+
+
+class AckContext:
+    """Which deliveries of a reader can be acknowledged. Any thread may call, also while another one polls."""
+
+    def __init__(
+        self,
+        group: str,
+        starts: GroupStarts,
+        cursors: Mapping[Partition, Cursor],
+        guard: threading.Lock,
+        tell: Tell,
+        timeout: float,
+    ) -> None:
+        self.group = group
+        self._starts = starts
+        self._cursors = cursors
+        self._guard = guard
+        self._tell = tell
+        self._timeout = timeout
+        self.was_used = False
+
+    def acks(
+        self,
+        positions: Mapping[Partition, Sequence[Position]],
+        deadline: Deadline | None = None,
+        *,
+        so_far: Sequence[Ack] = (),
+    ) -> list[Ack]:
+        """What a COMMIT claim carries for these positions, which follow one another in each partition.
+
+        `so_far` is what the same transaction has of this reader already, and part of the answer. Raises `Conflict` for
+        a partition that is not with the reader any more, or on which the group has been moved by somebody else, or by
+        an earlier transaction of which it is not known yet whether it was.
+        """
+        self.was_used = True
+        before = {ack.partition: ack for ack in so_far}
+        with self._guard:
+            cursors = {partition: self._here(partition) for partition in (*before, *positions)}
+        stands, read_up_to = self._starts.positions(deadline or Deadline(self._timeout))
+        found: dict[Partition, Ack] = {}
+        with self._guard:
+            for partition, cursor in cursors.items():
+                if self._cursors.get(partition) is not cursor:
+                    raise _has_left(partition)
+                earlier, given = before.get(partition), positions.get(partition)
+                first = earlier.first if earlier else given[0] if given else ()
+                end = cursor.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
+                at = (stands.get(partition, -1),)
+                cursor.claims = [claim for claim in cursor.claims if claim[1] > at[0]]
+                others = [claim for claim in cursor.claims if earlier is None or claim[0] != earlier.first[0]]
+                if at < (0,) or at > first or others or (earlier and at != earlier.first):
+                    cursor.overtaken = True
+                    raise _moved(self.group, partition)
+                found[partition] = Ack(self.group, partition, at, end, read_up_to)
+            for partition, ack in found.items():
+                cursors[partition].claims = [(ack.first[0], ack.end[0])]
+        for partition, ack in found.items():
+            self._tell(cursors[partition], ack.first[0])
+        return list(found.values())
+
+    def _here(self, partition: Partition) -> Cursor:
+        cursor = self._cursors.get(partition)
+        if cursor is None:
+            raise _has_left(partition)
+        return cursor
+
+
+def _has_left(partition: Partition) -> Conflict:
+    topic, number = partition
+    return Conflict(f"{topic}[{number}] left this reader after the messages were delivered; they come again")
+
+
+def _moved(group: str, partition: Partition) -> Conflict:
+    topic, number = partition
+    return Conflict(
+        f"group {group!r} does not stand in {topic}[{number}] where these messages were delivered: another member has"
+        " acknowledged there, or an earlier transaction is still undecided"
+    )

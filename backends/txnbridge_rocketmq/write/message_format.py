@@ -1,0 +1,274 @@
+"""Messages as RocketMQ has them: a body that is never empty, and properties of text with names of their own."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from txnbridge.errors import InvalidOption, NotSupported
+from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
+from txnbridge_rocketmq import client as remoting
+from txnbridge_rocketmq.client import Property, Record
+
+# Our own properties begin so; what the bridge needs around a message is never among a user's headers.
+OWN = "txnbridge."
+# A header whose value is not text, or empty (which brokers drop), is kept in base64 under this and its name.
+_BASE64 = "txnbridge-b64."
+# A key that is not one word: such a word stands among RocketMQ's own keys, where its other clients have theirs.
+_KEY = f"{OWN}key"
+# What stands for a value that is none, or empty: brokers fail on a message without any byte.
+_VALUE = f"{OWN}value"
+_NONE, _EMPTY = "none", "empty"
+_PLACEHOLDER = b"\x00"
+# The timestamp that a user set. The time of birth cannot be it: brokers ask about old halves by that.
+_TIMESTAMP = f"{OWN}timestamp"
+# The headers' names in order, where there are several: brokers keep each name once, and in an order of their own.
+_ORDER = f"{OWN}headers"
+
+# Brokers take 32 KB of properties with their own; transactions and questions about them add some.
+_PROPERTY_BYTES = 30_000
+_WORD = re.compile(r"[!-~]{1,255}")
+_KEYS_REMEMBERED = 10_000
+
+# What RocketMQ takes for its own, and some of it acts upon.
+_NAMES = """
+KEYS WAIT DELAY RETRY_TOPIC REAL_TOPIC REAL_QID TRAN_MSG PGROUP MIN_OFFSET MAX_OFFSET BUYER_ID ORIGIN_MESSAGE_ID
+TRANSFER_FLAG CORRECTION_FLAG MQ2_FLAG RECONSUME_TIME MSG_REGION TRACE_ON UNIQ_KEY EXTEND_UNIQ_INFO
+MAX_RECONSUME_TIMES CONSUME_START_TIME POP_CK POP_CK_OFFSET 1ST_POP_TIME TRAN_PREPARED_QUEUE_OFFSET DUP_INFO
+INSTANCE_ID CORRELATION_ID REPLY_TO_CLIENT TTL ARRIVE_TIME PUSH_REPLY_TIME CLUSTER MSG_TYPE
+INNER_MULTI_QUEUE_OFFSET TIMER_DELAY_MS TIMER_DELAY_SEC TIMER_DELIVER_MS TIMER_ENQUEUE_MS TIMER_DEQUEUE_MS
+TIMER_ROLL_TIMES TIMER_OUT_MS TIMER_DEL_UNIQKEY TIMER_DELAY_LEVEL __BORNHOST BORN_TIMESTAMP DLQ_ORIGIN_TOPIC
+DLQ_ORIGIN_MESSAGE_ID __CRC32# CHECK_IMMUNITY_TIME_IN_SECONDS TRANSACTION_CHECK_TIMES __SHARDINGKEY
+__transactionId__ _SYS_TRAN_PREPARED_QUEUE_OFFSET TRANSACTION_PREPARED_QUEUE_OFFSET
+"""
+RESERVED = frozenset(_NAMES.split())
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+def to_wire(
+    topic: str,
+    value: bytes | None,
+    key: bytes | None,
+    headers: RawHeaders | None,
+    timestamp: int | None,
+    *,
+    own: Mapping[str, str] | None = None,
+    unique_key: str | None = None,
+) -> remoting.Message:
+    """A message as it is sent, plain or as a half; `own` are properties of ours besides, named `txnbridge.…`.
+
+    Raises `InvalidOption` for headers that RocketMQ has no room for.
+    """
+    body, properties = pack_value(value)
+    keys: tuple[str, ...] = ()
+    if key is not None:
+        word = _word(key)
+        if word is None:
+            properties[_KEY] = base64.b64encode(key).decode() or "="
+        else:
+            keys = (word,)
+    if timestamp is not None:
+        properties[_TIMESTAMP] = str(timestamp)
+    tags = _put_headers(properties, headers or ())
+    _check_size(properties, own or {})
+    return remoting.Message(topic, body, {**properties, **(own or {})}, keys, tags, unique_key)
+
+
+def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
+    """A body for a value, and the properties that say what it stands for."""
+    if value:
+        return value, {}
+    return _PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY}
+
+
+def _word(key: bytes) -> str | None:
+    """A key as RocketMQ's own clients have it, if it is one: brokers join several by spaces."""
+    text = key.decode("ascii", "replace")
+    return text if _WORD.fullmatch(text) else None
+
+
+def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
+    """Adds the headers to the properties; returns the tag, which RocketMQ keeps apart."""
+    tags: str | None = None
+    seen: dict[str, int] = {}
+    for name, value in headers:
+        if value is None or not name:
+            raise NotSupported(
+                f"header {name!r}: RocketMQ's properties are text with a name. Leave a header out that has no value, or"
+                " give it an empty one; give one without a name a name"
+            )
+        if name == Property.TAGS:
+            tags = _tag(value)
+            continue
+        _check_name(name)
+        count = seen[name] = seen.get(name, 0) + 1
+        slot, text = _packed(_numbered(name, count), value)
+        properties[slot] = text
+    names = [name for name, _ in headers if name != Property.TAGS]
+    if len(names) > 1:
+        properties[_ORDER] = json.dumps(names, separators=(",", ":"), ensure_ascii=False)
+    return tags
+
+
+def _numbered(name: str, count: int) -> str:
+    """The property for a name's first, second, … value."""
+    return name if count == 1 else f"{OWN}{count}.{name}"
+
+
+def _packed(name: str, value: bytes) -> tuple[str, str]:
+    if value and not name.startswith(_BASE64):
+        try:
+            text = value.decode()
+            if not _holds_separator(text):
+                return name, text
+        except UnicodeDecodeError:
+            pass
+    return _BASE64 + name, base64.b64encode(value).decode() or "="
+
+
+def _tag(value: bytes) -> str:
+    text = value.decode("utf-8", "replace")
+    if not text.strip() or "|" in text or _holds_separator(text) or "\ufffd" in text:
+        raise InvalidOption("the header 'TAGS' is RocketMQ's tag: text without '|', not empty")
+    return text
+
+
+def _check_name(name: str) -> None:
+    if name in RESERVED or name.startswith(OWN):
+        raise InvalidOption(f"header {name!r}: RocketMQ or txnbridge itself uses this name; choose another")
+    if _holds_separator(name):
+        raise InvalidOption(f"header {name!r}: RocketMQ separates headers by U+0001 and U+0002, a name has none")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidOption(f"header {name!r}: a name must be text that UTF-8 can express") from None
+
+
+def _holds_separator(text: str) -> bool:
+    return "\x01" in text or "\x02" in text
+
+
+def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
+    pairs = [*properties.items(), *own.items()]
+    size = sum(len(name.encode()) + len(text.encode()) + 2 for name, text in pairs)
+    if size > _PROPERTY_BYTES:
+        raise InvalidOption(
+            f"headers and key take {size} bytes as RocketMQ stores them; {_PROPERTY_BYTES} is the most it has room for"
+        )
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
+
+
+def from_wire(record: Record, topic: str, partition: int, source: Any = None) -> Message:
+    """A stored message of ours or of any other client. Raises `remoting.CannotDecompress`."""
+    properties = record.properties
+    return Message(
+        topic,
+        partition,
+        (record.queue_offset,),
+        _key(properties),
+        unpack_value(record),
+        _headers(properties),
+        timestamp_of(record),
+        1,
+        source,
+    )
+
+
+def unpack_value(record: Record) -> bytes | None:
+    """The value that a body stands for. Raises `remoting.CannotDecompress`."""
+    stands_for = record.properties.get(_VALUE)
+    if stands_for is None:
+        return record.payload()
+    return None if stands_for == _NONE else b""
+
+
+def _key(properties: Mapping[str, str]) -> bytes | None:
+    """Ours, or the keys that another client gave it, several with spaces between them."""
+    if (packed := properties.get(_KEY)) is not None:
+        return _unpacked(packed)
+    keys = properties.get(Property.KEYS)
+    return None if keys is None else keys.encode("utf-8", "surrogateescape")
+
+
+def timestamp_of(record: Record) -> int:
+    """What the sender set, else when the broker stored it."""
+    text = record.properties.get(_TIMESTAMP, "")
+    return int(text) if re.fullmatch(r"-?\d+", text) else record.stored_time
+
+
+def _headers(properties: Mapping[str, str]) -> Headers:
+    pairs = list(_pairs(properties))
+    return Headers(pairs) if pairs else NO_HEADERS
+
+
+def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
+    left = {
+        name: text
+        for name, text in properties.items()
+        if name not in RESERVED and (not name.startswith(OWN) or name[len(OWN) : len(OWN) + 1].isdigit())
+    }
+    count: dict[str, int] = {}
+    for name in _names(properties.get(_ORDER)):
+        number = count[name] = count.get(name, 0) + 1
+        slot = _numbered(name, number)
+        for each in (_BASE64 + slot,) if slot.startswith(_BASE64) else (slot, _BASE64 + slot):
+            if (text := left.pop(each, None)) is not None:
+                yield name, _header(each, text)[1]
+                break
+    for name, text in left.items():  # in no order, or put there by somebody on the way
+        yield _header(name, text)
+
+
+def _names(order: str | None) -> list[str]:
+    try:
+        found = json.loads(order) if order is not None else []
+    except ValueError:
+        return []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def _header(name: str, text: str) -> tuple[str, bytes]:
+    if name.startswith(_BASE64) and (value := _unpacked(text)) is not None:
+        return name[len(_BASE64) :], value
+    return name, text.encode("utf-8", "surrogateescape")
+
+
+def _unpacked(text: str) -> bytes | None:
+    """The bytes in base64; None if it is none."""
+    if text == "=":
+        return b""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+
+
+# --- partitions -------------------------------------------------------------------------------------------------------
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """What RocketMQ's Java client picks by `SelectMessageQueueByHash` for the key as text (in base64 if it is none)."""
+    return key_hash(key) % partitions
+
+
+@lru_cache(_KEYS_REMEMBERED)
+def key_hash(key: bytes) -> int:
+    """The distance from zero of the hash that Java has for text."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        text = base64.b64encode(key).decode()
+    code = 0
+    units = text.encode("utf-16-be")
+    for at in range(0, len(units), 2):
+        code = (31 * code + int.from_bytes(units[at : at + 2], "big")) & 0xFFFF_FFFF
+    return code if code < 1 << 31 else (1 << 32) - code

@@ -1,0 +1,314 @@
+"""One writer: at most one transaction at a time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from txnbridge.errors import (
+    AccessDenied,
+    BrokerUnavailable,
+    Conflict,
+    DeliveryFailed,
+    EvidenceLost,
+    Fenced,
+    InvalidOption,
+    InvalidState,
+    OutcomeUnknown,
+    TransactionAborted,
+    TransactionTimedOut,
+    TxnBridgeError,
+)
+from txnbridge.spi import (
+    Ack,
+    Begin,
+    Deadline,
+    Decision,
+    Evidence,
+    Item,
+    LedgerClaim,
+    Partition,
+    Position,
+    RawHeaders,
+    Writer,
+    encode_item,
+)
+from txnbridge_rocketmq.backend import RocketMQBackend
+from txnbridge_rocketmq.outcome.end_transaction import NotThere
+from txnbridge_rocketmq.outcome.outcome import PREPARE, Prepared, publish_alone
+from txnbridge_rocketmq.write.acks import AckContext
+from txnbridge_rocketmq.write.half_batch import Halves, Part, Target, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.message_format import partition_of, to_wire
+from txnbridge_rocketmq.write.transaction_properties import Mark, Origin, properties, unique_key
+
+if TYPE_CHECKING:
+    from txnbridge_rocketmq.write.owner import Owner
+
+_log = logging.getLogger("txnbridge")
+
+_MOST_MESSAGES = RocketMQBackend.limits.transaction_messages or 0
+# A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
+_ABORT_GRACE = 2.0
+# Halves on their way when a transaction aborts get so long for their answers, which say what is to be dropped. The
+# broker asks about the others.
+_SETTLE_BEFORE_ABORT = 0.5
+
+
+class RocketMQWriter(Writer):
+    """Sends halves, has the decision log decide, and then has the halves published.
+
+    From the decision on nothing can go back: other processes publish, when the broker asks, what this one does not.
+    """
+
+    def __init__(self, owner: Owner, number: int) -> None:
+        self._owner = owner
+        self._number = number
+        self._unpublished: tuple[str, Sequence[Part]] | None = None  # of the transaction before, which is committed
+        self._cluster = owner.cluster
+        self._turns = itertools.count(secrets.randbelow(1 << 16))
+        self._begun = Begin("", Deadline(0), False, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._halves = Halves(self._cluster.client, self._cluster.settings.producer_group)
+        self._acks: dict[AckContext, list[Ack]] = {}
+        self.messages = 0
+
+    # --- one transaction ----------------------------------------------------------------------------------------------
+
+    def begin(self, begin: Begin) -> None:
+        if self._unpublished is not None:  # the next owner of the id looks at our last transaction alone
+            publish_alone(self._owner.ender, *self._unpublished, begin.deadline)
+            self._unpublished = None
+        self._forget()
+        self._begun = begin
+        self._seconds = self._lifetime(begin)
+        self._expires_at = int((time.time() + self._seconds) * 1000)
+        self._origin = Origin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
+
+    def _lifetime(self, begin: Begin) -> float:
+        """For how many seconds nobody else may abort it."""
+        return begin.deadline.left()
+
+    def send(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        headers: RawHeaders | None,
+        partition: int | None,
+        timestamp: int | None,
+    ) -> None:
+        if self.messages >= _MOST_MESSAGES:
+            raise InvalidOption(
+                f"a transaction on RocketMQ has at most {_MOST_MESSAGES} messages: each is ended for itself"
+            )
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        target = self._target(topic, partition, deadline)
+        mark = Mark(self._begun.transaction, target.count)
+        own = properties(mark, self._origin)
+        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, mark))
+        number = partition if partition is not None else self._chosen(key, len(target.queues))
+        self._halves.take(target, target.queues[number], message, deadline)
+        self.messages += 1
+
+    def _chosen(self, key: bytes | None, count: int) -> int:
+        return next(self._turns) % count if key is None else partition_of(key, count)
+
+    def _target(self, topic: str, partition: int | None, deadline: Deadline) -> Target:
+        """Once a transaction for each topic the broker is asked how many partitions it has."""
+        found = self._halves.targets.get(topic)
+        if found is None or (partition is not None and not 0 <= partition < len(found.queues)):
+            queues = self._cluster.topics.require(topic, partition, deadline)
+            if found is None:
+                settings = self._cluster.brokers.known(queues[0].broker, deadline)
+                if self._seconds > settings.longest:
+                    raise InvalidOption(
+                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and {settings.longest:g} s are"
+                        f" allowed: broker {settings.name} discards halves after {settings.patience:g} s"
+                        " (transactionCheckMax x transactionCheckInterval), and has to ask about them before. Take"
+                        " shorter timeouts, or let an administrator change that"
+                    )
+                found = self._halves.targets[topic] = Target(queues, settings)
+            found.queues = queues
+        return found
+
+    def send_many(self, topic: str, items: Iterable[Item]) -> None:
+        for item in items:
+            value, key, headers = (item, None, None) if item.__class__ is bytes else encode_item(item)
+            self.send(topic, value, key, headers, None, None)
+
+    def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
+        assert isinstance(context, AckContext)
+        deadline = self._begun.deadline
+        deadline.check("the transaction")
+        self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
+
+    def flush(self, deadline: Deadline) -> None:
+        """Return when everything taken so far is stored. Raises `DeliveryFailed`, `AccessDenied`."""
+        with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
+            self._halves.flush(deadline)
+
+    def evidence(self) -> Evidence:
+        return Evidence({}, self.messages, self._expires_at, self._origin.log)
+
+    # --- ending -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, deadline: Deadline) -> None:
+        raise NotImplementedError("a plain writer is never asked to prepare")
+
+    def commit(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        if not (self.messages or self._acks):
+            return
+        # From before the decision on: the thread that answers the broker would publish the transaction at once.
+        with self._owner.ender.as_owner(self._begun.transaction):
+            all_published = self._decide_and_publish(deadline)
+        if not all_published:
+            self._publish_rest(deadline)
+
+    def _decide_and_publish(self, deadline: Deadline) -> bool:
+        """Whether nothing is left to be published."""
+        try:
+            claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
+        except (Conflict, Fenced):
+            self._abort_quietly(deadline)
+            raise
+        if claim.decision is Decision.ABORT:
+            self._drop(deadline)
+            if self._begun.deadline.expired or time.time() * 1000 >= self._expires_at:
+                raise TransactionTimedOut("the transaction was aborted because its time was over; run it again")
+            raise TransactionAborted("somebody else aborted the transaction; run it again")
+        with self._cluster.context.events.step("step:publish", self._begun.transaction):
+            try:
+                halves = self._halves.stored(deadline)
+                if not self._owner.ender.publish_fresh(halves, deadline):
+                    return False
+                self._owner.ender.look_once(halves, deadline)
+            except NotThere as error:
+                raise self._doubt(error) from error
+            except TxnBridgeError:
+                return False
+            return True
+
+    def _doubt(self, error: TxnBridgeError) -> OutcomeUnknown:
+        """The transaction is committed, and nobody has seen that all of it is published."""
+        self._unpublished = self._begun.transaction, self._halves.parts
+        return OutcomeUnknown(
+            "it is committed, and may not be published; any bridge of its application publishes what is not, when the"
+            f" broker asks: {error}"
+        )
+
+    def _all_acks(self) -> list[Ack]:
+        return [ack for acks in self._acks.values() for ack in acks]
+
+    def _claim(self, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()) -> LedgerClaim:
+        transaction, data = self._begun.transaction, {**parts_as_json(self._halves.parts), "writer": self._number}
+        with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as told:
+            claim = self._owner.ledger.claim(transaction, decision, data, deadline, log=self._origin.log, acks=acks)
+            told["decided"] = claim.decision.value
+        return claim
+
+    def _publish_rest(self, deadline: Deadline) -> None:
+        """Publish what could not be published directly. Raises `OutcomeUnknown` and `EvidenceLost`."""
+        transaction = self._begun.transaction
+        try:
+            publish_alone(self._owner.ender, transaction, self._halves.parts, deadline)
+        except EvidenceLost:
+            raise
+        except TxnBridgeError as error:
+            raise self._doubt(error) from error
+
+    def _store(self, deadline: Deadline) -> None:
+        """Return when the broker has everything; if it never will, the transaction is aborted here."""
+        deadline.check("the transaction")
+        try:
+            self.flush(deadline)
+        except (DeliveryFailed, AccessDenied):
+            self._abort_quietly(deadline)
+            raise
+
+    def _abort_quietly(self, deadline: Deadline) -> None:
+        """The commit does not count, or was never claimed: the transaction ends aborted, also if this fails."""
+        try:
+            self.abort(deadline)
+        except TxnBridgeError as error:
+            _log.debug("transaction %s is aborted when its time is over: %s", self._begun.transaction, error)
+
+    def abort(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        if not (self.messages or self._acks):
+            return
+        try:
+            claim = self._claim(Decision.ABORT, deadline)
+        except BrokerUnavailable as error:
+            raise OutcomeUnknown(f"it is aborted when its time is over: {error}") from error
+        if claim.decision is Decision.COMMIT:
+            raise InvalidState("the transaction is committed: an earlier attempt had come through")
+        self._drop(deadline)
+
+    def _drop(self, deadline: Deadline) -> None:
+        if deadline.left() < _ABORT_GRACE:
+            deadline = Deadline(_ABORT_GRACE)
+        with self._cluster.context.events.step("step:drop", self._begun.transaction):
+            stored = self._halves.stored(Deadline(_SETTLE_BEFORE_ABORT))
+            self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
+
+    # --- the writer itself --------------------------------------------------------------------------------------------
+
+    def reopen(self, deadline: Deadline) -> None:
+        """As the contract says. What is committed of the transaction before is published before the next one begins."""
+        self._owner.check(deadline)
+        self._settle(deadline)
+        self._forget()
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Decide the transaction before by a claim: its commit may stand in the log already, or be on its way."""
+        if not (self.messages or self._acks):
+            return
+        transaction = self._begun.transaction
+        try:
+            claim = self._claim(Decision.ABORT, deadline)
+        except EvidenceLost as error:
+            _log.warning("nobody can tell what became of transaction %s: %s", transaction, error)
+        except OutcomeUnknown as error:
+            raise BrokerUnavailable(f"first it has to be known what became of {transaction}: {error}") from error
+        else:
+            if claim.decision is Decision.COMMIT:
+                self._unpublished = transaction, parts_from_json(claim.data)
+            else:
+                self._drop(deadline)
+
+    def close(self) -> None:
+        """Nothing is held: halves that nobody ended are asked about."""
+
+
+class PreparedWriter(RocketMQWriter):
+    """Carries one transaction, which is prepared or aborted, and is then let go of."""
+
+    def _lifetime(self, begin: Begin) -> float:
+        if begin.hold is not None:
+            return begin.deadline.left() + begin.hold
+        home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
+        return min(home.longest, home.kept)
+
+    def prepare(self, deadline: Deadline) -> None:
+        self._store(deadline)
+        transaction = self._begun.transaction
+        prepared = Prepared(self._halves.parts, self._all_acks(), self._expires_at)
+        try:
+            with self._cluster.context.events.step("step:record", transaction):
+                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
+        except BaseException:
+            # It may be stored all the same; but nobody has a token of it.
+            self._abort_quietly(deadline)
+            raise
+
+    def commit(self, deadline: Deadline) -> None:
+        raise InvalidState("a prepared transaction is committed by its token")
