@@ -1,25 +1,216 @@
-"""What every part of a bridge to one cluster shares."""
+"""The connection to a cluster, and the cluster's identity.
+
+RocketMQ's own cluster names are the same everywhere. Therefore the bridge gives each cluster an id, and stores it
+together with the name of the broker that holds the bridge's own topics.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import time
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 
-from txnbridge.spi import Context
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.outcome.producer_groups import Members
-from txnbridge_rocketmq.settings import Settings
-from txnbridge_rocketmq.settings.broker_config import Brokers
-from txnbridge_rocketmq.topics import Topics
+from txnbridge.errors import (
+    BrokerUnavailable,
+    InvalidOption,
+    NotSupported,
+    OutcomeUnknown,
+    StorageFailed,
+    TxnBridgeError,
+)
+from txnbridge.spi import Context, Deadline
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
+from txnbridge_rocketmq.outcome.producer_groups import CheckBackRouter, ProducerGroups
+from txnbridge_rocketmq.settings import RocketMQSettings
+from txnbridge_rocketmq.settings.broker_config import BrokerConfigs
+from txnbridge_rocketmq.settings.names import decoded, encoded, topic_name
+from txnbridge_rocketmq.topics import RocketMQTopics, all_topics, create_topic_on, ensure_single_queue, route_of
+
+_log = logging.getLogger("txnbridge")
+
+_VERSION = 1
+# The time between two looks for a broker. A broker takes seconds to start.
+_PAUSE = 0.1
+_NAME = re.compile(r"([0-9a-f]{32})-(.+)")
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The settings, and the ways to ask."""
+class RocketMQCluster:
+    """What all parts of a bridge to one cluster share."""
 
-    id: str  # stable, and nobody else's
-    settings: Settings
-    client: remoting.Client
-    topics: Topics
-    brokers: Brokers
-    members: Members
+    id: str  # stable and unique
+    settings: RocketMQSettings
+    client: RemotingClient
+    topics: RocketMQTopics
+    brokers: BrokerConfigs
+    producer_groups: ProducerGroups
     context: Context
+
+
+def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
+    """Connect to a cluster. Raise `InvalidOption`, `BrokerUnavailable` or `AccessDenied`."""
+    questions = CheckBackRouter()
+    try:
+        client = RemotingClient(
+            settings.name_servers,
+            credentials=settings.credentials(),
+            tls=settings.tls_context(),
+            on_checks=questions.ask,
+        )
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error
+    try:
+        named = identify_cluster(settings, client, deadline)
+        noted = record_brokers(settings, client, named.home, deadline)
+    except BaseException:
+        client.close()
+        raise
+    topics = RocketMQTopics(settings, client, named.home, noted)
+    return RocketMQCluster(
+        named.id, settings, client, topics, BrokerConfigs(client), ProducerGroups(client, questions), context
+    )
+
+
+@dataclass(frozen=True)
+class ClusterIdentity:
+    """A cluster's id, stable and unique, and the home broker, which holds the bridge's own topics."""
+
+    id: str
+    home: str
+
+
+def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterIdentity:
+    """Return the identity of the cluster. Create one if the cluster has none.
+
+    The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
+    keep records for days only, but topics for ever. Therefore id and home broker are repeated in the name of an empty
+    topic on every broker. While any broker is up, the home broker is known; if the home broker is down, no process
+    takes the cluster for a new one.
+
+    Raise `StorageFailed` if the identity is lost or if there are two, and `InvalidOption` if the server is not a name
+    server.
+    """
+    try:
+        brokers = _brokers(settings, client, deadline)
+    except NotSupported as error:
+        # Messages through a proxy would be lost: it reports success for END_TRANSACTION and does nothing.
+        raise InvalidOption(
+            f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy; a URL names the name servers,"
+            " which tell where the brokers are, and those must be reached themselves"
+        ) from error.__cause__
+    found = _repeated(settings, client, deadline)
+    if found is None:
+        found = _agreed(settings, client, brokers[0], deadline)
+        _repeat(found, settings, client, found.home, deadline)
+        if _repeated(settings, client, deadline) != found:
+            raise BrokerUnavailable("this cluster was named a moment ago, and not everybody knows it yet")
+    _repeat_everywhere(found, settings, client, brokers, deadline)
+    return found
+
+
+def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> frozenset[str]:
+    """Record the cluster's brokers. Return the names of all that the cluster has or had, also of brokers that are down.
+
+    A name server forgets a broker that is down, together with its topics. Therefore an empty topic on the broker `home`
+    records the name of each broker that a bridge has seen.
+    """
+    topics = all_topics(client, deadline)
+    noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
+    there = set(BrokerConfigs(client).names(deadline)) - {home}
+    for broker in sorted(there - noted):
+        try:
+            create_topic_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
+        except TxnBridgeError as error:
+            _log.warning("broker %s is not noted: while it is away its topics look as if deleted: %s", broker, error)
+    return frozenset({home} | noted | there)
+
+
+def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
+    """Return the names of the brokers.
+
+    Wait for the first one: a broker that restarts is not registered until it is up.
+    """
+    while not (names := BrokerConfigs(client).names(deadline)):
+        if deadline.left() <= _PAUSE:
+            servers = ", ".join(settings.name_servers)
+            raise BrokerUnavailable(f"no broker was known to the name server {servers} for {deadline.seconds:g} s")
+        time.sleep(_PAUSE)
+    return names
+
+
+def _repeated(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterIdentity | None:
+    begin = f"{settings.cluster_topic}-"
+    told = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
+    names = {ClusterIdentity(found[1], decoded(found[2])) for text in told if (found := _NAME.fullmatch(text))}
+    if len(names) > 1:
+        raise StorageFailed(
+            f"this cluster has several names, each in the name of a topic that begins with {begin}: brokers were used"
+            " apart before they came together. Choose another prefix, or delete the topics of those that nobody uses"
+        )
+    return names.pop() if names else None
+
+
+def _agreed(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> ClusterIdentity:
+    """Return the identity in the first record of the cluster topic. Write the record if there is none."""
+    queue = Queue(settings.cluster_topic, home, 0)
+    others = [name for name in all_topics(client, deadline) if name.startswith(settings.prefix)]
+    ensure_single_queue(client, queue, deadline)
+    log = RocketMQDecisionLog(client, queue)
+    used = log.was_used(deadline)
+    named = _first(log, home, deadline)
+    if named is not None:
+        return named
+    if used or any(name != queue.topic for name in others):
+        raise StorageFailed(
+            f"the record that names this cluster is gone from {queue.topic}, and so is the topic that repeats it:"
+            f" create that again ({queue.topic}-ID-BROKER, with the ID in any token), or choose another prefix"
+        )
+    with suppress(OutcomeUnknown):
+        log.append(json.dumps({"v": _VERSION, "cluster": uuid.uuid4().hex}).encode(), deadline)
+    named = _first(log, home, deadline)
+    if named is None:
+        raise BrokerUnavailable(f"the record that names this cluster could not be written to {queue.topic}")
+    return named
+
+
+def _first(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> ClusterIdentity | None:
+    begin = log.begin(deadline)
+    if begin is None:
+        return None
+    ((_, record),) = log.read(begin, begin, deadline)
+    try:
+        found = str(json.loads(record)["cluster"])
+    except (ValueError, TypeError, KeyError):
+        found = ""
+    if not re.fullmatch("[0-9a-f]{32}", found):
+        raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix")
+    return ClusterIdentity(found, home)
+
+
+def _repeat(
+    named: ClusterIdentity, settings: RocketMQSettings, client: RemotingClient, broker: str, deadline: Deadline
+) -> None:
+    topic = topic_name(f"{settings.cluster_topic}-{named.id}-{encoded(named.home)}")
+    create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
+    while (found := route_of(client, topic, deadline)) is None or broker not in found.masters:
+        deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
+
+
+def _repeat_everywhere(
+    named: ClusterIdentity, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
+) -> None:
+    """Repeat the identity on all brokers that are up. The next bridge repeats it on the others."""
+    topic = f"{settings.cluster_topic}-{named.id}-{encoded(named.home)}"
+    found = route_of(client, topic, deadline)
+    for broker in brokers:
+        if found is None or broker not in found.masters:
+            try:
+                _repeat(named, settings, client, broker, deadline)
+            except TxnBridgeError as error:
+                _log.warning("broker %s does not repeat the cluster's name: %s", broker, error)

@@ -1,4 +1,4 @@
-"""Decision logs: topics with one queue, on one broker."""
+"""Decision logs as topics with one queue, on one broker."""
 
 from __future__ import annotations
 
@@ -8,32 +8,39 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, OutcomeUnknown, PositionLost, TxnBridgeError
 from txnbridge.spi import Deadline, DecisionLog, Position
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Answer, Queue, groups, reading
-from txnbridge_rocketmq.client.retry import again
+from txnbridge_rocketmq.client import groups, reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import retry
+from txnbridge_rocketmq.client.sending import SendResult, WireMessage, send
 from txnbridge_rocketmq.errors import translate, translated
 from txnbridge_rocketmq.write.message_format import pack_value, unpack_value
 
 T = TypeVar("T")
 
-# Nobody is a member of this group. Brokers want a name in every request, and keep for it up to where a log was trimmed.
+# The group in the log's requests, which has no members. The broker stores the trim position as this group's offset.
 GROUP = "txnbridge-log"
-# A stored record can be read a moment later: a millisecond, mostly.
+# The time between two looks for a record. A stored record becomes readable within about a millisecond.
 _LOOK_SECONDS = 0.001
-# Answers of 256 KB at most that are asked for before they are needed.
+# The number of pull requests sent ahead. Each response has 256 KB at most.
 _AHEAD = 8
-# A broker that has just started may know of fewer records for a moment.
+# How long a broker that has just started may report an end before records that exist.
 _LATE = 2.0
 
 
-class RocketMQLog(DecisionLog):
-    """One log. A position is the record's offset in its queue. Any thread may call."""
+class RocketMQDecisionLog(DecisionLog):
+    """One decision log. A position is the record's offset in its queue. Safe for use by several threads."""
 
     origin = (0,)
     numbered = True
 
-    def __init__(self, client: remoting.Client, queue: Queue, keeps: float | None = None) -> None:
-        """The queue is the only one of its topic, which is there (`Topics.internal`)."""
+    def __init__(self, client: RemotingClient, queue: Queue, keeps: float | None = None) -> None:
+        """Open the log in `queue`, the only queue of an existing topic (`RocketMQTopics.internal`)."""
         self._client = client
         self._queue = queue
         self.keeps = keeps
@@ -43,10 +50,10 @@ class RocketMQLog(DecisionLog):
     def begin(self, deadline: Deadline) -> Position | None:
         at, following = self._bounds(deadline)
         trimmed = self._trimmed(deadline)
-        # A broker that was killed may remember an older one, and one that lost messages a later one.
+        # A killed broker may remember an older trim position, and a broker that lost messages one behind the log's end.
         at = max(at, trimmed) if trimmed < following else at
         while at < following:
-            # The first offset is corrected some time after its record was dropped: so it is read.
+            # The broker corrects its first offset some time after it has dropped records, so the first record is read.
             pulled = self._pull(at, deadline, count=1)
             if pulled.records:
                 return (pulled.records[0].queue_offset,)
@@ -54,7 +61,7 @@ class RocketMQLog(DecisionLog):
             deadline.check(f"looking for the begin of the decision log {self._queue.topic}")
         return None
 
-    def _further(self, pulled: remoting.Pulled, at: int) -> int:
+    def _further(self, pulled: PullResult, at: int) -> int:
         if pulled.next_offset > at:
             return pulled.next_offset
         time.sleep(_LOOK_SECONDS)
@@ -65,11 +72,11 @@ class RocketMQLog(DecisionLog):
         return (following - 1,) if first < following else None
 
     def was_used(self, deadline: Deadline) -> bool:
-        """Whether there ever was a record, gone or not."""
+        """Return whether the log ever had a record, even if all are dropped by now."""
         return self._bounds(deadline)[1] > 0
 
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
-        """The offset of the first record, as far as the broker knows, and the one that the next will have."""
+        """Return the first offset, as far as the broker knows, and the offset of the next record."""
         ask = "asking where it begins and ends"
         first = self._again(lambda: self._call(reading.min_offset(self._queue.topic, 0), deadline), ask, deadline)
         return max(first, 0), self._following(deadline)
@@ -86,22 +93,23 @@ class RocketMQLog(DecisionLog):
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         body, properties = pack_value(record)
-        message = remoting.Message(self._queue.topic, body, properties)
+        message = WireMessage(self._queue.topic, body, properties)
         offset = self._again(lambda: self._sent(message, deadline), "appending to it", deadline).queue_offset
         try:
-            while self._following(deadline) <= offset:  # until then a reading would end before it
+            while self._following(deadline) <= offset:  # until then a read would end before this record
                 deadline.check("reading it back")
                 time.sleep(_LOOK_SECONDS)
-        except TxnBridgeError as error:  # it is stored, so nobody may be told that nothing was
+        except TxnBridgeError as error:  # the record is stored, so the error must not say that it is not
             raise self._unknown(str(error)) from error
         return (offset,)
 
-    def _sent(self, message: remoting.Message, deadline: Deadline) -> remoting.Stored:
-        """Raises an error of the client if nothing was stored, `OutcomeUnknown` otherwise."""
+    def _sent(self, message: WireMessage, deadline: Deadline) -> SendResult:
+        """Store a record. Raise the client's error if it was certainly not stored, and `OutcomeUnknown` otherwise."""
         try:
-            return self._call(remoting.send(message, GROUP, self._queue.queue), deadline)
-        except remoting.RemotingError as error:
-            if error.may_have_had_effect:  # also if the record is stored, but not as safely as the broker is told to
+            return self._call(send(message, GROUP, self._queue.queue), deadline)
+        except RemotingError as error:
+            # including a record that was stored, but not as safely as the broker is configured
+            if error.may_have_had_effect:
                 raise self._unknown(str(error)) from error
             raise
 
@@ -113,13 +121,13 @@ class RocketMQLog(DecisionLog):
     def read(
         self, first: Position | None, last: Position | None, deadline: Deadline
     ) -> Iterator[tuple[Position, bytes]]:
-        """As the contract says. Ends early where the log ends before `last`."""
+        """Yield the records from `first` to `last`, or to the end of the log if it ends before `last`."""
         start = first or self.begin(deadline)
         if start is None:
             return
         at, stop = start[0], last[0] if last else self._following(deadline) - 1
-        late: Deadline | None = None  # by when more must have come
-        ahead = _Ahead(self._submit, stop)
+        late: Deadline | None = None  # by when more records must be readable
+        ahead = _ReadAhead(self._submit, stop)
         while at <= stop:
             deadline.check(f"reading the decision log {self._queue.topic}")
             pulled = ahead.take(at, deadline) or self._pull(at, deadline)
@@ -141,63 +149,65 @@ class RocketMQLog(DecisionLog):
                 return
             time.sleep(_LOOK_SECONDS)
 
-    def _check_gap(self, pulled: remoting.Pulled, at: int) -> None:
-        """Records are numbered without gaps; where the broker sends us further on, those before are dropped."""
+    def _check_gap(self, pulled: PullResult, at: int) -> None:
+        """Raise `PositionLost` where the broker skips offsets: there are no gaps, so the skipped records are gone."""
         if not pulled.records and pulled.next_offset > at:
             raise self._lost(at)
 
     def _lost(self, at: int) -> PositionLost:
         return PositionLost(f"the decision log {self._queue.topic} was trimmed: there is no record {at} any more")
 
-    def _submit(self, at: int, deadline: Deadline) -> remoting.Call[remoting.Pulled]:
+    def _submit(self, at: int, deadline: Deadline) -> Call[PullResult]:
         request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP)
         return self._client.submit(self._queue.broker, request, deadline.left())
 
-    def _pull(self, at: int, deadline: Deadline, count: int = reading.PULL_MOST) -> remoting.Pulled:
+    def _pull(self, at: int, deadline: Deadline, count: int = reading.PULL_MOST) -> PullResult:
         request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
         return self._again(lambda: self._call(request, deadline), "reading it", deadline)
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
-        """Note for all readers where the log begins. The broker drops records by their age alone: until then the
-        records in front of that can still be read by their positions.
+        """Note for all readers where the log begins.
+
+        The broker drops records only by age. Until then the records before that position can still be read by their
+        positions.
         """
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
         self._again(lambda: self._call(request, deadline), "noting where it begins", deadline)
 
-    def _call(self, request: remoting.Request[T], deadline: Deadline) -> T:
+    def _call(self, request: RpcRequest[T], deadline: Deadline) -> T:
         return self._client.call(self._queue.broker, request, deadline.left())
 
     def _again(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
-        return again(attempt, f"the decision log {self._queue.topic}, {what}", deadline, _words)
+        return retry(attempt, f"the decision log {self._queue.topic}, {what}", deadline, _words)
 
 
-class _Ahead:
-    """Asks for the next records ahead: an answer has few, and waiting for each takes most of the time."""
+class _ReadAhead:
+    """Pull requests sent ahead: a response has few records, and waiting for each would take most of the time."""
 
-    def __init__(self, submit: Callable[[int, Deadline], remoting.Call[remoting.Pulled]], stop: int) -> None:
+    def __init__(self, submit: Callable[[int, Deadline], Call[PullResult]], stop: int) -> None:
         self._submit = submit
         self._stop = stop
-        self._calls: dict[int, remoting.Call[remoting.Pulled]] = {}
-        self._stride = reading.PULL_MOST  # how many records come at once; less where they are large
+        self._calls: dict[int, Call[PullResult]] = {}
+        self._stride = reading.PULL_MOST  # the number of records in a response, which is lower for large records
 
-    def take(self, at: int, deadline: Deadline) -> remoting.Pulled | None:
-        """What is there from this record on; None if that has to be asked for again."""
+    def take(self, at: int, deadline: Deadline) -> PullResult | None:
+        """Return the response for this offset; None if the offset has to be requested again."""
         self._calls = {offset: call for offset, call in self._calls.items() if offset >= at}
         try:
             for offset in range(at, min(self._stop + 1, at + _AHEAD * self._stride), self._stride):
                 if offset not in self._calls:
                     self._calls[offset] = self._submit(offset, deadline)
             pulled = self._calls.pop(at).result()
-        except remoting.RemotingError:
+        except RemotingError:
             self._calls.clear()
             return None
         self._stride = len(pulled.records) or self._stride
         return pulled
 
 
-def _words(error: remoting.RemotingError, what: str) -> TxnBridgeError:
-    if isinstance(error, remoting.Refused) and error.code == Answer.TOPIC_NOT_EXIST:
+def _words(error: RemotingError, what: str) -> TxnBridgeError:
+    if isinstance(error, ErrorResponse) and error.code == ResponseCode.TOPIC_NOT_EXIST:
         return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
     return translate(error, what)

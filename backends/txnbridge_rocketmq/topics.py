@@ -1,4 +1,4 @@
-"""Topics: looked at, created, changed, by requests to name servers and brokers."""
+"""The cluster's topics: looked up, created, grown and deleted by requests to name servers and brokers."""
 
 from __future__ import annotations
 
@@ -15,55 +15,62 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Queue, administration, routes
-from txnbridge_rocketmq.client.retry import again, ask
+from txnbridge_rocketmq.client import administration, routes
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.retry import retry, retry_call
+from txnbridge_rocketmq.client.routes import TopicRoute
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.names import topic_name
 
-# Queues may be added while we write and read; asking takes a millisecond.
+# How long a route is cached. Other clients may add queues at any time, and a look-up takes a millisecond.
 _FRESH_SECONDS = 1.0
-# A broker that has just started is not known to the name server yet.
+# How long a topic is looked for before it counts as missing: a broker that has just started is not registered yet.
 _SURE_SECONDS = 0.5
 _LOOK_SECONDS = 0.01
-# A broker that is away is looked for again so soon. One that lives answers in milliseconds.
+# The time between two looks for a broker that is down, and how long a live broker may take to respond.
 _AWAY_PAUSE = 0.1
 _ANSWER_SECONDS = 2.0
-# What gRPC clients may send there: brokers tell topics apart for them, and take either kind from us.
+# The message types of topics. Brokers enforce them only for gRPC clients.
 _KIND, _OWN_KIND = "TRANSACTION", "NORMAL"
 
 
-class Topics:
-    """The topics of a cluster. Any thread may call.
+class RocketMQTopics:
+    """The topics of a cluster. Safe for use by several threads.
 
-    A partition is a queue, by its number. All of a topic's queues are on one broker: of those on several, numbers would
-    not stay the same while a broker is away. What is made here is made on the broker `home`.
+    A partition is a queue, by its number. All queues of a topic are on one broker, because the numbers of queues on
+    several brokers would change while a broker is down. New topics are created on the broker `home`.
     """
 
-    def __init__(self, settings: Settings, client: remoting.Client, home: str, brokers: Iterable[str] = ()) -> None:
-        """`brokers` are those that the cluster is known to have, also those that are away."""
+    def __init__(
+        self, settings: RocketMQSettings, client: RemotingClient, home: str, brokers: Iterable[str] = ()
+    ) -> None:
+        """Remember the names of all brokers that the cluster is known to have, including those that are down."""
         self._settings = settings
         self._client = client
         self.home = home
         self._brokers = frozenset({home, *brokers})
-        self._known: dict[str, tuple[float, remoting.Route]] = {}
+        self._known: dict[str, tuple[float, TopicRoute]] = {}
         self._internal: set[str] = set()
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
-        """The queues of a topic that can be read, by partition; a missing topic is created where that is allowed.
+        """Return the readable queues of a topic, by partition.
 
-        Known for a moment, but asked anew if there are less than `at_least`. Raises `NotFound`, `InvalidOption`, and
-        `NotSupported` for a topic on several brokers.
+        Create a missing topic if `create` and the settings allow that.
+
+        The route is cached for a moment, unless it has fewer than `at_least` queues. Raise `NotFound`, `InvalidOption`,
+        or `NotSupported` for a topic on several brokers.
         """
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """The queues that can be written, for a message to this partition, or to any.
+        """Return the writable queues of a topic. If `partition` is not None, that partition is among them.
 
-        Raises what `queues` does, and `NotFound` also for a missing partition.
+        Raise the same errors as `queues`, and `NotFound` for a missing partition.
         """
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
@@ -75,28 +82,28 @@ class Topics:
         return found
 
     def look(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
-        """The queues that can be read now, without creating anything; empty if there certainly is no such topic.
+        """Return the readable queues of a topic without creating it; () if there certainly is no such topic.
 
-        Raises `DeadlineExceeded` while a broker is away that may have the topic.
+        Raise `DeadlineExceeded` while a broker is down that may have the topic.
         """
         found = self._find(topic, deadline)
         return () if found is None else _on_one_broker(found).readable
 
     def all(self, deadline: Deadline) -> list[str]:
-        """The names of all topics that the name server knows."""
+        """Return the names of all topics that the name server knows."""
         return all_topics(self._client, deadline)
 
-    def _look(self, topic: str, deadline: Deadline) -> remoting.Route | None:
+    def _look(self, topic: str, deadline: Deadline) -> TopicRoute | None:
         topic_name(topic)
         return route_of(self._client, topic, deadline)
 
-    def _find(self, topic: str, deadline: Deadline) -> remoting.Route | None:
-        """Return where a topic is, None if there certainly is no such topic; wait for brokers that are away.
+    def _find(self, topic: str, deadline: Deadline) -> TopicRoute | None:
+        """Return the route of a topic; None if there certainly is no such topic. Wait for brokers that are down.
 
-        A name server forgets the topics of a broker moments after that has gone, as if they had been deleted.
+        A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted.
         """
         while (found := self._look(topic, deadline)) is None:
-            there = again(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
+            there = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
             if (found := self._look(topic, deadline)) is not None:
                 break
             brokers = self._brokers | self._client.seen_brokers
@@ -115,15 +122,16 @@ class Topics:
         return found
 
     def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
-        """Whether a broker that the name server knows has a topic, or does not answer."""
+        """Return whether a broker that the name server knows has a topic, or does not respond."""
         try:
             request = administration.topic_attributes(topic)
             return self._client.call(broker, request, min(_ANSWER_SECONDS, deadline.left())) is not None
-        except remoting.RemotingError as error:
-            # A user who may not ask goes by the name server alone, which hears of all topics together with the broker.
+        except RemotingError as error:
+            # A user without the right to ask relies on the name server, which learns of a broker and its topics
+            # together.
             return not isinstance(translate(error, ""), AccessDenied)
 
-    def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> remoting.Route:
+    def _route(self, topic: str, deadline: Deadline, at_least: int, create: bool = True) -> TopicRoute:
         at, known = self._known.get(topic, (0.0, None))
         if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
             return known
@@ -131,7 +139,7 @@ class Topics:
         self._known[topic] = time.monotonic(), found
         return found
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> remoting.Route:
+    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> TopicRoute:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
             found = self._find(topic, deadline)
@@ -152,17 +160,17 @@ class Topics:
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def create(self, topic: str, partitions: int, deadline: Deadline) -> bool:
-        """Create a topic; False if it was there already, with however many partitions. Raises `InvalidOption`."""
+        """Create a topic. Return False if it existed before, with any number of partitions. Raise `InvalidOption`."""
         if partitions < 1:
             raise InvalidOption(f"a topic has at least one partition, not {partitions}")
         if self.look(topic, deadline):
             return False
-        created = create_on(self._client, self.home, topic, partitions, _KIND, deadline)
+        created = create_topic_on(self._client, self.home, topic, partitions, _KIND, deadline)
         self._wait_until(topic, 1, deadline)
         return created
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Raises `NotFound`, and `InvalidOption` for fewer partitions than there are."""
+        """Add partitions to a topic. Raise `NotFound`, or `InvalidOption` for fewer partitions than the topic has."""
         found = self.look(topic, deadline)
         if not found:
             raise NotFound(f"there is no topic {topic!r}")
@@ -174,20 +182,20 @@ class Topics:
         self._known.pop(topic, None)
 
     def delete(self, topic: str, deadline: Deadline) -> None:
-        """Delete a topic wherever it is. Raises `NotFound`."""
+        """Delete a topic from all its brokers. Raise `NotFound`."""
         found = self._find(topic, deadline)
         if found is None:
             raise NotFound(f"there is no topic {topic!r}")
         what = f"deleting topic {topic!r}"
         for broker in sorted({queue.broker for queue in (*found.readable, *found.writable)}):
-            ask(self._client, broker, administration.delete_topic(topic), what, deadline)
-        for address in self._settings.name_servers:  # each keeps what brokers told it
+            retry_call(self._client, broker, administration.delete_topic(topic), what, deadline)
+        for address in self._settings.name_servers:  # each keeps the routes that brokers have registered
             forget = administration.forget_topic(topic)
             try:
                 self._client.call_address(address, forget, deadline.left())
-            except remoting.Unreachable:
-                continue  # when it is back, the brokers tell it anew
-            except remoting.RemotingError as error:
+            except Unreachable:
+                continue  # when the name server is back, the brokers register their topics anew
+            except RemotingError as error:
                 raise translate(error, what) from error
         self._known.pop(topic, None)
         while self._look(topic, deadline) is not None:
@@ -202,39 +210,40 @@ class Topics:
     # --- our own ------------------------------------------------------------------------------------------------------
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
-        """The one queue of a topic of our own, made at home if it is missing.
+        """Return the only queue of one of the bridge's own topics. Create a missing topic on the home broker.
 
-        Raises `InvalidOption` for a topic with more queues or at another place, and `AccessDenied` with what an
-        administrator has to do.
+        Raise `InvalidOption` for a topic with more queues or on another broker, and `AccessDenied` with the command
+        that an administrator has to run.
         """
         queue = Queue(topic, self.home, 0)
         if topic not in self._internal:
-            one_queue(self._client, queue, deadline)
+            ensure_single_queue(self._client, queue, deadline)
             self._internal.add(topic)
         return queue
 
 
-def all_topics(client: remoting.Client, deadline: Deadline) -> list[str]:
-    """The names of all topics that the name server knows."""
-    return again(lambda: client.ask_name_server(routes.topics(), deadline.left()), "listing topics", deadline)
+def all_topics(client: RemotingClient, deadline: Deadline) -> list[str]:
+    """Return the names of all topics that the name server knows."""
+    return retry(lambda: client.ask_name_server(routes.topics(), deadline.left()), "listing topics", deadline)
 
 
-def route_of(client: remoting.Client, topic: str, deadline: Deadline) -> remoting.Route | None:
-    """Where a topic is now; None if the name server knows of no such topic."""
+def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRoute | None:
+    """Return the current route of a topic; None if the name server does not know the topic."""
     what = f"looking at topic {topic!r}"
-    return again(lambda: client.route(topic, deadline.left(), fresh=True), what, deadline)
+    return retry(lambda: client.route(topic, deadline.left(), fresh=True), what, deadline)
 
 
-def one_queue(client: remoting.Client, queue: Queue, deadline: Deadline) -> None:
-    """Return when a topic is there, with this one queue and no other; it is made if it is missing.
+def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:
+    """Create a topic with this one queue if it is missing, and return when it exists.
 
-    Raises `InvalidOption` for a topic that has others, `AccessDenied` with what an administrator has to do.
+    Raise `InvalidOption` for a topic with other queues, and `AccessDenied` with the command that an administrator has
+    to run.
     """
     topic, broker = topic_name(queue.topic), queue.broker
     found = route_of(client, topic, deadline)
     if found is None:
         try:
-            create_on(client, broker, topic, 1, _OWN_KIND, deadline)
+            create_topic_on(client, broker, topic, 1, _OWN_KIND, deadline)
         except AccessDenied as error:
             raise AccessDenied(_for_the_administrator(client, topic, broker, deadline)) from error.__cause__
         while (found := route_of(client, topic, deadline)) is None:
@@ -250,30 +259,30 @@ def one_queue(client: remoting.Client, queue: Queue, deadline: Deadline) -> None
         )
 
 
-def create_on(client: remoting.Client, broker: str, topic: str, queues: int, kind: str, deadline: Deadline) -> bool:
-    """Create a topic on a broker; False if that has it already: asking for it once more would change it."""
+def create_topic_on(
+    client: RemotingClient, broker: str, topic: str, queues: int, kind: str, deadline: Deadline
+) -> bool:
+    """Create a topic on a broker. Return False if the broker has it: creating it again would change its settings."""
     request = administration.topic_attributes(topic_name(topic))
     what = f"creating topic {topic!r}"
-    if ask(client, broker, request, what, deadline) is not None:
+    if retry_call(client, broker, request, what, deadline) is not None:
         return False
     _change(client, broker, topic, queues, kind, deadline)
     return True
 
 
-def _change(
-    client: remoting.Client, broker: str, topic: str, queues: int, kind: str | None, deadline: Deadline
-) -> None:
+def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: str | None, deadline: Deadline) -> None:
     request = administration.create_topic(topic, queues, kind)
     what = f"setting topic {topic!r} to {queues} partitions"
 
-    def words(error: remoting.RemotingError, what: str) -> TxnBridgeError:
-        # It may have come about; doing it twice changes nothing.
+    def words(error: RemotingError, what: str) -> TxnBridgeError:
+        # The topic may have been created. Creating it twice is harmless.
         return BrokerUnavailable(f"{what}: {error}") if error.may_have_had_effect else translate(error, what)
 
-    again(lambda: client.call(broker, request, deadline.left()), what, deadline, words)
+    retry(lambda: client.call(broker, request, deadline.left()), what, deadline, words)
 
 
-def _on_one_broker(found: remoting.Route) -> remoting.Route:
+def _on_one_broker(found: TopicRoute) -> TopicRoute:
     brokers = sorted({queue.broker for queue in (*found.readable, *found.writable)})
     if len(brokers) > 1:
         raise NotSupported(
@@ -283,8 +292,8 @@ def _on_one_broker(found: remoting.Route) -> remoting.Route:
     return found
 
 
-def _for_the_administrator(client: remoting.Client, topic: str, broker: str, deadline: Deadline) -> str:
-    address = again(lambda: client.brokers(deadline.left()), "looking for brokers", deadline).get(broker, "ADDRESS")
+def _for_the_administrator(client: RemotingClient, topic: str, broker: str, deadline: Deadline) -> str:
+    address = retry(lambda: client.brokers(deadline.left()), "looking for brokers", deadline).get(broker, "ADDRESS")
     return (
         f"this user may not create the topic {topic}, which txnbridge needs. An administrator creates it:"
         f"\n  mqadmin updateTopic -b {address} -t {topic} -r 1 -w 1"

@@ -10,14 +10,15 @@ import pytest
 from txnbridge_conformance import brokers
 from txnbridge_conformance.brokers.plugin import StartRocketMQ, rocketmq_or_skip
 from txnbridge_conformance.plugin import Much
-from txnbridge_rocketmq.client import Client, administration
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.client import RemotingClient
 
 import txnbridge
 from tests.rocketmq import writing_kit
 from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 
-HERE = Path(__file__).parent
+OTHER_THREAD = Path(__file__).parent
 LONG = 30.0
 # Without --full: one of the suite's walks, some of the random worlds, and what does not take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
@@ -30,7 +31,7 @@ _numbers = count(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         rare = RARE.search(item.nodeid) or ("wherever" in item.name and item.name != WALK)
-        if rare and item.path.is_relative_to(HERE):
+        if rare and item.path.is_relative_to(OTHER_THREAD):
             item.add_marker(pytest.mark.full)
 
 
@@ -42,8 +43,8 @@ def start_shared() -> Iterator[StartRocketMQ]:
 
 
 @pytest.fixture
-def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[Client]:
-    with Client([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
+def client(rocketmq_broker: brokers.RocketMQ) -> Iterator[RemotingClient]:
+    with RemotingClient([rocketmq_broker.url.removeprefix("rocketmq://")]) as client:
         yield client
 
 
@@ -64,7 +65,7 @@ def group(rocketmq_broker: brokers.RocketMQ) -> str:
 
 
 @pytest.fixture
-def settings(client: Client) -> Iterator[Callable[..., None]]:
+def settings(client: RemotingClient) -> Iterator[Callable[..., None]]:
     """Changes settings of the broker for a test."""
     before: dict[str, str] = {}
 

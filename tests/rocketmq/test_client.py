@@ -8,12 +8,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from txnbridge_rocketmq.client import client as client_module
-from txnbridge_rocketmq.client.client import Client, _Questions
-from txnbridge_rocketmq.client.codes import Answer, Code
-from txnbridge_rocketmq.client.errors import ConnectionLost, Refused, RemotingError, TimedOut, Unreachable
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.client import RemotingClient, _NotificationQueue
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.errors import (
+    Disconnected,
+    ErrorResponse,
+    RemotingError,
+    ResponseTimeout,
+    Unreachable,
+)
+from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, members
-from txnbridge_rocketmq.client.sending import Check
+from txnbridge_rocketmq.client.sending import CheckBack
 
 from tests.in_time import within
 from tests.rocketmq.kit import ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads, pairs, stored
@@ -27,25 +33,25 @@ class Cluster:
     """A name server and a broker of a few lines, which note what is asked."""
 
     def __init__(self) -> None:
-        self.asked: list[Command] = []
-        self.names: list[Command] = []
+        self.asked: list[RemotingCommand] = []
+        self.names: list[RemotingCommand] = []
         self.known = True
         self.broker = FakeBroker(self._answer)
         self.name_server = FakeBroker(self._name)
 
-    def _answer(self, peer: Peer, command: Command) -> None:
+    def _answer(self, peer: Peer, command: RemotingCommand) -> None:
         self.asked.append(command)
-        if command.code == Code.GET_CONSUMER_LIST_BY_GROUP:
+        if command.code == RequestCode.GET_CONSUMER_LIST_BY_GROUP:
             return  # never answered
         if command.code == 9002:
-            peer.answer(command, Answer.SYSTEM_BUSY, remark="[PCBUSY_CLEAN_QUEUE]")
+            peer.answer(command, ResponseCode.SYSTEM_BUSY, remark="[PCBUSY_CLEAN_QUEUE]")
         else:
             peer.answer(command, remark="done")
 
-    def _name(self, peer: Peer, command: Command) -> None:
+    def _name(self, peer: Peer, command: RemotingCommand) -> None:
         self.names.append(command)
         addresses = {"0": self.broker.address} if self.known else {}
-        if command.code == Code.GET_BROKER_CLUSTER_INFO:
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
             told = {"brokerAddrTable": {"a": {"brokerName": "a", "brokerAddrs": addresses}}}
             peer.answer(command, body=json.dumps(told).encode())
         elif command.fields["topic"] == "orders":
@@ -53,14 +59,14 @@ class Cluster:
             brokers = [{"brokerName": "a", "brokerAddrs": addresses}]
             peer.answer(command, body=json.dumps({"queueDatas": queues, "brokerDatas": brokers}).encode())
         else:
-            peer.answer(command, Answer.TOPIC_NOT_EXIST, remark="No topic route info")
+            peer.answer(command, ResponseCode.TOPIC_NOT_EXIST, remark="No topic route info")
 
     def moves(self) -> None:
         """The broker goes away and another one takes its name."""
         self.broker.close()
         self.broker = FakeBroker(self._answer)
 
-    def requests(self, code: int) -> list[Command]:
+    def requests(self, code: int) -> list[RemotingCommand]:
         return [command for command in self.asked if command.code == code]
 
 
@@ -73,8 +79,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def client(cluster) -> Iterator[Client]:
-    with Client([cluster.name_server.address], client_id="me@1") as client:
+def client(cluster) -> Iterator[RemotingClient]:
+    with RemotingClient([cluster.name_server.address], client_id="me@1") as client:
         yield client
 
 
@@ -126,7 +132,7 @@ def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
         pass
     with FakeBroker(reads=False) as silent:
         addresses = [gone.address, silent.address, cluster.name_server.address]
-        with Client(addresses) as client:
+        with RemotingClient(addresses) as client:
             with within(3 * SHORT):
                 assert client.brokers(3 * SHORT) == {"a": cluster.broker.address}
             assert client._name_servers[0] == cluster.name_server.address
@@ -135,31 +141,31 @@ def test_name_servers_are_asked_in_turn_and_one_that_fails_last(cluster):
 def test_without_any_name_server_the_last_reason_is_told():
     with FakeBroker() as gone:
         pass
-    with Client([gone.address, gone.address]) as client, pytest.raises(Unreachable, match=gone.address):
+    with RemotingClient([gone.address, gone.address]) as client, pytest.raises(Unreachable, match=gone.address):
         client.brokers(LONG)
 
 
 @pytest.mark.parametrize("addresses", [[], ["nowhere"]])
 def test_what_is_no_name_server_is_refused(addresses):
     with pytest.raises(ValueError, match=r"name server|host:port"):
-        Client(addresses)
+        RemotingClient(addresses)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_repeated_by_itself(cluster, client):
-    with pytest.raises(Refused, match="PCBUSY") as caught:
+    with pytest.raises(ErrorResponse, match="PCBUSY") as caught:
         client.call("a", echo(2), LONG)
     assert not caught.value.may_have_had_effect
-    with pytest.raises(TimedOut):
+    with pytest.raises(ResponseTimeout):
         client.call("a", members("g"), SHORT)
-    assert len(cluster.requests(9002)) == len(cluster.requests(Code.GET_CONSUMER_LIST_BY_GROUP)) == 1
+    assert len(cluster.requests(9002)) == len(cluster.requests(RequestCode.GET_CONSUMER_LIST_BY_GROUP)) == 1
 
 
 def test_a_call_ends_by_its_time_wherever_it_waits(cluster):
-    with FakeBroker(reads=False) as silent, Client([silent.address]) as client:
-        with within(SHORT), pytest.raises(TimedOut):
+    with FakeBroker(reads=False) as silent, RemotingClient([silent.address]) as client:
+        with within(SHORT), pytest.raises(ResponseTimeout):
             client.call("a", echo(), SHORT)
 
 
@@ -176,13 +182,13 @@ def test_many_threads_that_come_first_share_one_connection(cluster, client):
 
 def test_closing_ends_what_waits_and_every_thread(cluster):
     before = our_threads()
-    client = Client([cluster.name_server.address])
+    client = RemotingClient([cluster.name_server.address])
     client.join(SHOP, LONG)
     call = client.submit("a", members("g"), LONG)
     assert len(our_threads(before)) == 4  # two connections, heartbeats, questions
     client.close()
     client.close()
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(Disconnected):
         call.result()
     with pytest.raises(RemotingError, match="closed"):
         client.call("a", echo(), LONG)
@@ -194,7 +200,7 @@ def test_closing_ends_what_waits_and_every_thread(cluster):
 
 def test_who_joins_is_known_to_every_broker_when_the_call_returns(cluster, client):
     client.join(SHOP, LONG)
-    (beat,) = cluster.requests(Code.HEART_BEAT)
+    (beat,) = cluster.requests(RequestCode.HEART_BEAT)
     assert json.loads(beat.body)["producerDataSet"] == [{"groupName": "shop"}]
     assert json.loads(beat.body)["clientID"] == "me@1"
 
@@ -202,16 +208,19 @@ def test_who_joins_is_known_to_every_broker_when_the_call_returns(cluster, clien
 def test_who_leaves_a_group_says_so(cluster, client):
     client.join(Membership(frozenset({"shop", "bar"}), {"readers": frozenset({"orders"})}), LONG)
     client.join(SHOP, LONG)
-    left = [dict(command.fields) for command in cluster.requests(Code.UNREGISTER_CLIENT)]
+    left = [dict(command.fields) for command in cluster.requests(RequestCode.UNREGISTER_CLIENT)]
     assert left == [{"clientID": "me@1", "producerGroup": "bar"}, {"clientID": "me@1", "consumerGroup": "readers"}]
     client.close()
-    assert dict(cluster.requests(Code.UNREGISTER_CLIENT)[-1].fields) == {"clientID": "me@1", "producerGroup": "shop"}
+    assert dict(cluster.requests(RequestCode.UNREGISTER_CLIENT)[-1].fields) == {
+        "clientID": "me@1",
+        "producerGroup": "shop",
+    }
 
 
 def test_a_broker_is_told_again_on_each_new_connection(cluster, client):
     client.join(SHOP, LONG)
     cluster.broker.peers[0].hang_up()
-    assert becomes_true(lambda: len(cluster.requests(Code.HEART_BEAT)) == 2)
+    assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) == 2)
     assert len(cluster.broker.peers) == 2
 
 
@@ -220,13 +229,13 @@ def test_a_broker_that_comes_back_elsewhere_is_told(cluster, client):
     cluster.known = False
     cluster.moves()
     cluster.known = True
-    assert becomes_true(lambda: len(cluster.requests(Code.HEART_BEAT)) == 2)
+    assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) == 2)
 
 
 def test_heartbeats_go_on(cluster):
-    with Client([cluster.name_server.address], heartbeat_seconds=0.1) as client:
+    with RemotingClient([cluster.name_server.address], heartbeat_seconds=0.1) as client:
         client.join(SHOP, LONG)
-        assert becomes_true(lambda: len(cluster.requests(Code.HEART_BEAT)) >= 3)
+        assert becomes_true(lambda: len(cluster.requests(RequestCode.HEART_BEAT)) >= 3)
 
 
 def test_joining_fails_if_no_broker_can_be_told(cluster, client):
@@ -239,26 +248,26 @@ def test_joining_fails_if_no_broker_can_be_told(cluster, client):
 
 HALF = stored(b"hello", "orders", pairs(UNIQ_KEY="AB", PGROUP="shop", REAL_TOPIC="orders"))
 ASKED = {"tranStateTableOffset": "9", "commitLogOffset": "4711", "transactionId": "AB", "bname": "a"}
-QUESTION = frame(Code.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, HALF)
+QUESTION = frame(RequestCode.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, HALF)
 
 
 def test_questions_reach_the_callback_and_what_is_bad_is_passed_over(cluster, caplog):
-    checks: list[Check] = []
+    checks: list[CheckBack] = []
     changed: list[str] = []
 
-    def on_checks(asked: Sequence[Check]) -> None:
+    def on_checks(asked: Sequence[CheckBack]) -> None:
         checks.extend(asked)
         if len(checks) == 1:
             raise ZeroDivisionError
 
-    with Client([cluster.name_server.address], on_checks=on_checks, on_members=changed.append) as client:
+    with RemotingClient([cluster.name_server.address], on_checks=on_checks, on_members=changed.append) as client:
         client.join(SHOP, LONG)
         peer = cluster.broker.peers[0]
-        peer.send(frame(Code.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, b"garbage"))
+        peer.send(frame(RequestCode.CHECK_TRANSACTION_STATE, 1, ONE_WAY, ASKED, b"garbage"))
         peer.send(QUESTION)
         assert becomes_true(lambda: len(checks) == 1)
         peer.send(QUESTION)
-        peer.send(frame(Code.NOTIFY_CONSUMER_IDS_CHANGED, 3, ONE_WAY, {"consumerGroup": "readers"}))
+        peer.send(frame(RequestCode.NOTIFY_CONSUMER_IDS_CHANGED, 3, ONE_WAY, {"consumerGroup": "readers"}))
         assert becomes_true(lambda: changed == ["readers"])
         assert [check.half.log_offset for check in checks] == [4711, 4711]
         assert "ZeroDivisionError" in caplog.text and "hello" not in caplog.text
@@ -266,9 +275,11 @@ def test_questions_reach_the_callback_and_what_is_bad_is_passed_over(cluster, ca
 
 def test_a_callback_may_ask_the_broker(cluster):
     said: list[str] = []
-    with Client([cluster.name_server.address], on_checks=lambda checks: said.extend(map(ask, checks))) as client:
+    with RemotingClient(
+        [cluster.name_server.address], on_checks=lambda checks: said.extend(map(ask, checks))
+    ) as client:
 
-        def ask(check: Check) -> str:
+        def ask(check: CheckBack) -> str:
             return client.call(check.broker, echo(), LONG)
 
         client.join(SHOP, LONG)
@@ -288,11 +299,11 @@ def test_what_is_asked_while_the_callback_is_at_work_comes_together(cluster):
     together: list[int] = []
     go_on = threading.Event()
 
-    def on_checks(checks: Sequence[Check]) -> None:
+    def on_checks(checks: Sequence[CheckBack]) -> None:
         together.append(len(checks))
         assert go_on.wait(LONG)
 
-    with Client([cluster.name_server.address], on_checks=on_checks) as client:
+    with RemotingClient([cluster.name_server.address], on_checks=on_checks) as client:
         client.join(SHOP, LONG)
         cluster.broker.peers[0].send(QUESTION)
         assert becomes_true(lambda: together == [1])
@@ -311,7 +322,7 @@ def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
         asked.set()
         over.wait()
 
-    client = Client([cluster.name_server.address], on_checks=hang)
+    client = RemotingClient([cluster.name_server.address], on_checks=hang)
     client.join(SHOP, LONG)
     try:
         cluster.broker.peers[0].send(QUESTION)
@@ -324,13 +335,17 @@ def test_closing_leaves_a_callback_alone_that_does_not_end(cluster):
 
 
 def test_questions_that_wait_are_bounded_in_number_and_in_bytes(monkeypatch):
-    monkeypatch.setattr(client_module, "_MOST_QUESTIONS", 3)
-    monkeypatch.setattr(client_module, "_MOST_QUESTION_BYTES", 100)
-    questions = _Questions()
-    assert questions.put(Command(39, body=bytes(60)))
-    assert not questions.put(Command(39, body=bytes(60)))
-    assert questions.put(Command(39)) and questions.put(Command(39)) and not questions.put(Command(39))
+    monkeypatch.setattr(client_module, "_MOST_NOTIFICATIONS", 3)
+    monkeypatch.setattr(client_module, "_MOST_NOTIFICATION_BYTES", 100)
+    questions = _NotificationQueue()
+    assert questions.put(RemotingCommand(39, body=bytes(60)))
+    assert not questions.put(RemotingCommand(39, body=bytes(60)))
+    assert (
+        questions.put(RemotingCommand(39))
+        and questions.put(RemotingCommand(39))
+        and not questions.put(RemotingCommand(39))
+    )
     assert [len(command.body) for command in questions.take()] == [60, 0, 0]
-    assert questions.put(Command(39, body=bytes(100)))
+    assert questions.put(RemotingCommand(39, body=bytes(100)))
     questions.close()
     assert questions.take() == []

@@ -11,18 +11,18 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client.codes import Answer
-from txnbridge_rocketmq.client.connection import Call, Connection, Settings
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
 from txnbridge_rocketmq.client.errors import (
-    ConnectionLost,
+    Disconnected,
+    ErrorResponse,
     NotDurable,
     ProtocolViolation,
-    Refused,
     RemotingError,
-    TimedOut,
+    ResponseTimeout,
     Unreachable,
 )
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.frames import RemotingCommand
 
 from tests.in_time import GRACE, within
 from tests.rocketmq.kit import ANSWER, ONE_WAY, FakeBroker, Peer, becomes_true, echo, frame, our_threads
@@ -39,7 +39,7 @@ def broker():
 
 @pytest.fixture
 def connection(broker):
-    connection = Connection(broker.address, LONG)
+    connection = RemotingConnection(broker.address, LONG)
     yield connection
     connection.close()
 
@@ -61,11 +61,11 @@ def test_answers_belong_to_their_requests_in_any_order(connection, peer):
 
 
 def test_many_threads_share_a_connection():
-    def reply(peer: Peer, command: Command) -> None:
+    def reply(peer: Peer, command: RemotingCommand) -> None:
         peer.answer(command, body=command.body)
 
     with FakeBroker(reply) as broker:
-        connection = Connection(broker.address, LONG)
+        connection = RemotingConnection(broker.address, LONG)
         wrong = []
 
         def ask(thread: int) -> None:
@@ -85,8 +85,8 @@ def test_many_threads_share_a_connection():
 
 def test_a_refusal_carries_code_remark_and_what_was_asked(connection, peer):
     call = connection.submit(echo(), LONG)
-    peer.answer(peer.next(), Answer.TOPIC_NOT_EXIST, remark="topic[x] not exist")
-    with pytest.raises(Refused, match=r"echo 1: TOPIC_NOT_EXIST \(17\), topic\[x\] not exist") as caught:
+    peer.answer(peer.next(), ResponseCode.TOPIC_NOT_EXIST, remark="topic[x] not exist")
+    with pytest.raises(ErrorResponse, match=r"echo 1: TOPIC_NOT_EXIST \(17\), topic\[x\] not exist") as caught:
         call.result()
     assert (caught.value.code, caught.value.remark) == (17, "topic[x] not exist")
     assert not caught.value.may_have_had_effect
@@ -95,20 +95,20 @@ def test_a_refusal_carries_code_remark_and_what_was_asked(connection, peer):
 @pytest.mark.parametrize(
     ("code", "effect"),
     [
-        (Answer.SYSTEM_ERROR, True),
-        (Answer.SYSTEM_BUSY, False),
-        (Answer.FLUSH_DISK_TIMEOUT, True),
-        (Answer.SLAVE_NOT_AVAILABLE, True),
-        (Answer.FLUSH_SLAVE_TIMEOUT, True),
-        (Answer.MESSAGE_ILLEGAL, False),
-        (Answer.ILLEGAL_OPERATION, False),
+        (ResponseCode.SYSTEM_ERROR, True),
+        (ResponseCode.SYSTEM_BUSY, False),
+        (ResponseCode.FLUSH_DISK_TIMEOUT, True),
+        (ResponseCode.SLAVE_NOT_AVAILABLE, True),
+        (ResponseCode.FLUSH_SLAVE_TIMEOUT, True),
+        (ResponseCode.MESSAGE_ILLEGAL, False),
+        (ResponseCode.ILLEGAL_OPERATION, False),
         (4242, True),
     ],
 )
 def test_a_refusal_says_whether_it_may_have_had_effect(connection, peer, code, effect):
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), code)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ErrorResponse) as caught:
         call.result()
     assert caught.value.may_have_had_effect is effect
 
@@ -124,9 +124,9 @@ def test_an_answer_to_nothing_disturbs_nobody(connection, peer):
     "error",
     [
         RemotingError("x", may_have_had_effect=True),
-        Refused(17, "no", "asking"),
+        ErrorResponse(17, "no", "asking"),
         NotDurable(10, "slow", "sending", "AB"),
-        TimedOut("late"),
+        ResponseTimeout("late"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -139,7 +139,7 @@ def test_errors_survive_pickling(error):
 
 
 def test_a_call_ends_by_its_time_and_may_have_had_effect(connection, peer):
-    with within(SHORT), pytest.raises(TimedOut, match="did not answer") as caught:
+    with within(SHORT), pytest.raises(ResponseTimeout, match="did not answer") as caught:
         connection.call(echo(), SHORT)
     assert caught.value.may_have_had_effect
     assert connection.is_open
@@ -150,12 +150,12 @@ def test_a_call_that_nobody_waits_for_ends_by_its_time_too(connection, peer):
     call = connection.submit(echo(), SHORT)
     call.when_done(lambda _: ended.set())
     assert ended.wait(SHORT + GRACE)
-    with pytest.raises(TimedOut):
+    with pytest.raises(ResponseTimeout):
         call.result()
 
 
 def test_an_answer_that_comes_late_is_nobodys(connection, peer):
-    with pytest.raises(TimedOut):
+    with pytest.raises(ResponseTimeout):
         connection.call(echo(1), SHORT)
     call = connection.submit(echo(2), LONG)
     peer.answer(peer.next(), remark="late")
@@ -164,10 +164,10 @@ def test_an_answer_that_comes_late_is_nobodys(connection, peer):
 
 
 def test_no_more_requests_are_in_flight_than_allowed(broker):
-    connection = Connection(broker.address, LONG, Settings(most_in_flight=3))
+    connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=3))
     peer = broker.peer()
     calls = [connection.submit(echo(number), LONG) for number in range(3)]
-    with pytest.raises(TimedOut, match="too many") as caught:
+    with pytest.raises(ResponseTimeout, match="too many") as caught:
         connection.submit(echo(), SHORT)
     assert not caught.value.may_have_had_effect
     peer.answer(peer.next(), remark="done")
@@ -177,16 +177,16 @@ def test_no_more_requests_are_in_flight_than_allowed(broker):
 
 
 def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
-    connection = Connection(broker.address, LONG, Settings(most_in_flight=1))
+    connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=1))
     peer = broker.peer()
-    with pytest.raises(TimedOut):
+    with pytest.raises(ResponseTimeout):
         connection.call(echo(), SHORT)
     peer.next()
     with pytest.raises(ValueError, match="more than"):
         connection.submit(echo(body=bytes(17 << 20)), LONG)
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), 1)
-    with pytest.raises(Refused):
+    with pytest.raises(ErrorResponse):
         call.result()
     call = connection.submit(echo(), LONG)
     peer.answer(peer.next(), remark="last")
@@ -196,8 +196,8 @@ def test_every_way_that_a_call_ends_makes_room_for_the_next(broker):
 
 def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
     with FakeBroker(reads=False) as broker:
-        connection = Connection(broker.address, LONG)
-        with within(1), pytest.raises(TimedOut, match="took no more bytes") as caught:
+        connection = RemotingConnection(broker.address, LONG)
+        with within(1), pytest.raises(ResponseTimeout, match="took no more bytes") as caught:
             while True:
                 connection.submit(echo(body=bytes(4 << 20)), 1.0)
         # Half a frame is out: nothing can follow it, and the broker never has it whole.
@@ -209,9 +209,9 @@ def test_a_broker_that_reads_nothing_holds_nobody_past_their_time():
 def test_a_connection_that_has_fallen_silent_is_given_up(broker, connection, peer, monkeypatch):
     monkeypatch.setattr("txnbridge_rocketmq.client.connection._SILENCE_SECONDS", SHORT)
     other = connection.submit(echo(), LONG)
-    with pytest.raises(TimedOut):
+    with pytest.raises(ResponseTimeout):
         connection.call(echo(), SHORT)
-    with pytest.raises(ConnectionLost, match="fallen silent") as caught:
+    with pytest.raises(Disconnected, match="fallen silent") as caught:
         other.result()
     assert caught.value.may_have_had_effect
 
@@ -223,14 +223,14 @@ def test_nobody_listening_is_unreachable():
     with FakeBroker() as gone:
         pass
     with pytest.raises(Unreachable, match=gone.address) as caught:
-        Connection(gone.address, LONG)
+        RemotingConnection(gone.address, LONG)
     assert not caught.value.may_have_had_effect
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1"])
 def test_what_is_no_address_is_unreachable(address):
     with pytest.raises(Unreachable, match="host:port"):
-        Connection(address, LONG)
+        RemotingConnection(address, LONG)
 
 
 def test_a_lost_connection_ends_every_call_and_may_have_had_effect(connection, peer):
@@ -238,10 +238,10 @@ def test_a_lost_connection_ends_every_call_and_may_have_had_effect(connection, p
     peer.next()
     peer.hang_up()
     for call in calls:
-        with pytest.raises(ConnectionLost) as caught:
+        with pytest.raises(Disconnected) as caught:
             call.result()
         assert caught.value.may_have_had_effect
-    with pytest.raises(ConnectionLost) as caught:
+    with pytest.raises(Disconnected) as caught:
         connection.submit(echo(), LONG)
     assert not caught.value.may_have_had_effect
 
@@ -250,19 +250,19 @@ def test_an_answer_that_breaks_off_is_a_lost_connection(connection, peer):
     call = connection.submit(echo(), LONG)
     peer.send(frame(0, peer.next().opaque, ANSWER, body=bytes(1000))[:-1])
     peer.hang_up()
-    with pytest.raises(ConnectionLost):
+    with pytest.raises(Disconnected):
         call.result()
 
 
 def test_closing_ends_every_call_and_the_thread(broker):
     before = our_threads()
-    connection = Connection(broker.address, LONG)
+    connection = RemotingConnection(broker.address, LONG)
     broker.peer()
     call = connection.submit(echo(), LONG)
     assert len(our_threads(before)) == 1
     connection.close()
     connection.close()
-    with pytest.raises(ConnectionLost, match="was closed"):
+    with pytest.raises(Disconnected, match="was closed"):
         call.result()
     assert our_threads(before) == []
 
@@ -279,12 +279,12 @@ def test_garbage_ends_the_connection_and_every_call(connection, peer, garbage):
     assert becomes_true(lambda: not connection.is_open)
 
 
-def answer_twice(peer: Peer, command: Command) -> None:
+def answer_twice(peer: Peer, command: RemotingCommand) -> None:
     peer.answer(command)
     peer.answer(command)
 
 
-DEEDS: dict[str, Callable[[Peer, Command], None]] = {
+DEEDS: dict[str, Callable[[Peer, RemotingCommand], None]] = {
     "answer": lambda peer, command: peer.answer(command),
     "answer twice": answer_twice,
     "never answer": lambda peer, command: None,
@@ -301,11 +301,11 @@ DEEDS: dict[str, Callable[[Peer, Command], None]] = {
 def test_whatever_a_broker_does_every_call_ends_once_and_makes_room(deeds):
     left = iter(deeds)
     with FakeBroker(lambda peer, command: DEEDS[next(left)](peer, command)) as broker:
-        connection = Connection(broker.address, LONG, Settings(most_in_flight=2))
+        connection = RemotingConnection(broker.address, LONG, ConnectionSettings(most_in_flight=2))
         calls: list[Call[str]] = []
         ended: list[Call[str]] = []
         for _ in deeds:
-            with contextlib.suppress(TimedOut, ConnectionLost):  # no room, or none any more
+            with contextlib.suppress(ResponseTimeout, Disconnected):  # no room, or none any more
                 calls.append(connection.submit(echo(), SHORT))
                 calls[-1].when_done(ended.append)
         for call in calls:
@@ -361,13 +361,13 @@ def test_a_callback_may_not_send(connection, peer):
 
 
 def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
-    asked: list[Command] = []
+    asked: list[RemotingCommand] = []
 
-    def on_request(connection: Connection, command: Command) -> None:
+    def on_request(connection: RemotingConnection, command: RemotingCommand) -> None:
         asked.append(command)
         connection.answer(command, 3, "never heard of it")
 
-    connection = Connection(broker.address, LONG, on_request=on_request)
+    connection = RemotingConnection(broker.address, LONG, on_request=on_request)
     peer = broker.peer()
     peer.send(frame(40, 1, ONE_WAY))
     peer.send(frame(307, 2, 0, {"a": "b"}))
@@ -379,6 +379,9 @@ def test_what_the_broker_asks_is_handed_on_and_can_be_answered(broker):
 
 def test_nothing_of_a_body_or_field_shows_in_errors_and_reprs(connection, peer):
     call = connection.submit(echo(body=b"s3cret"), SHORT)
-    with pytest.raises(TimedOut) as caught:
+    with pytest.raises(ResponseTimeout) as caught:
         call.result()
-    assert "s3cret" not in f"{call.request!r} {caught.value!r} {Command(1, fields={'a': 's3cret'}, body=b's3cret')!r}"
+    assert (
+        "s3cret"
+        not in f"{call.request!r} {caught.value!r} {RemotingCommand(1, fields={'a': 's3cret'}, body=b's3cret')!r}"
+    )

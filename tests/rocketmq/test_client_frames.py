@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.errors import ProtocolViolation
-from txnbridge_rocketmq.client.frames import LARGEST_ANSWER, LARGEST_FRAME, Command, Frames, decode, encode
+from txnbridge_rocketmq.client.frames import LARGEST_ANSWER, LARGEST_FRAME, FrameReader, RemotingCommand, decode, encode
 
 from tests.rocketmq.kit import around, binary_frame, frame
 
@@ -22,7 +22,7 @@ fields = st.dictionaries(texts, texts, max_size=5)
 codes = st.integers(0, 32_767)
 opaques = st.integers(0, 2**31 - 1)
 commands = st.builds(
-    Command,
+    RemotingCommand,
     code=codes,
     opaque=opaques,
     flag=st.integers(0, 3),
@@ -32,8 +32,8 @@ commands = st.builds(
 )
 
 
-def fed(chunks: list[bytes]) -> list[Command]:
-    frames = Frames()
+def fed(chunks: list[bytes]) -> list[RemotingCommand]:
+    frames = FrameReader()
     return [command for chunk in chunks for command in frames.feed(chunk)]
 
 
@@ -46,7 +46,7 @@ def cut_up(data: bytes, sizes: list[int]) -> list[bytes]:
 
 
 def test_a_request_is_written_as_all_clients_write_it():
-    data = encode(Command(310, 7, fields={"b": "orders", "m": "false"}, body=b"hello"))
+    data = encode(RemotingCommand(310, 7, fields={"b": "orders", "m": "false"}, body=b"hello"))
     length, word = struct.unpack_from(">ii", data)
     assert length == len(data) - 4
     assert word >> 24 == 0
@@ -65,7 +65,7 @@ def test_a_request_is_written_as_all_clients_write_it():
 
 def test_an_answer_of_java_is_read():
     (command,) = fed([frame(0, 12, 1, {"queueOffset": "3"}, b"body", "not set any response code")])
-    assert command == Command(0, 12, 1, {"queueOffset": "3"}, "not set any response code", b"body")
+    assert command == RemotingCommand(0, 12, 1, {"queueOffset": "3"}, "not set any response code", b"body")
     assert command.is_answer and not command.wants_answer
 
 
@@ -100,7 +100,7 @@ def test_a_broker_asks_with_and_without_wanting_an_answer():
 
 def test_a_request_larger_than_brokers_take_is_refused_before_it_is_sent():
     with pytest.raises(ValueError, match="more than"):
-        encode(Command(310, body=bytes(LARGEST_FRAME)))
+        encode(RemotingCommand(310, body=bytes(LARGEST_FRAME)))
 
 
 # --- whatever comes ---------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_any_header_of_any_kind_is_read_or_refused(header, kind):
 @given(commands, st.data())
 def test_a_cut_off_header_of_either_kind_is_refused(command, data):
     binary = binary_frame(command.code, command.opaque, command.flag, command.fields, b"", command.remark)
-    whole = data.draw(st.sampled_from([binary, encode(Command(command.code, command.opaque))]))
+    whole = data.draw(st.sampled_from([binary, encode(RemotingCommand(command.code, command.opaque))]))
     kind = whole[4]
     header = whole[8 : 8 + data.draw(st.integers(0, len(whole) - 9))]
     with pytest.raises(ProtocolViolation):

@@ -11,31 +11,22 @@ from dataclasses import replace
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import (
-    DISCARDED_TOPIC,
-    HALF_TOPIC,
-    Answer,
-    Check,
-    Client,
-    End,
-    Flag,
-    Half,
-    Membership,
-    Message,
-    PullStatus,
-    Queue,
-    Refused,
-    RemotingError,
-    TimedOut,
-    administration,
+from txnbridge_rocketmq.client import administration, groups, reading, routes
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ResponseCode, SystemFlag
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.groups import Membership, Queue
+from txnbridge_rocketmq.client.reading import PullStatus
+from txnbridge_rocketmq.client.records import unwrap
+from txnbridge_rocketmq.client.sending import (
+    CheckBack,
+    HalfEnd,
+    HalfHandle,
+    WireMessage,
     end,
-    groups,
-    half_of,
-    reading,
-    routes,
+    half_handle,
     send,
     send_half,
-    unwrap,
 )
 
 from tests.in_time import within
@@ -51,17 +42,19 @@ def name_server(broker: RocketMQ) -> str:
     return broker.url.removeprefix("rocketmq://")
 
 
-def new_client(broker: RocketMQ, **options) -> Client:
-    return Client([name_server(broker)], **options)
+def new_client(broker: RocketMQ, **options) -> RemotingClient:
+    return RemotingClient([name_server(broker)], **options)
 
 
-def put_half(client: Client, topic: str, body: bytes, group: str = ALONE, immunity: int | None = None) -> Half:
-    message = Message(topic, body)
-    return half_of(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
+def put_half(
+    client: RemotingClient, topic: str, body: bytes, group: str = ALONE, immunity: int | None = None
+) -> HalfHandle:
+    message = WireMessage(topic, body)
+    return half_handle(topic, group, client.call(BROKER, send_half(message, group, 0, immunity), LONG))
 
 
 @pytest.fixture
-def half(client, topic) -> Iterator[Half]:
+def half(client, topic) -> Iterator[HalfHandle]:
     """An open half, ended after the test in any case: open ones are written again at each look."""
     half = put_half(client, topic, b"half")
     yield half
@@ -72,7 +65,7 @@ def half(client, topic) -> Iterator[Half]:
 
 
 def test_a_message_comes_back_as_it_was_sent(client, topic):
-    message = Message(topic, bytes(range(256)), {"own": "ä\n'\""}, ("k1", "k2"), "new", "AB12", 7, 1234)
+    message = WireMessage(topic, bytes(range(256)), {"own": "ä\n'\""}, ("k1", "k2"), "new", "AB12", 7, 1234)
     stored = client.call(BROKER, send(message, ALONE, 0), LONG)
     (record,) = read_all(client, topic)
     assert (record.topic, record.queue, record.queue_offset) == (topic, 0, stored.queue_offset)
@@ -84,8 +77,8 @@ def test_a_message_comes_back_as_it_was_sent(client, topic):
 
 
 def test_a_body_that_a_java_client_compressed_is_read(client, topic):
-    request = send(Message(topic, zlib.compress(b"x" * 10_000)), ALONE, 0)
-    request = replace(request, fields={**request.fields, "f": str(Flag.COMPRESSED | 0x300)})
+    request = send(WireMessage(topic, zlib.compress(b"x" * 10_000)), ALONE, 0)
+    request = replace(request, fields={**request.fields, "f": str(SystemFlag.COMPRESSED | 0x300)})
     client.call(BROKER, request, LONG)
     assert bodies(client, topic) == [b"x" * 10_000]
 
@@ -95,7 +88,7 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
     client.call(BROKER, administration.create_topic(topic, 1, attributes={"queue.type": "BatchCQ"}), LONG)
     assert becomes_true(lambda: client.route(topic, LONG, fresh=True) is not None)
     inner = batched(b"one", pairs(KEYS="a")) + batched(b"two", pairs(KEYS="b"))
-    request = send(Message(topic, inner), ALONE, 0)
+    request = send(WireMessage(topic, inner), ALONE, 0)
     send_batch = 320
     request = replace(request, code=send_batch, fields={**request.fields, "m": "true"})
     for _ in range(2):
@@ -110,7 +103,7 @@ def test_a_batch_that_a_java_client_stored_as_one_is_taken_apart(client):
 def test_queues_have_bounds_and_are_searched_by_time(client, topic):
     assert client.call(BROKER, reading.max_offset(topic, 0), LONG) == 0
     for number in range(3):
-        client.call(BROKER, send(Message(topic, b"%d" % number), ALONE, 0), LONG)
+        client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
     assert client.call(BROKER, reading.min_offset(topic, 0), LONG) == 0
     assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 3)  # a moment later
     at = [record.stored_time for record in read_all(client, topic)]
@@ -120,7 +113,7 @@ def test_queues_have_bounds_and_are_searched_by_time(client, topic):
 
 
 def test_a_pull_beyond_the_end_says_where_to_go_on(client, topic):
-    client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)
+    client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     assert becomes_true(lambda: client.call(BROKER, reading.max_offset(topic, 0), LONG) == 1)  # a moment later
     at_end = client.call(BROKER, reading.pull(topic, 0, 1, ALONE), LONG)
     assert (at_end.status, at_end.next_offset, at_end.records) == (PullStatus.NOTHING_NEW, 1, [])
@@ -134,7 +127,7 @@ def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
 
     assert told(0) is None  # nothing was ever there
     for number in range(3):
-        client.call(BROKER, send(Message(topic, b"%d" % number), ALONE, 0), LONG)
+        client.call(BROKER, send(WireMessage(topic, b"%d" % number), ALONE, 0), LONG)
     records = read_all(client, topic)
     assert [told(each.queue_offset) for each in records] == [each.log_offset for each in records]
     assert told(99) is None
@@ -142,7 +135,7 @@ def test_a_queue_tells_where_a_message_lies_in_the_commit_log(client, topic):
 
 def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
     waiting = client.submit(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
-    client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)
+    client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     pulled = waiting.result()
     while pulled.status is PullStatus.NOTHING_NEW:  # it came before the pull, and could not be read yet
         pulled = client.call(BROKER, reading.pull(topic, 0, 0, ALONE, wait=15), LONG)
@@ -151,7 +144,7 @@ def test_a_pull_that_waits_is_answered_when_a_message_comes(client, topic):
 
 def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(client, topic, monkeypatch):
     """Else it would be taken for one that is missing, and be published again."""
-    stored = client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)
+    stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
     behind = time.time() - 600
     monkeypatch.setattr(time, "time", lambda: behind)
     asked = reading.by_unique_key(topic, stored.unique_key)
@@ -159,7 +152,7 @@ def test_a_message_is_found_by_its_key_by_whoever_has_a_clock_that_is_behind(cli
 
 
 def test_a_message_is_found_by_its_key_and_by_its_address(client, topic):
-    stored = client.call(BROKER, send(Message(topic, b"x"), ALONE, 0), LONG)
+    stored = client.call(BROKER, send(WireMessage(topic, b"x"), ALONE, 0), LONG)
 
     def found(request) -> list[bytes]:
         return [record.body for record in client.call(BROKER, request, LONG)]
@@ -171,13 +164,15 @@ def test_a_message_is_found_by_its_key_and_by_its_address(client, topic):
     there = reading.at_log_offset(topic, stored.offset_id.log_offset)
     assert client.call_address(stored.offset_id.address, there, LONG).body == b"x"
     nowhere = reading.at_log_offset(topic, stored.offset_id.log_offset + 10**12)
-    with pytest.raises(Refused, match="can not find message"):
+    with pytest.raises(ErrorResponse, match="can not find message"):
         client.call(BROKER, nowhere, LONG)
 
 
 def test_many_requests_in_flight_are_all_answered_each_with_its_own(client, topic):
     keys = [uuid.uuid4().hex for _ in range(500)]
-    calls = [client.submit(BROKER, send(Message(topic, key.encode(), unique_key=key), ALONE, 0), LONG) for key in keys]
+    calls = [
+        client.submit(BROKER, send(WireMessage(topic, key.encode(), unique_key=key), ALONE, 0), LONG) for key in keys
+    ]
     stored = {call.result().queue_offset: call.result().unique_key for call in calls}
     assert {record.queue_offset: record.body.decode() for record in read_all(client, topic)} == stored
     assert len(stored) == 500
@@ -186,17 +181,17 @@ def test_many_requests_in_flight_are_all_answered_each_with_its_own(client, topi
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"topic": "no-such-topic"}, Answer.TOPIC_NOT_EXIST),
-        ({"queue": 77}, Answer.INVALID_PARAMETER),
-        ({"body": bytes((4 << 20) + 1)}, Answer.MESSAGE_ILLEGAL),
-        ({"properties": {"own": "x" * 33_000}}, Answer.MESSAGE_ILLEGAL),
+        ({"topic": "no-such-topic"}, ResponseCode.TOPIC_NOT_EXIST),
+        ({"queue": 77}, ResponseCode.INVALID_PARAMETER),
+        ({"body": bytes((4 << 20) + 1)}, ResponseCode.MESSAGE_ILLEGAL),
+        ({"properties": {"own": "x" * 33_000}}, ResponseCode.MESSAGE_ILLEGAL),
     ],
     ids=lambda value: str(*value) if isinstance(value, dict) else "",
 )
 def test_what_the_broker_does_not_take_is_refused_without_effect(client, topic, change, code):
     options = {"topic": topic, "queue": 0, "body": b"x", "properties": {}, **change}
-    message = Message(options["topic"], options["body"], options["properties"])
-    with pytest.raises(Refused) as caught:
+    message = WireMessage(options["topic"], options["body"], options["properties"])
+    with pytest.raises(ErrorResponse) as caught:
         client.call(BROKER, send(message, ALONE, options["queue"]), LONG)
     assert caught.value.code == code
     assert not caught.value.may_have_had_effect
@@ -204,7 +199,7 @@ def test_what_the_broker_does_not_take_is_refused_without_effect(client, topic, 
 
 
 def test_the_largest_body_is_taken_and_comes_back(client, topic):
-    client.call(BROKER, send(Message(topic, bytes(4 << 20)), ALONE, 0), LONG)
+    client.call(BROKER, send(WireMessage(topic, bytes(4 << 20)), ALONE, 0), LONG)
     assert bodies(client, topic) == [bytes(4 << 20)]
 
 
@@ -214,7 +209,7 @@ def test_the_largest_body_is_taken_and_comes_back(client, topic):
 def test_a_half_is_seen_when_it_is_committed_and_not_before(client, topic):
     half = put_half(client, topic, b"half")
     assert bodies(client, topic) == []
-    client.call(BROKER, end(half, End.COMMIT), LONG)
+    client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
     (record,) = read_all(client, topic)
     assert (record.body, record.unique_key) == (b"half", half.unique_key)
     assert record.is_committed_half and record.prepared_offset == half.log_offset
@@ -222,7 +217,7 @@ def test_a_half_is_seen_when_it_is_committed_and_not_before(client, topic):
 
 def test_an_aborted_half_is_never_seen(client, topic):
     half = put_half(client, topic, b"half")
-    client.call(BROKER, end(half, End.ABORT), LONG)
+    client.call(BROKER, end(half, HalfEnd.ABORT), LONG)
     assert bodies(client, topic) == []
 
 
@@ -235,7 +230,7 @@ def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
     """Whoever ends a half twice must know what the broker does not."""
     half = put_half(client, topic, b"half")
     for how in ends:
-        client.call(BROKER, end(half, End.COMMIT if how == "C" else End.ABORT), LONG)
+        client.call(BROKER, end(half, HalfEnd.COMMIT if how == "C" else HalfEnd.ABORT), LONG)
     assert bodies(client, topic) == [b"half"] * copies
 
 
@@ -249,8 +244,8 @@ def test_the_broker_remembers_no_outcome(client, topic, ends, copies):
     ids=lambda value: str(*value) if isinstance(value, dict) else "",
 )
 def test_a_half_is_ended_only_by_its_true_address(client, topic, half, change, words):
-    with pytest.raises(Refused, match=words):
-        client.call(BROKER, end(replace(half, **change), End.COMMIT), LONG)
+    with pytest.raises(ErrorResponse, match=words):
+        client.call(BROKER, end(replace(half, **change), HalfEnd.COMMIT), LONG)
     assert bodies(client, topic) == []
 
 
@@ -260,34 +255,34 @@ def test_an_end_behind_the_immunity_is_refused_unless_the_broker_had_asked(clien
     def refused() -> bool:
         """Aborting it does no harm as long as the broker takes it."""
         try:
-            client.call(BROKER, end(replace(half, group="other"), End.ABORT), LONG)
-        except Refused as error:
-            return error.code == Answer.ILLEGAL_OPERATION
+            client.call(BROKER, end(replace(half, group="other"), HalfEnd.ABORT), LONG)
+        except ErrorResponse as error:
+            return error.code == ResponseCode.ILLEGAL_OPERATION
         raise AssertionError("the wrong group was taken")
 
     assert becomes_true(refused)
-    with pytest.raises(Refused) as caught:
-        client.call(BROKER, end(half, End.COMMIT), LONG)
-    assert caught.value.code == Answer.ILLEGAL_OPERATION
+    with pytest.raises(ErrorResponse) as caught:
+        client.call(BROKER, end(half, HalfEnd.COMMIT), LONG)
+    assert caught.value.code == ResponseCode.ILLEGAL_OPERATION
     assert not caught.value.may_have_had_effect
     assert bodies(client, topic) == []
-    client.call(BROKER, end(half, End.COMMIT, from_check=True), LONG)
+    client.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
     assert bodies(client, topic) == [b"half"]
     close(client, half)
 
 
-def close(client: Client, half: Half) -> None:
+def close(client: RemotingClient, half: HalfHandle) -> None:
     """End every copy of a half that the broker may have made."""
     for copy in client.call(BROKER, reading.by_unique_key(HALF_TOPIC, half.unique_key), LONG):
         newest = replace(half, queue_offset=copy.queue_offset, log_offset=copy.log_offset)
-        client.call(BROKER, end(newest, End.ABORT, from_check=True), LONG)
+        client.call(BROKER, end(newest, HalfEnd.ABORT, from_check=True), LONG)
 
 
 def test_any_process_ends_a_half_by_its_address_also_after_the_broker_was_killed(rocketmq_broker, client, topic):
     half = put_half(client, topic, b"half")
     rocketmq_broker.restart()
     with new_client(rocketmq_broker) as other:
-        other.call(BROKER, end(half, End.COMMIT, from_check=True), LONG)
+        other.call(BROKER, end(half, HalfEnd.COMMIT, from_check=True), LONG)
         assert bodies(other, topic) == [b"half"]
         close(other, half)
 
@@ -299,16 +294,16 @@ class Asked:
     """Notes what a broker asks, and what it is told if there is an answer."""
 
     def __init__(self) -> None:
-        self.checks: list[Check] = []
-        self.answer: Callable[[Check], None] | None = None
+        self.checks: list[CheckBack] = []
+        self.answer: Callable[[CheckBack], None] | None = None
 
-    def __call__(self, checks: Sequence[Check]) -> None:
+    def __call__(self, checks: Sequence[CheckBack]) -> None:
         for check in checks:
             self.checks.append(check)
             if self.answer is not None:
                 self.answer(check)
 
-    def about(self, half: Half) -> list[Check]:
+    def about(self, half: HalfHandle) -> list[CheckBack]:
         return [check for check in self.checks if check.half.unique_key == half.unique_key]
 
 
@@ -318,7 +313,7 @@ def asked() -> Asked:
 
 
 @pytest.fixture
-def shop(rocketmq_broker, asked) -> Iterator[Client]:
+def shop(rocketmq_broker, asked) -> Iterator[RemotingClient]:
     """A member of the group "shop"."""
     with new_client(rocketmq_broker, on_checks=asked) as client:
         client.join(Membership(frozenset({"shop"})), LONG)
@@ -334,7 +329,7 @@ def test_the_broker_asks_a_member_of_the_group_and_takes_its_answer(client, shop
     assert first.record.payload() == b"half"
     # Each time it is another copy that has to be ended.
     assert half.log_offset < first.half.log_offset < second.half.log_offset
-    asked.answer = lambda check: client.call(BROKER, end(check.half, End.COMMIT, from_check=True), LONG)
+    asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: bodies(client, topic) == [b"half"])
 
 
@@ -349,7 +344,7 @@ def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
 
     assert becomes_true(lambda: known <= set(found()))  # the index is written a moment after the copy
     assert found() == sorted(found())
-    asked.answer = lambda check: client.call(BROKER, end(check.half, End.ABORT, from_check=True), LONG)
+    asked.answer = lambda check: client.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
     answered = len(asked.about(half))
     assert becomes_true(lambda: len(asked.about(half)) > answered)
     assert bodies(client, topic) == []
@@ -358,7 +353,7 @@ def test_copies_of_a_half_are_found_by_its_key(client, shop, asked, topic):
 def test_a_broker_that_was_killed_asks_again_when_it_is_back(rocketmq_broker, client, shop, asked, topic):
     half = put_half(client, topic, b"half", group="shop")
     rocketmq_broker.restart()
-    asked.answer = lambda check: shop.call(BROKER, end(check.half, End.ABORT, from_check=True), LONG)
+    asked.answer = lambda check: shop.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
     assert becomes_true(lambda: len(asked.about(half)) >= 1)
 
 
@@ -371,7 +366,7 @@ def test_when_a_member_leaves_the_others_are_asked(rocketmq_broker, client, topi
         other.close()
         assert client.call(BROKER, administration.producers("pair"), LONG) == [one.client_id]
         halves = [put_half(client, topic, b"half", group="pair") for _ in range(4)]
-        stays.answer = lambda check: one.call(BROKER, end(check.half, End.ABORT, from_check=True), LONG)
+        stays.answer = lambda check: one.call(BROKER, end(check.half, HalfEnd.ABORT, from_check=True), LONG)
         assert becomes_true(lambda: all(stays.about(half) for half in halves))
         assert leaves.checks == []
     assert client.call(BROKER, administration.producers("pair"), LONG) == []
@@ -385,7 +380,7 @@ def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq
     def discarded():
         try:
             return client.call(BROKER, reading.by_unique_key(DISCARDED_TOPIC, half.unique_key), LONG)
-        except Refused:  # its topic is made with its first message
+        except ErrorResponse:  # its topic is made with its first message
             return []
 
     assert becomes_true(lambda: len(discarded()) == 1, 60)
@@ -393,7 +388,7 @@ def test_a_half_that_nobody_answers_for_is_set_aside_and_can_be_resumed(rocketmq
     assert record.properties["REAL_TOPIC"] == topic
     asked = Asked()
     with new_client(rocketmq_broker, on_checks=asked) as member:
-        asked.answer = lambda check: member.call(BROKER, end(check.half, End.COMMIT, from_check=True), LONG)
+        asked.answer = lambda check: member.call(BROKER, end(check.half, HalfEnd.COMMIT, from_check=True), LONG)
         member.join(Membership(frozenset({"late"})), LONG)
         assert record.offset_id.address == rocketmq_broker.broker_address()
         client.call(BROKER, administration.resume_half(record.offset_id), LONG)
@@ -474,8 +469,8 @@ def test_a_frozen_broker_holds_no_call_past_its_time_and_answers_when_it_goes_on
     client.call(BROKER, reading.max_offset(topic, 0), LONG)
     rocketmq_broker.pause()
     try:
-        with within(SHORT), pytest.raises(TimedOut) as caught:
-            client.call(BROKER, send(Message(topic, b"late"), ALONE, 0), SHORT)
+        with within(SHORT), pytest.raises(ResponseTimeout) as caught:
+            client.call(BROKER, send(WireMessage(topic, b"late"), ALONE, 0), SHORT)
         assert caught.value.may_have_had_effect
     finally:
         rocketmq_broker.resume()
@@ -494,7 +489,7 @@ def test_calls_go_on_when_a_killed_broker_is_back_and_what_is_said_of_lost_ones_
             number += 1
             body = b"%d-%d" % (thread, number)
             try:
-                client.call(BROKER, send(Message(topic, body), ALONE, 0), SHORT)
+                client.call(BROKER, send(WireMessage(topic, body), ALONE, 0), SHORT)
             except RemotingError as error:
                 if not error.may_have_had_effect:
                     never_stored.append(body)

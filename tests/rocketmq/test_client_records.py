@@ -9,7 +9,7 @@ import zlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client.codes import Flag
+from txnbridge_rocketmq.client.codes import SystemFlag
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 from txnbridge_rocketmq.client.records import (
     OffsetId,
@@ -32,7 +32,7 @@ def test_a_record_is_read_field_by_field():
         b"hello",
         "orders",
         pairs(UNIQ_KEY="AB12", KEYS="k1 k2", TAGS="new", own="x"),
-        system_flag=Flag.COMMITTED,
+        system_flag=SystemFlag.COMMITTED,
         prepared_offset=99,
         stored_host=bytes([127, 0, 0, 1]) + struct.pack(">i", 30911),
     )
@@ -52,7 +52,9 @@ def test_a_record_without_key_and_tags_has_none():
     assert (record.unique_key, record.keys, record.tags, record.is_committed_half) == (None, [], None, False)
 
 
-@pytest.mark.parametrize("flag", [Flag.BORN_IPV6, Flag.STORED_IPV6, Flag.BORN_IPV6 | Flag.STORED_IPV6])
+@pytest.mark.parametrize(
+    "flag", [SystemFlag.BORN_IPV6, SystemFlag.STORED_IPV6, SystemFlag.BORN_IPV6 | SystemFlag.STORED_IPV6]
+)
 @pytest.mark.parametrize("magic", [SHORT_TOPIC, LONG_TOPIC])
 def test_addresses_and_topics_of_either_size_are_read(flag, magic):
     data = stored(
@@ -61,8 +63,8 @@ def test_addresses_and_topics_of_either_size_are_read(flag, magic):
         pairs(TAGS="x"),
         system_flag=flag,
         magic=magic,
-        born_host=bytes(20 if flag & Flag.BORN_IPV6 else 8),
-        stored_host=bytes(20 if flag & Flag.STORED_IPV6 else 8),
+        born_host=bytes(20 if flag & SystemFlag.BORN_IPV6 else 8),
+        stored_host=bytes(20 if flag & SystemFlag.STORED_IPV6 else 8),
     )
     (record,) = decode_records(data)
     assert (record.topic, record.body, record.tags) == ("t" * 127, b"hello", "x")
@@ -85,20 +87,20 @@ def test_a_record_with_properties_that_are_no_text_is_shown():
 
 @pytest.mark.parametrize("kind", [0, ZLIB])
 def test_a_body_compressed_by_zlib_is_unpacked(kind):
-    (record,) = decode_records(stored(zlib.compress(b"hello" * 1000), system_flag=Flag.COMPRESSED | kind))
+    (record,) = decode_records(stored(zlib.compress(b"hello" * 1000), system_flag=SystemFlag.COMPRESSED | kind))
     assert record.payload() == b"hello" * 1000
 
 
 @pytest.mark.parametrize(("kind", "name"), [(LZ4, "LZ4"), (ZSTD, "ZSTD"), (0x700, "unknown kind 7")])
 def test_a_body_compressed_otherwise_is_refused_by_name_and_kept(kind, name):
-    (record,) = decode_records(stored(b"packed", system_flag=Flag.COMPRESSED | kind))
+    (record,) = decode_records(stored(b"packed", system_flag=SystemFlag.COMPRESSED | kind))
     with pytest.raises(CannotDecompress, match=name):
         record.payload()
     assert record.body == b"packed"
 
 
 def test_a_body_that_unpacks_to_more_than_wanted_is_refused():
-    (record,) = decode_records(stored(zlib.compress(bytes(1 << 20)), system_flag=Flag.COMPRESSED))
+    (record,) = decode_records(stored(zlib.compress(bytes(1 << 20)), system_flag=SystemFlag.COMPRESSED))
     assert len(record.payload(most=1 << 20)) == 1 << 20
     with pytest.raises(CannotDecompress, match="more than"):
         record.payload(most=(1 << 20) - 1)
@@ -106,7 +108,7 @@ def test_a_body_that_unpacks_to_more_than_wanted_is_refused():
 
 @pytest.mark.parametrize("body", [b"", b"not compressed", zlib.compress(b"hello")[:-3]])
 def test_a_body_that_is_not_what_it_says_is_refused(body):
-    (record,) = decode_records(stored(body, system_flag=Flag.COMPRESSED))
+    (record,) = decode_records(stored(body, system_flag=SystemFlag.COMPRESSED))
     with pytest.raises(CannotDecompress):
         record.payload()
 
@@ -116,7 +118,7 @@ def test_a_body_that_is_not_what_it_says_is_refused(body):
 
 def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
     inner = batched(b"one", pairs(KEYS="a")) + batched(b"two", pairs(KEYS="b"))
-    flag = Flag.INNER_BATCH | Flag.NEEDS_UNWRAPPING
+    flag = SystemFlag.INNER_BATCH | SystemFlag.NEEDS_UNWRAPPING
     (record,) = decode_records(stored(inner, queue_offset=10, system_flag=flag))
     assert record.holds_several
     one, two = unwrap(record)
@@ -129,7 +131,7 @@ def test_a_batch_is_taken_apart_each_message_at_its_own_offset():
 
 @given(st.binary(max_size=100))
 def test_a_batch_of_anything_is_read_or_refused(body):
-    (record,) = decode_records(stored(body, system_flag=Flag.INNER_BATCH | Flag.NEEDS_UNWRAPPING))
+    (record,) = decode_records(stored(body, system_flag=SystemFlag.INNER_BATCH | SystemFlag.NEEDS_UNWRAPPING))
     with contextlib.suppress(ProtocolViolation):
         list(unwrap(record))
 

@@ -7,21 +7,12 @@ import ssl
 
 import pytest
 from txnbridge_conformance.brokers import RocketMQ
-from txnbridge_rocketmq.client import (
-    Check,
-    Client,
-    Credentials,
-    End,
-    Membership,
-    Message,
-    Refused,
-    administration,
-    end,
-    half_of,
-    reading,
-    send,
-    send_half,
-)
+from txnbridge_rocketmq.client import administration, reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import ErrorResponse
+from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.client.security import Credentials
+from txnbridge_rocketmq.client.sending import CheckBack, HalfEnd, WireMessage, end, half_handle, send, send_half
 
 from tests.kafka.certificates import Authority
 from tests.rocketmq.kit import BROKER, becomes_true, bodies
@@ -59,19 +50,19 @@ def secured(authority, start_shared):
     )
 
 
-def client_of(broker: RocketMQ, **options) -> Client:
-    return Client([broker.url.removeprefix("rocketmq://")], **options)
+def client_of(broker: RocketMQ, **options) -> RemotingClient:
+    return RemotingClient([broker.url.removeprefix("rocketmq://")], **options)
 
 
-def make_topic(client: Client, name: str, broker: str = BROKER) -> None:
+def make_topic(client: RemotingClient, name: str, broker: str = BROKER) -> None:
     client.call(broker, administration.create_topic(name, 1, "TRANSACTION"), LONG)
     assert becomes_true(lambda: client.route(name, LONG, fresh=True) is not None)
 
 
-def transact(client: Client, topic: str, broker: str = BROKER) -> None:
+def transact(client: RemotingClient, topic: str, broker: str = BROKER) -> None:
     """A half, its commit, and reading it."""
-    stored = client.call(broker, send_half(Message(topic, b"half"), "shop", 0), LONG)
-    client.call(broker, end(half_of(topic, "shop", stored), End.COMMIT), LONG)
+    stored = client.call(broker, send_half(WireMessage(topic, b"half"), "shop", 0), LONG)
+    client.call(broker, end(half_handle(topic, "shop", stored), HalfEnd.COMMIT), LONG)
     assert bodies(client, topic, broker) == [b"half"]
 
 
@@ -90,23 +81,23 @@ def test_who_does_not_sign_or_signs_wrongly_is_refused_without_effect(secured, c
     with client_of(secured, credentials=ROOT) as client:
         make_topic(client, "unsigned")
         with client_of(secured, credentials=credentials) as stranger:
-            with pytest.raises(Refused) as caught:
-                stranger.call(BROKER, send(Message("unsigned", b"x"), "shop", 0), LONG)
+            with pytest.raises(ErrorResponse) as caught:
+                stranger.call(BROKER, send(WireMessage("unsigned", b"x"), "shop", 0), LONG)
         assert not caught.value.may_have_had_effect
         assert ROOT.secret_key not in str(caught.value)
         assert client.call(BROKER, reading.max_offset("unsigned", 0), LONG) == 0
 
 
 def test_what_a_broker_asks_in_binary_is_understood(secured):
-    checks: list[Check] = []
+    checks: list[CheckBack] = []
     with client_of(secured, credentials=ROOT, on_checks=checks.extend) as client:
         make_topic(client, "binary")
         client.join(Membership(frozenset({"shop"})), LONG)
-        stored = client.call(BROKER, send_half(Message("binary", b"half"), "shop", 0), LONG)
+        stored = client.call(BROKER, send_half(WireMessage("binary", b"half"), "shop", 0), LONG)
         assert becomes_true(lambda: checks != [])
         assert checks[0].half.unique_key == stored.unique_key
         assert checks[0].record.payload() == b"half"
-        client.call(BROKER, end(checks[-1].half, End.ABORT, from_check=True), LONG)
+        client.call(BROKER, end(checks[-1].half, HalfEnd.ABORT, from_check=True), LONG)
 
 
 def test_a_bridge_signs_and_checks_the_certificate(secured, authority):
@@ -127,7 +118,7 @@ def test_a_bridge_signs_and_checks_the_certificate(secured, authority):
 @pytest.mark.full
 def test_each_of_two_brokers_is_found_by_its_name_asks_and_may_be_gone(start_shared):
     cluster = start_shared(nodes=2)
-    checks: list[Check] = []
+    checks: list[CheckBack] = []
     with client_of(cluster, on_checks=checks.extend) as client:
         for topic in ("everywhere", "elsewhere"):
             cluster.create_topic(topic, queues=1)
@@ -137,7 +128,7 @@ def test_each_of_two_brokers_is_found_by_its_name_asks_and_may_be_gone(start_sha
         client.join(Membership(frozenset({"both"})), LONG)
         for broker in ("broker-1", "broker-2"):
             transact(client, "everywhere", broker)
-            client.call(broker, send_half(Message("everywhere", broker.encode()), "both", 0), LONG)
+            client.call(broker, send_half(WireMessage("everywhere", broker.encode()), "both", 0), LONG)
         assert becomes_true(lambda: {check.broker for check in checks} == {"broker-1", "broker-2"})
         assert all(check.record.payload().decode() == check.broker for check in checks)
         cluster.kill(1)

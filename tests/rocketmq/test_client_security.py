@@ -5,9 +5,9 @@ from __future__ import annotations
 import ssl
 
 import pytest
-from txnbridge_rocketmq.client.connection import Connection, Settings
-from txnbridge_rocketmq.client.errors import ConnectionLost, TimedOut, Unreachable
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.connection import ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.errors import Disconnected, ResponseTimeout, Unreachable
+from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.security import Credentials
 
 from tests.kafka.certificates import Authority
@@ -35,7 +35,7 @@ def trusting(authority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=authority.certificate)
 
 
-def back(peer: Peer, command: Command) -> None:
+def back(peer: Peer, command: RemotingCommand) -> None:
     peer.answer(command, body=command.body)
 
 
@@ -59,7 +59,9 @@ def test_a_security_token_is_sent_and_signed():
 
 def test_every_request_of_a_connection_is_signed():
     with FakeBroker() as broker:
-        connection = Connection(broker.address, LONG, Settings(credentials=Credentials("user", "s3cret")))
+        connection = RemotingConnection(
+            broker.address, LONG, ConnectionSettings(credentials=Credentials("user", "s3cret"))
+        )
         connection.submit(echo(body=b"x"), LONG)
         command = broker.peer().next()
         assert command.fields == Credentials("user", "s3cret").sign({}, b"x")
@@ -69,7 +71,7 @@ def test_every_request_of_a_connection_is_signed():
 def test_secrets_show_nowhere():
     credentials = Credentials("user", "s3cret", "t0ken")
     assert "s3cret" not in repr(credentials) and "t0ken" not in repr(credentials)
-    assert "s3cret" not in repr(Settings(credentials=credentials))
+    assert "s3cret" not in repr(ConnectionSettings(credentials=credentials))
 
 
 # --- TLS --------------------------------------------------------------------------------------------------------------
@@ -77,7 +79,7 @@ def test_secrets_show_nowhere():
 
 def test_large_answers_and_requests_cross_each_other_encrypted(server, trusting):
     with FakeBroker(back, tls=server) as broker:
-        connection = Connection(broker.address, LONG, Settings(tls=trusting))
+        connection = RemotingConnection(broker.address, LONG, ConnectionSettings(tls=trusting))
         bodies = [bytes([65 + number]) * (1 << 20) for number in range(8)]
         calls = [connection.submit(echo(body=body), LONG) for body in bodies]
         assert [call.result() for call in calls] == [body.decode() for body in bodies]
@@ -86,18 +88,18 @@ def test_large_answers_and_requests_cross_each_other_encrypted(server, trusting)
 
 def test_a_certificate_that_nobody_trusts_is_refused(server):
     with FakeBroker(back, tls=server) as broker, pytest.raises(Unreachable, match="CERTIFICATE_VERIFY_FAILED"):
-        Connection(broker.address, LONG, Settings(tls=ssl.create_default_context()))
+        RemotingConnection(broker.address, LONG, ConnectionSettings(tls=ssl.create_default_context()))
 
 
 def test_a_broker_that_never_shakes_hands_is_unreachable_in_time(trusting):
     with FakeBroker(reads=False) as broker, pytest.raises(Unreachable, match="timed out"):
-        Connection(broker.address, SHORT, Settings(tls=trusting))
+        RemotingConnection(broker.address, SHORT, ConnectionSettings(tls=trusting))
 
 
 def test_a_broker_that_reads_nothing_holds_nobody_past_their_time_encrypted(server, trusting):
     with FakeBroker(tls=server, reads=False) as broker:
-        connection = Connection(broker.address, LONG, Settings(tls=trusting))
-        with pytest.raises(TimedOut, match="took no more bytes") as caught:
+        connection = RemotingConnection(broker.address, LONG, ConnectionSettings(tls=trusting))
+        with pytest.raises(ResponseTimeout, match="took no more bytes") as caught:
             while True:
                 connection.submit(echo(body=bytes(4 << 20)), 1.0)
         assert not caught.value.may_have_had_effect
@@ -107,11 +109,11 @@ def test_a_broker_that_reads_nothing_holds_nobody_past_their_time_encrypted(serv
 
 def test_the_end_of_an_encrypted_connection_ends_every_call(server, trusting):
     with FakeBroker(tls=server) as broker:
-        connection = Connection(broker.address, LONG, Settings(tls=trusting))
+        connection = RemotingConnection(broker.address, LONG, ConnectionSettings(tls=trusting))
         call = connection.submit(echo(), LONG)
         peer = broker.peer()
         peer.next()
         peer.hang_up()
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(Disconnected):
             call.result()
         connection.close()

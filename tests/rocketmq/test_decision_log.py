@@ -8,9 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner
-from txnbridge_rocketmq.client import Answer, Client, Code, Message, Queue, send
-from txnbridge_rocketmq.decision_log import RocketMQLog
-from txnbridge_rocketmq.naming import name_of
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.sending import WireMessage, send
+from txnbridge_rocketmq.cluster import identify_cluster
+from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 
 from tests.cluster_names import *  # noqa: F403
 from tests.in_time import paused, takes
@@ -35,7 +38,7 @@ from txnbridge.errors import (
 from txnbridge.spi import Deadline
 
 
-class OpenLog(RocketMQLog):
+class OpenLog(RocketMQDecisionLog):
     """With connections of its own, as another process has it."""
 
     def __init__(self, url, name, timeout=LONG, **given):
@@ -161,18 +164,18 @@ class Trimmed:
         self._first, self._end, self._pulls = first, end, pulls
 
     def __call__(self, peer, command):
-        if command.code == Code.GET_BROKER_CLUSTER_INFO:
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
             table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{self.address}"}}}}}}}}'
             peer.answer(command, body=table.encode())
-        elif command.code == Code.GET_MIN_OFFSET:
+        elif command.code == RequestCode.GET_MIN_OFFSET:
             peer.answer(command, fields={"offset": str(self._first)})
-        elif command.code == Code.GET_MAX_OFFSET:
+        elif command.code == RequestCode.GET_MAX_OFFSET:
             peer.answer(command, fields={"offset": str(self._end)})
-        elif command.code == Code.QUERY_CONSUMER_OFFSET:
-            peer.answer(command, int(Answer.QUERY_NOT_FOUND))
+        elif command.code == RequestCode.QUERY_CONSUMER_OFFSET:
+            peer.answer(command, int(ResponseCode.QUERY_NOT_FOUND))
         else:
             at = int(command.fields["queueOffset"])  # some are asked for before they are needed
-            code, following, offsets = self._pulls.get(at, (Answer.PULL_NOT_FOUND, at, []))
+            code, following, offsets = self._pulls.get(at, (ResponseCode.PULL_NOT_FOUND, at, []))
             body = b"".join(stored(b"%d" % offset, "log", queue=0, queue_offset=offset) for offset in offsets)
             told = {"nextBeginOffset": following, "minOffset": self._first, "maxOffset": self._end}
             fields = {name: str(value) for name, value in told.items()}
@@ -182,16 +185,19 @@ class Trimmed:
 @contextmanager
 def trimmed(first, end, pulls):
     reply = Trimmed(first, end, pulls)
-    with FakeBroker(reply) as broker, Client([broker.address]) as client:
+    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
         reply.address = broker.address
-        yield RocketMQLog(client, Queue("log", "b", 0))
+        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
 
 
 LOST = {
-    "dropped in front": {3: (Answer.PULL_OFFSET_MOVED, 5, []), 5: (Answer.SUCCESS, 8, [5, 6, 7])},
-    "dropped, and not yet counted as dropped": {3: (Answer.PULL_RETRY_IMMEDIATELY, 5, []), 5: (Answer.SUCCESS, 8, [5])},
-    "dropped on the way": {3: (Answer.SUCCESS, 5, [3, 4]), 5: (Answer.PULL_RETRY_IMMEDIATELY, 7, [])},
-    "dropped within an answer": {3: (Answer.SUCCESS, 8, [3, 5])},
+    "dropped in front": {3: (ResponseCode.PULL_OFFSET_MOVED, 5, []), 5: (ResponseCode.SUCCESS, 8, [5, 6, 7])},
+    "dropped, and not yet counted as dropped": {
+        3: (ResponseCode.PULL_RETRY_IMMEDIATELY, 5, []),
+        5: (ResponseCode.SUCCESS, 8, [5]),
+    },
+    "dropped on the way": {3: (ResponseCode.SUCCESS, 5, [3, 4]), 5: (ResponseCode.PULL_RETRY_IMMEDIATELY, 7, [])},
+    "dropped within an answer": {3: (ResponseCode.SUCCESS, 8, [3, 5])},
 }
 
 
@@ -202,7 +208,7 @@ def test_a_log_with_a_hole_is_not_read_over_it(pulls):
 
 
 def test_a_log_begins_with_the_first_record_that_is_there():
-    pulls = {3: (Answer.PULL_RETRY_IMMEDIATELY, 5, []), 5: (Answer.SUCCESS, 6, [5])}
+    pulls = {3: (ResponseCode.PULL_RETRY_IMMEDIATELY, 5, []), 5: (ResponseCode.SUCCESS, 6, [5])}
     with trimmed(3, 8, pulls) as log:
         assert bounds(log) == ((5,), (7,))
 
@@ -215,7 +221,7 @@ def test_a_log_of_which_nothing_is_left_has_no_begin():
 
 
 def test_a_log_that_became_shorter_while_it_was_read_ends_early():
-    pulls = {3: (Answer.SUCCESS, 5, [3, 4]), 5: (Answer.PULL_NOT_FOUND, 5, [])}
+    pulls = {3: (ResponseCode.SUCCESS, 5, [3, 4]), 5: (ResponseCode.PULL_NOT_FOUND, 5, [])}
     with trimmed(3, 8, pulls) as log:
         assert read(log) == [((3,), b"3"), ((4,), b"4")]
 
@@ -276,18 +282,18 @@ def forgetful():
     """A log whose broker stores what it is sent, and then does not say any more where its queue ends."""
 
     def reply(peer, command):
-        if command.code == Code.GET_BROKER_CLUSTER_INFO:
+        if command.code == RequestCode.GET_BROKER_CLUSTER_INFO:
             table = f'{{"brokerAddrTable":{{"b":{{"brokerName":"b","brokerAddrs":{{0:"{broker.address}"}}}}}}}}'
             peer.answer(command, body=table.encode())
-        elif command.code == Code.SEND_MESSAGE_V2:
+        elif command.code == RequestCode.SEND_MESSAGE_V2:
             peer.answer(
                 command, fields={"msgId": "7F0000010000000100000000000000FF", "queueId": "0", "queueOffset": "3"}
             )
         else:
-            peer.answer(command, int(Answer.SYSTEM_BUSY), remark="no")
+            peer.answer(command, int(ResponseCode.SYSTEM_BUSY), remark="no")
 
-    with FakeBroker(reply) as broker, Client([broker.address]) as client:
-        yield RocketMQLog(client, Queue("log", "b", 0))
+    with FakeBroker(reply) as broker, RemotingClient([broker.address]) as client:
+        yield RocketMQDecisionLog(client, Queue("log", "b", 0))
 
 
 def test_of_a_record_that_was_stored_nobody_says_that_nothing_was():
@@ -346,8 +352,8 @@ def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, nam
 
 def name_at(url, prefix):
     settings = settings_for(url, prefix=prefix)
-    with Client(settings.name_servers) as client:
-        return name_of(settings, client, Deadline(LONG))
+    with RemotingClient(settings.name_servers) as client:
+        return identify_cluster(settings, client, Deadline(LONG))
 
 
 def remove(cluster, *topics):
@@ -374,7 +380,7 @@ def lose_name(of_the_prefix):
 def write_foreign_name(rocketmq_broker, client):
     def write(prefix):
         rocketmq_broker.create_topic(f"{prefix}cluster", queues=1)
-        client.call("broker-1", send(Message(f"{prefix}cluster", b"something else"), "other", 0), LONG)
+        client.call("broker-1", send(WireMessage(f"{prefix}cluster", b"something else"), "other", 0), LONG)
 
     return write
 
@@ -422,7 +428,7 @@ def test_with_two_brokers_a_log_stays_on_one_and_is_not_begun_anew_on_the_other(
     with pytest.raises(InvalidOption, match=r"_txnbridge-log-both must have one queue.*broker-1\[0\], broker-2\[0\]"):
         OpenLog(broker.url, "both")
     broker.kill(1)
-    with Client(settings_for(broker.url).name_servers) as client:
+    with RemotingClient(settings_for(broker.url).name_servers) as client:
         deadline = Deadline(180)
         while "broker-1" in client.brokers(LONG):
             deadline.check("waiting until the name server forgets the broker")

@@ -7,21 +7,22 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from txnbridge_rocketmq.client import OffsetId, Property, Record
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import OffsetId, StoredMessage
 from txnbridge_rocketmq.read import duplicates
-from txnbridge_rocketmq.read.duplicates import Repeats
-from txnbridge_rocketmq.write.transaction_properties import Mark, Origin, mark_of, properties, unique_key
+from txnbridge_rocketmq.read.duplicates import DuplicateFilter
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
 
 pytestmark = pytest.mark.offline
 
-ORIGIN = Origin({"at": [0], "id": "x"}, 0)
+ORIGIN = HalfOrigin({"at": [0], "id": "x"}, 0)
 
 
 @dataclass
 class Queue:
     """A queue as a broker fills it: halves stand in the same commit log as what is published from them."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[StoredMessage] = field(default_factory=list)
     log: int = 0
     halves: dict[int, list[int]] = field(default_factory=dict)  # where the copies of each half stand, oldest first
 
@@ -39,12 +40,12 @@ class Queue:
         self.log += 1
         told, at = {"a": "b"}, 0
         if number is not None:
-            mark, at = Mark("t", number), self.halves[number][copy]
+            mark, at = TransactionSlot("t", number), self.halves[number][copy]
             told = {**properties(mark, ORIGIN), Property.UNIQUE_KEY: unique_key("t", mark)}
             if copy:
                 told[Property.CHECKS] = str(copy)
         self.records.append(
-            Record(
+            StoredMessage(
                 topic="t",
                 queue=0,
                 queue_offset=len(self.records),
@@ -64,7 +65,7 @@ class Queue:
         """The offsets of what is no repeat, from an offset on."""
         seen, found = set(), []
         for record in self.records:
-            mark = mark_of(record)
+            mark = slot_of(record)
             if mark is None or mark not in seen:
                 found.append(record.queue_offset)
             seen.add(mark)
@@ -77,7 +78,7 @@ class Reading:
 
     queue: Queue
     first: int = 0
-    repeats: Repeats = field(default_factory=Repeats)
+    repeats: DuplicateFilter = field(default_factory=DuplicateFilter)
     looked_up: int = 0
 
     def read(self, start: int, count: int) -> list[int]:

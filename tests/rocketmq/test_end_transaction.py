@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from txnbridge_rocketmq import half_store
-from txnbridge_rocketmq.client import Answer, Code, Request
-from txnbridge_rocketmq.half_store import RocketMQHalves
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.half_store import RocketMQHalfStore
 from txnbridge_rocketmq.outcome import check_back, end_transaction
-from txnbridge_rocketmq.outcome.check_back import Checks
+from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.outcome import end_prepared, status_of
 from txnbridge_rocketmq.write import transaction_properties
 
@@ -70,7 +71,7 @@ def once(broker: HalfBroker, code: int, fault: str | int, nth: int = 1) -> None:
     """The `nth` request of a kind meets a fault."""
     count = 0
 
-    def found(request: Request[Any]) -> str | int | None:
+    def found(request: RpcRequest[Any]) -> str | int | None:
         nonlocal count
         count += request.code == code
         return fault if request.code == code and count == nth else None
@@ -97,13 +98,15 @@ def test_each_message_is_published_once_and_in_order(owner, broker):
     assert not broker.open
 
 
-@pytest.mark.parametrize("fault", ["lose request", "lose answer", int(Answer.SYSTEM_BUSY), int(Answer.SYSTEM_ERROR)])
+@pytest.mark.parametrize(
+    "fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY), int(ResponseCode.SYSTEM_ERROR)]
+)
 @pytest.mark.parametrize("nth", [1, 3, 5])
 def test_an_end_that_fails_is_made_good_once_and_in_order(owner, broker, fault, nth):
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
-    once(broker, Code.END_TRANSACTION, fault, nth)
+    once(broker, RequestCode.END_TRANSACTION, fault, nth)
     writer.commit(Deadline(60))
     assert broker.seen("a") == VALUES
 
@@ -122,15 +125,15 @@ def test_what_is_too_old_for_its_owner_is_looked_for_first(owner, broker):
 NOT_PLAINLY_STORED = [
     "lose request",
     "lose answer",
-    int(Answer.NO_PERMISSION),
-    int(Answer.MESSAGE_ILLEGAL),
-    int(Answer.FLUSH_DISK_TIMEOUT),
+    int(ResponseCode.NO_PERMISSION),
+    int(ResponseCode.MESSAGE_ILLEGAL),
+    int(ResponseCode.FLUSH_DISK_TIMEOUT),
 ]
 
 
 def fail_to_store_one(broker: HalfBroker, fault: str | int) -> None:
-    once(broker, Code.SEND_MESSAGE_V2, fault, 3)
-    if fault == Answer.FLUSH_DISK_TIMEOUT:
+    once(broker, RequestCode.SEND_MESSAGE_V2, fault, 3)
+    if fault == ResponseCode.FLUSH_DISK_TIMEOUT:
         broker.fault = stored_but(broker)
 
 
@@ -139,7 +142,7 @@ def test_a_half_that_is_not_plainly_stored_aborts_all(owner, other, broker, faul
     writer = owner.begin()
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(AccessDenied if fault == Answer.NO_PERMISSION else DeliveryFailed):
+    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
         writer.commit(Deadline(60))
     answer_all(other, broker)
     assert broker.published == []
@@ -150,7 +153,7 @@ def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other,
     writer = owner.begin(hold=60)
     fail_to_store_one(broker, fault)
     send(writer, "a", *VALUES)
-    with pytest.raises(AccessDenied if fault == Answer.NO_PERMISSION else DeliveryFailed):
+    with pytest.raises(AccessDenied if fault == ResponseCode.NO_PERMISSION else DeliveryFailed):
         writer.prepare(Deadline(60))
     with pytest.raises(InvalidToken, match="never prepared"):
         finish(other, token_of(owner, 1, writer))
@@ -158,12 +161,12 @@ def test_nothing_is_prepared_of_which_a_half_is_not_plainly_stored(owner, other,
     assert broker.published == []
 
 
-@pytest.mark.parametrize("fault", ["lose request", "lose answer", int(Answer.SYSTEM_BUSY)])
+@pytest.mark.parametrize("fault", ["lose request", "lose answer", int(ResponseCode.SYSTEM_BUSY)])
 def test_an_abort_that_is_lost_on_its_way_is_what_the_broker_is_told_when_it_asks(owner, other, broker, fault):
     writer = owner.begin(timeout=60)
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
-    once(broker, Code.END_TRANSACTION, fault, 2)
+    once(broker, RequestCode.END_TRANSACTION, fault, 2)
     writer.abort(Deadline(60))
     assert bool(broker.open) is (fault != "lose answer")
     other.checks.answer(broker.ask())  # long before its time is over
@@ -222,8 +225,8 @@ def stored_but(broker: HalfBroker) -> Any:
 
     def store(request):
         found = answer(request)
-        if request.code == Code.SEND_MESSAGE_V2 and len(broker.halves) == 3:
-            return type(found)(Answer.FLUSH_DISK_TIMEOUT, 0, 1, found.fields)
+        if request.code == RequestCode.SEND_MESSAGE_V2 and len(broker.halves) == 3:
+            return type(found)(ResponseCode.FLUSH_DISK_TIMEOUT, 0, 1, found.fields)
         return found
 
     broker.answer = store  # type: ignore[method-assign]
@@ -254,7 +257,7 @@ def test_a_transaction_is_refused_that_would_be_discarded_before_it_is_asked_abo
 
 def test_a_busy_broker_is_asked_again(owner, broker):
     writer = owner.begin()
-    once(broker, Code.SEND_MESSAGE_V2, int(Answer.SYSTEM_BUSY), 2)
+    once(broker, RequestCode.SEND_MESSAGE_V2, int(ResponseCode.SYSTEM_BUSY), 2)
     send(writer, "a", *VALUES)
     writer.commit(Deadline(60))
     assert sorted(broker.seen("a")) == VALUES
@@ -430,7 +433,7 @@ def test_whoever_opens_an_id_first_publishes_what_its_dead_owner_decided(owner, 
     writer.flush(Deadline(60))
 
     def die(request):
-        if request.code == Code.END_TRANSACTION:
+        if request.code == RequestCode.END_TRANSACTION:
             raise Killed
 
     broker.fault = die
@@ -476,8 +479,8 @@ def test_a_token_commits_the_newest_copies_once(owner, other, broker):
 def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, other, broker, monkeypatch):
     monkeypatch.setattr("txnbridge_rocketmq.outcome.outcome._STALLED_SECONDS", 0.05)
     token = prepared(owner)
-    with owner.ender.alone(token.transaction, Deadline(60)) as turn:
-        assert turn is end_transaction.Turn.MINE
+    with owner.ender.exclusively(token.transaction, Deadline(60)) as turn:
+        assert turn is end_transaction.LockHolder.CALLER
         assert finish(other, token) is Outcome.COMMITTED
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
@@ -485,7 +488,7 @@ def test_the_lock_of_one_who_died_holds_nobody_up_for_long(owner, other, broker,
 def test_of_two_that_publish_at_once_one_waits_for_the_other(owner, other, broker):
     token = prepared(owner)
     with ThreadPoolExecutor(1) as pool:
-        with owner.ender.alone(token.transaction, Deadline(60)):
+        with owner.ender.exclusively(token.transaction, Deadline(60)):
             waiting = pool.submit(finish, other, token)
             with pytest.raises(NotYet):  # in Python 3.10 not the built-in one
                 waiting.result(0.2)
@@ -498,9 +501,9 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, ot
     token = prepared(owner)
     answer = broker.answer
 
-    def sleep(request: Request[Any]) -> Any:
+    def sleep(request: RpcRequest[Any]) -> Any:
         answered = answer(request)
-        if request.code == Code.END_TRANSACTION:
+        if request.code == RequestCode.END_TRANSACTION:
             broker.answer = answer
             assert finish(other, token) is Outcome.COMMITTED  # who takes the sleeper for dead
             time.sleep(end_transaction._LOOK_HOLDS)
@@ -514,7 +517,7 @@ def test_who_falls_asleep_while_he_publishes_looks_again_when_he_wakes(owner, ot
 def test_where_looking_takes_longer_than_a_look_holds_fewer_are_looked_for(owner, other, broker, monkeypatch):
     monkeypatch.setattr(end_transaction, "_LOOK_HOLDS", 0.1)
     token = prepared(owner)
-    broker.fault = lambda request: time.sleep(0.04) if request.code == Code.QUERY_MESSAGE else None
+    broker.fault = lambda request: time.sleep(0.04) if request.code == RequestCode.QUERY_MESSAGE else None
     assert finish(other, token) is Outcome.COMMITTED  # three take 0.12 seconds, one 0.04
     assert broker.seen("a") == [b"10", b"11", b"12"]
 
@@ -524,13 +527,13 @@ def test_who_publishes_for_long_keeps_his_lock(owner, other, broker, monkeypatch
     token = prepared(owner)
     answer = broker.answer
 
-    def forget(request: Request[Any]) -> Any:
-        if request.code == Code.END_TRANSACTION:
+    def forget(request: RpcRequest[Any]) -> Any:
+        if request.code == RequestCode.END_TRANSACTION:
             broker.locks.clear()  # as after a minute
         return answer(request)
 
-    def locked(request: Request[Any]) -> None:
-        if request.code == Code.QUERY_MESSAGE and broker.published:
+    def locked(request: RpcRequest[Any]) -> None:
+        if request.code == RequestCode.QUERY_MESSAGE and broker.published:
             taken.append(bool(broker.locks))
 
     taken: list[bool] = []
@@ -548,7 +551,9 @@ def test_a_token_whose_halves_are_gone_says_so(owner, other, broker):
 
 def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker):
     token = prepared(owner)
-    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.END_TRANSACTION else None
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.END_TRANSACTION else None
+    )
     with pytest.raises(AccessDenied, match=r"is committed, and .* publishing to a: "):
         finish(other, token)
     broker.fault = lambda request: None
@@ -559,7 +564,9 @@ def test_who_may_decide_and_not_publish_hears_that_at_once(owner, other, broker)
 @pytest.mark.parametrize("decision", [Decision.COMMIT, Decision.ABORT])
 def test_who_may_decide_and_not_finish_is_told_that_it_is_decided(owner, other, broker, decision):
     token = prepared(owner)
-    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.QUERY_MESSAGE else None
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
+    )
     outcome = "committed" if decision is Decision.COMMIT else "aborted"
     with pytest.raises(AccessDenied, match=f"transaction {token.transaction} is {outcome}, and"):
         finish(other, token, decision)
@@ -572,7 +579,7 @@ def test_who_has_decided_and_has_no_time_to_finish_does_not_say_that_nothing_was
     owner, other, broker, decision, outcome
 ):
     token = prepared(owner)
-    broker.fault = lambda request: int(Answer.SYSTEM_BUSY) if request.code == Code.QUERY_MESSAGE else None
+    broker.fault = lambda request: int(ResponseCode.SYSTEM_BUSY) if request.code == RequestCode.QUERY_MESSAGE else None
     with pytest.raises(OutcomeUnknown, match=f"transaction {token.transaction} is {outcome}, and"):
         finish(other, token, decision, 0.3)
     broker.fault = lambda request: None
@@ -594,14 +601,14 @@ def test_past_its_hold_a_token_only_aborts(owner, other, broker):
 
 def test_a_proxy_that_answers_and_does_nothing_is_found_out(owner, other, broker):
     token = prepared(owner)
-    once(broker, Code.END_TRANSACTION, 0)
+    once(broker, RequestCode.END_TRANSACTION, 0)
     with pytest.raises(OutcomeUnknown, match=r"is committed, and .* proxy"):
         finish(other, token)
 
 
 def swallow(broker: HalfBroker) -> None:
     """From now on it says yes to the end of each half, and does nothing."""
-    broker.fault = lambda request: 0 if request.code == Code.END_TRANSACTION else None
+    broker.fault = lambda request: 0 if request.code == RequestCode.END_TRANSACTION else None
 
 
 def test_what_swallows_the_first_commit_of_its_owner_is_found_out_and_the_next_one_makes_it_good(owner, broker):
@@ -636,7 +643,7 @@ def test_a_first_commit_that_nobody_could_look_for_is_looked_for_before_the_next
     writer = owner.begin()
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
-    broker.fault = lambda request: "lose answer" if request.code == Code.QUERY_MESSAGE else swallows(request)
+    broker.fault = lambda request: "lose answer" if request.code == RequestCode.QUERY_MESSAGE else swallows(request)
     with pytest.raises(OutcomeUnknown, match="it is committed"):
         writer.commit(Deadline(0.3))
     broker.fault = swallows
@@ -652,7 +659,7 @@ def test_committed_is_not_said_of_messages_that_nobody_saw_published(owner, othe
     send(writer, "a", *VALUES)
     writer.flush(Deadline(60))
     broker.late = True  # so that each has to be looked for
-    broker.fault = lambda request: int(Answer.SYSTEM_ERROR) if request.code == Code.QUERY_MESSAGE else None
+    broker.fault = lambda request: int(ResponseCode.SYSTEM_ERROR) if request.code == RequestCode.QUERY_MESSAGE else None
     with pytest.raises(OutcomeUnknown, match="it is committed, and may not be published"):
         writer.commit(Deadline(0.3))
     token = Token("rocketmq", "cluster", f"{owner.id}/x/1", {}, False, None, 5, log=writer.evidence().log)
@@ -696,12 +703,14 @@ def test_a_broker_that_was_seen_to_publish_or_keeps_no_index_is_not_looked_at(ow
         asked: list[int] = []
         broker.fault = lambda request, asked=asked: asked.append(request.code)
         writer.commit(Deadline(60))
-        counts.append(asked.count(Code.QUERY_MESSAGE))
+        counts.append(asked.count(RequestCode.QUERY_MESSAGE))
     assert counts == looks
 
 
 def test_a_user_who_may_not_look_hears_that_once_and_commits(owner, broker, caplog):
-    broker.fault = lambda request: int(Answer.NO_PERMISSION) if request.code == Code.QUERY_MESSAGE else None
+    broker.fault = lambda request: (
+        int(ResponseCode.NO_PERMISSION) if request.code == RequestCode.QUERY_MESSAGE else None
+    )
     for number in range(2):
         writer = owner.begin(number)
         send(writer, "a", *VALUES)
@@ -743,7 +752,7 @@ def half(number: int, seconds: float) -> Half:
     return Half("shop", f"half-shop-x/y/{number}", [message], 0, int((time.time() + seconds) * 1000))
 
 
-class Asker(RocketMQHalves):
+class Asker(RocketMQHalfStore):
     """Asks an application, which is a member of the group."""
 
     def __init__(self, process: Process, broker: HalfBroker) -> None:
@@ -758,17 +767,17 @@ class Asker(RocketMQHalves):
 
 
 def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owner, other, broker, log):
-    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
     log.trim((log.next,))  # by age, while everything stood still
-    later = RocketMQHalves(Process(broker, log, "later").ender)
+    later = RocketMQHalfStore(Process(broker, log, "later").ender)
     later.put(half(2, 60), Deadline(60))
     assert asker.ask() == [half(2, 60).transaction]
 
 
 def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, other, broker, monkeypatch):
     monkeypatch.setattr(half_store, "_LENT_SECONDS", 1.0)
-    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     for number in (1, 2, 3):
         store.put(half(number, 60), Deadline(60))
     silent = {each.key for each in broker.halves if each.body == b"1"}
@@ -777,7 +786,7 @@ def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(own
 
 
 def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
-    store, asker = RocketMQHalves(owner.ender), Asker(other, broker)
+    store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
     asker._hear("shop", broker.ask())
     [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
@@ -793,7 +802,7 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
     owner, other, broker, log, monkeypatch, ahead, seconds
 ):
     monkeypatch.setattr(transaction_properties, "CLOCKS_DIFFER_SECONDS", ahead)
-    asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._noted
+    asker, wanted, noted = Asker(other, broker), half(1, seconds), half_store._prepare_record
     append = log.append
     asking: list[Any] = []
 
@@ -814,10 +823,10 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
     monkeypatch.setattr(half_store, "_noted", note_and_sleep)
     log.append = store_the_record
     with ThreadPoolExecutor(1) as pool:
-        put = RocketMQHalves(owner.ender).put(wanted, Deadline(60))
+        put = RocketMQHalfStore(owner.ender).put(wanted, Deadline(60))
         done.set()
         assert asking[0].result(30) == []
-    assert RocketMQHalves(owner.ender).end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
+    assert RocketMQHalfStore(owner.ender).end(put, Decision.COMMIT, Deadline(60)) is Outcome.COMMITTED
     assert broker.seen("a") == [b"1"]
 
 
@@ -831,15 +840,17 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 
 def test_without_a_look_first_messages_come_twice(monkeypatch):
     def publish(self, transaction, parts, deadline, *, first=False):
-        lines = self._lines(end_transaction._wanted(transaction, parts), deadline)
-        self._end_lines(lines, True, deadline)
+        lines = self._sequences(end_transaction._expected(transaction, parts), deadline)
+        self._run(lines, True, deadline)
 
-    monkeypatch.setattr(end_transaction.Ender, "publish", publish)
+    monkeypatch.setattr(end_transaction.HalfEnder, "publish", publish)
     assert any(what_went_wrong(seed) for seed in range(40))
 
 
 def test_without_the_log_a_transaction_is_torn(monkeypatch):
-    monkeypatch.setattr(Checks, "_settle", lambda self, record, mark, deadline: True)  # "it is not known here: abort"
+    monkeypatch.setattr(
+        CheckBackHandler, "_settle", lambda self, record, mark, deadline: True
+    )  # "it is not known here: abort"
     assert any(what_went_wrong(seed) for seed in range(40))
 
 
@@ -868,13 +879,13 @@ def what_went_wrong(seed: int) -> list[str]:
 
 
 def faults(chance: random.Random) -> Any:
-    def fault(request: Request[Any]) -> str | int | None:
+    def fault(request: RpcRequest[Any]) -> str | int | None:
         found = choose(chance, lose_request=0.03, lose_answer=0.03, busy=0.02, killed=0.02)
         if found == "killed":
             raise Killed
-        if request.code not in (Code.END_TRANSACTION, Code.SEND_MESSAGE_V2):
+        if request.code not in (RequestCode.END_TRANSACTION, RequestCode.SEND_MESSAGE_V2):
             return None
-        return int(Answer.SYSTEM_BUSY) if found == "busy" else found
+        return int(ResponseCode.SYSTEM_BUSY) if found == "busy" else found
 
     return fault
 

@@ -6,8 +6,10 @@ import time
 
 import pytest
 from txnbridge_rocketmq.admin import open_halves
-from txnbridge_rocketmq.client import End, Half, Message, Property, administration, end, send_half
-from txnbridge_rocketmq.outcome.end_transaction import Ender, half_at
+from txnbridge_rocketmq.client import administration
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, WireMessage, end, send_half
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
 from txnbridge_rocketmq.outcome.outcome import end_prepared
 
 from tests.rocketmq import writing_kit
@@ -92,8 +94,8 @@ def test_what_is_decided_and_not_published_is_listed_and_published_by_hand(
         raise BrokerUnavailable("as if the process were killed")
 
     with monkeypatch.context() as patched, open_bridge(application=unique("gone")) as bridge:
-        patched.setattr(Ender, "publish_fresh", die)
-        patched.setattr(Ender, "publish", die)
+        patched.setattr(HalfEnder, "publish_fresh", die)
+        patched.setattr(HalfEnder, "publish", die)
         with pytest.raises(OutcomeUnknown, match="it is committed"):
             with bridge.transaction(timeout=10) as txn:
                 txn.send(topic, b"late", partition=0)
@@ -120,7 +122,7 @@ def test_a_prepared_transaction_is_listed_with_a_token_that_ends_it(open_bridge,
 def test_a_copy_that_is_left_of_what_was_published_is_dropped_by_hand(open_bridge, observer, client, topic):
     name, _, _ = prepare_and_go(open_bridge, topic)
     assert becomes_true(lambda: len(copies(client, topic, name)) >= 2)
-    client.call(BROKER, end(half_at(copies(client, topic, name)[0]), End.COMMIT, from_check=True), LONG)
+    client.call(BROKER, end(handle_of_copy(copies(client, topic, name)[0]), HalfEnd.COMMIT, from_check=True), LONG)
     assert becomes_true(lambda: published(client, topic) == [b"left"])
     assert observer.commit(name) is Outcome.COMMITTED
     time.sleep(3)
@@ -197,7 +199,7 @@ def test_what_an_administrator_aborted_its_owner_cannot_commit(open_bridge, obse
 
 
 def test_a_half_of_another_client_is_listed_and_can_be_aborted(observer, client, topic):
-    stored = client.call(BROKER, send_half(Message(topic, b"foreign"), "strangers", 1), LONG)
+    stored = client.call(BROKER, send_half(WireMessage(topic, b"foreign"), "strangers", 1), LONG)
     (found,) = listed(observer, stored.unique_key)
     assert (found.state, found.owner, found.transactional_id) == ("open", "strangers", "")
     assert (found.partitions, found.expires_at, found.token) == (((topic, 1),), None, None)
@@ -225,7 +227,7 @@ def discard(observer, settings, name):
 
 
 def test_a_discarded_half_of_another_client_keeps_no_topic(observer, client, topic, settings):
-    stored = client.call(BROKER, send_half(Message(topic, b"foreign"), "strangers", 1), LONG)
+    stored = client.call(BROKER, send_half(WireMessage(topic, b"foreign"), "strangers", 1), LONG)
     with pytest.raises(InvalidState, match=stored.unique_key):
         observer.delete_topic(topic)
     discard(observer, settings, stored.unique_key)
@@ -271,6 +273,6 @@ def test_what_nobody_can_decide_any_more_is_told_of_and_not_touched(open_bridge,
     with pytest.raises(EvidenceLost):
         observer.abort(name)
     newest = copies(client, topic, name)[-1]  # else the broker would write it again and again
-    half = Half(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
-    client.call(BROKER, end(half, End.ABORT, from_check=True), LONG)
+    half = HalfHandle(topic, newest.properties[Property.GROUP], newest.queue_offset, newest.log_offset, "")
+    client.call(BROKER, end(half, HalfEnd.ABORT, from_check=True), LONG)
     assert gone(observer, name)

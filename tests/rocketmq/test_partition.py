@@ -7,22 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from txnbridge_rocketmq.client import (
-    Code,
-    ConnectionLost,
-    Property,
-    Pulled,
-    PullStatus,
-    Queue,
-    Record,
-    Refused,
-    decode_records,
-)
+from txnbridge_rocketmq.client.codes import Property, RequestCode
+from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.reading import PullResult, PullStatus
+from txnbridge_rocketmq.client.records import StoredMessage, decode_records
 from txnbridge_rocketmq.read import partition as module
 from txnbridge_rocketmq.read import pull
-from txnbridge_rocketmq.read.anchored_position import Anchor, Place
-from txnbridge_rocketmq.read.partition import Cursor
-from txnbridge_rocketmq.write.transaction_properties import Mark, Origin, properties, unique_key
+from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition
+from txnbridge_rocketmq.read.partition import QueueReader
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 from tests.rocketmq.kit import batched, pairs, stored
 from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
@@ -30,19 +24,19 @@ from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
 pytestmark = pytest.mark.offline
 
 
-def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> Record:
+def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> StoredMessage:
     (found,) = decode_records(
         stored(body, "orders", properties, queue=0, queue_offset=offset, log_offset=1000 + offset, **more)
     )
     return found
 
 
-def found(*records: Record, begin: int = 0, end: int = 100) -> Pulled:
-    return Pulled(PullStatus.FOUND, records[-1].queue_offset + 1, begin, end, list(records))
+def found(*records: StoredMessage, begin: int = 0, end: int = 100) -> PullResult:
+    return PullResult(PullStatus.FOUND, records[-1].queue_offset + 1, begin, end, list(records))
 
 
-def nothing(at: int) -> Pulled:
-    return Pulled(PullStatus.NOTHING_NEW, at, 0, at, [])
+def nothing(at: int) -> PullResult:
+    return PullResult(PullStatus.NOTHING_NEW, at, 0, at, [])
 
 
 @dataclass
@@ -74,24 +68,24 @@ class Broker:
     def submit(self, broker, request, timeout):
         assert broker == "broker-1"
         self.asked.append(request)
-        if request.code == Code.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
+        if request.code == RequestCode.QUERY_CONSUME_QUEUE:  # as `record` has it, unless it is told otherwise
             return Answer(self.anchors.pop(0) if self.anchors else 1000 + int(request.fields["index"]), is_none=True)
-        if request.code == Code.GET_MIN_OFFSET:
+        if request.code == RequestCode.GET_MIN_OFFSET:
             return Answer(self.begin)
-        answers = self.pulls if request.code == Code.PULL_MESSAGE else self.lookups
+        answers = self.pulls if request.code == RequestCode.PULL_MESSAGE else self.lookups
         return Answer(answers.pop(0) if answers else None)
 
     def offsets(self):
-        return [int(each.fields["queueOffset"]) for each in self.asked if each.code == Code.PULL_MESSAGE]
+        return [int(each.fields["queueOffset"]) for each in self.asked if each.code == RequestCode.PULL_MESSAGE]
 
 
-def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[Cursor, Broker]:
-    cursor, broker = Cursor(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
-    cursor.go_on(Place(at))
+def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[QueueReader, Broker]:
+    cursor, broker = QueueReader(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
+    cursor.go_on(AnchoredPosition(at))
     return cursor, broker
 
 
-def go(cursor: Cursor, broker: Broker, rounds: int = 20) -> list[Any]:
+def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
     """Ask and take in what comes, and hand it out."""
     messages = []
     for _ in range(rounds):
@@ -119,7 +113,7 @@ def test_only_one_request_waits_at_the_end_of_a_queue():
     cursor, broker = reading(found(record(0), record(1), end=2), nothing(2))
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
     assert broker.offsets() == [0, 2, 2]
-    waits = [int(each.fields["suspendTimeoutMillis"]) for each in broker.asked if each.code == Code.PULL_MESSAGE]
+    waits = [int(each.fields["suspendTimeoutMillis"]) for each in broker.asked if each.code == RequestCode.PULL_MESSAGE]
     assert [wait > 0 for wait in waits] == [True, True, True]
 
 
@@ -132,7 +126,7 @@ class Bounded(Broker):
 
     def submit(self, broker, request, timeout):
         answer = super().submit(broker, request, timeout)
-        if request.code != Code.PULL_MESSAGE:
+        if request.code != RequestCode.PULL_MESSAGE:
             return answer
         first, count = (int(request.fields[name]) for name in ("queueOffset", "maxMsgNums"))
         last = min(first + min(count, self._room()), 300)
@@ -143,8 +137,11 @@ class Bounded(Broker):
 
 
 def marked(offset):
-    mark = Mark("transaction", offset)
-    own = {**properties(mark, Origin({"at": [0], "id": "tests"}, 0)), Property.UNIQUE_KEY: unique_key("orders", mark)}
+    mark = TransactionSlot("transaction", offset)
+    own = {
+        **properties(mark, HalfOrigin({"at": [0], "id": "tests"}, 0)),
+        Property.UNIQUE_KEY: unique_key("orders", mark),
+    }
     return record(offset, properties=pairs(**own), prepared_offset=900 + offset)
 
 
@@ -154,7 +151,7 @@ def test_of_large_messages_no_more_is_asked_for_than_an_answer_has_room_for():
     assert [offset for offset, *_ in go(cursor, broker, rounds=200)] == list(range(300))
     # What was under way behind the first answer is in vain.
     assert len(broker.before_the_end()) < 300 / 10 + 10
-    assert Code.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
+    assert RequestCode.QUERY_MESSAGE not in [each.code for each in broker.asked]  # as if something were missing
 
 
 def test_more_is_asked_for_again_when_messages_are_small_again(monkeypatch):
@@ -172,7 +169,7 @@ def test_an_answer_that_begins_before_what_was_asked_for_is_cut():
 
 
 def test_what_retention_has_removed_is_never_skipped():
-    moved = Pulled(PullStatus.OUT_OF_RANGE, 7, 7, 20, [])
+    moved = PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, [])
     cursor, broker = reading(moved, at=3)
     assert go(cursor, broker) == []
     assert isinstance(cursor.fault, PositionLost) and "(7,)" in str(cursor.fault)
@@ -188,7 +185,7 @@ def test_a_gap_is_no_reason_to_go_on_behind_it():
 
 
 def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
-    shorter = Pulled(PullStatus.OUT_OF_RANGE, 2, 0, 2, [])
+    shorter = PullResult(PullStatus.OUT_OF_RANGE, 2, 0, 2, [])
     cursor, broker = reading(shorter, shorter, found(record(3), end=4), at=3)
     assert go(cursor, broker) == [(3, b"x", 1)]
     assert cursor.fault is None
@@ -199,9 +196,9 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
 
 
 def test_a_seek_ends_a_fault():
-    cursor, broker = reading(Pulled(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
+    cursor, broker = reading(PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
     go(cursor, broker)
-    cursor.go_on(Place(7))
+    cursor.go_on(AnchoredPosition(7))
     broker.pulls.append(found(record(7), begin=7, end=8))
     assert go(cursor, broker) == [(7, b"x", 1)]
 
@@ -209,7 +206,7 @@ def test_a_seek_ends_a_fault():
 def test_what_is_handed_out_again_is_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
-    cursor.go_on(Place(0))
+    cursor.go_on(AnchoredPosition(0))
     broker.pulls.append(found(record(0), record(1), end=2))
     assert go(cursor, broker) == [(0, b"x", 2), (1, b"x", 2)]
 
@@ -217,19 +214,19 @@ def test_what_is_handed_out_again_is_counted():
 def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
     cursor, broker = reading(None)
     cursor.ask(broker.submit)
-    cursor.go_on(Place(5))
+    cursor.go_on(AnchoredPosition(5))
     broker.pulls.append(found(record(5), end=6))
     assert go(cursor, broker) == [(5, b"x", 1)]
 
 
 def test_a_refused_right_is_a_fault_and_a_lost_connection_is_none():
-    cursor, broker = reading(Refused(16, "no", "reading"))
+    cursor, broker = reading(ErrorResponse(16, "no", "reading"))
     go(cursor, broker)
     assert isinstance(cursor.fault, AccessDenied)
-    cursor, broker = reading(Refused(17, "deleted", "reading"))
+    cursor, broker = reading(ErrorResponse(17, "deleted", "reading"))
     go(cursor, broker)
     assert isinstance(cursor.fault, NotFound)
-    cursor, broker = reading(ConnectionLost("gone"), found(record(0), end=1))
+    cursor, broker = reading(Disconnected("gone"), found(record(0), end=1))
     assert go(cursor, broker) == []
     assert cursor.fault is None and cursor.is_cut_off
     cursor.is_cut_off = False
@@ -244,14 +241,14 @@ def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
     broker.anchors = [1001, 5001]
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
     assert isinstance(cursor.fault, PositionLost) and "made anew" in str(cursor.fault)
-    cursor.go_on(Place(0))
+    cursor.go_on(AnchoredPosition(0))
     broker.pulls.append(found(record(0), end=1))
     assert go(cursor, broker) == [(0, b"x", 1)]  # it is another message than was handed out before
 
 
 def test_a_message_before_the_position_that_retention_has_dropped_says_nothing():
     cursor, broker = reading(found(record(5), begin=5, end=6), at=5)
-    cursor.go_on(Place(5, Anchor(4, 1004)))
+    cursor.go_on(AnchoredPosition(5, Anchor(4, 1004)))
     broker.anchors, broker.begin = [None], 5
     assert go(cursor, broker) == [(5, b"x", 1)]
     assert cursor.fault is None
@@ -269,14 +266,14 @@ def test_a_broker_that_does_not_know_the_last_message_is_believed_when_it_stays_
 
 
 def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(monkeypatch):
-    monkeypatch.setattr(module, "_MARKS", 8)
+    monkeypatch.setattr(module, "_ANCHORS", 8)
     cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
     go(cursor, broker)
-    assert cursor.place(32) == Place(32, Anchor(31, 1031))
+    assert cursor.place(32) == AnchoredPosition(32, Anchor(31, 1031))
     for end in range(1, 33):
         place = cursor.place(end)
         assert place.anchor is not None and place.anchor.log_offset == 1000 + place.anchor.offset
-        assert Place.of(place.position) == place
+        assert AnchoredPosition.of(place.position) == place
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -287,7 +284,7 @@ def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_beh
     cursor, broker = reading(found(record(0), lz4, record(2), end=3))
     assert go(cursor, broker) == [(0, b"x", 1)]
     assert isinstance(cursor.fault, NotSupported) and "LZ4" in str(cursor.fault) and "(2,)" in str(cursor.fault)
-    cursor.go_on(Place(2))
+    cursor.go_on(AnchoredPosition(2))
     broker.pulls.append(found(record(2), end=3))
     assert go(cursor, broker) == [(2, b"x", 1)]
 
@@ -298,17 +295,17 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
     assert batch.holds_several
     cursor, broker = reading(found(batch, record(6), end=7), at=4)
     assert go(cursor, broker) == [(4, b"one", 1), (5, b"two", 1), (6, b"x", 1)]
-    cursor.go_on(Place(5))
+    cursor.go_on(AnchoredPosition(5))
     broker.pulls.append(found(batch, end=6))
     assert [value for _, value, _ in go(cursor, broker)] == [b"two"]
 
 
 # --- repeats ----------------------------------------------------------------------------------------------------------
 
-MARK = Mark("t", 0)
+MARK = TransactionSlot("t", 0)
 OWN = pairs(
     **{
-        **properties(MARK, Origin({"at": [0], "id": "x"}, 0)),
+        **properties(MARK, HalfOrigin({"at": [0], "id": "x"}, 0)),
         Property.UNIQUE_KEY: unique_key("orders", MARK),
         Property.CHECKS: "1",
     }

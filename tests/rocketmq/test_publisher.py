@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 from txnbridge_conformance import faults
-from txnbridge_rocketmq.client import Answer, Refused
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.errors import ErrorResponse
 from txnbridge_rocketmq.write.message_format import partition_of
 from txnbridge_rocketmq.write.publisher import RocketMQPublisher
 
@@ -159,7 +160,7 @@ def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(
         send_all(plain, topic, [b"0"])
 
         def refuse(broker, request, timeout):
-            raise Refused(Answer.NO_PERMISSION, "no right to Sub", request.what)
+            raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.what)
 
         monkeypatch.setattr(plain._cluster.client, "call", refuse)
         hold = proxy.hold(answers="SEND_MESSAGE_V2")

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from txnbridge.errors import AccessDenied, InvalidOption, InvalidState, NotFound, NotSupported
-from txnbridge.spi import (
-    Admin,
-    Advice,
-    Deadline,
-    Decision,
-    OpenTransaction,
-    Outcome,
-    Partition,
-    Position,
-    TopicInfo,
-)
-from txnbridge_rocketmq.admin import (
-    doctor,  # was listing
-    open_halves,
-)
-from txnbridge_rocketmq.client import Queue, administration, reading
-from txnbridge_rocketmq.client.retry import ask
-from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge.spi import Admin, Advice, Deadline, Decision, OpenTransaction, Outcome, Partition, Position, TopicInfo
+from txnbridge_rocketmq.admin import doctor, open_halves
+from txnbridge_rocketmq.client import administration, reading
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.names import is_system_topic
 from txnbridge_rocketmq.topics import route_of
 
@@ -33,7 +21,7 @@ _REPLY = "_REPLY_TOPIC"
 class RocketMQAdmin(Admin):
     """Works on the topics of the whole cluster."""
 
-    def __init__(self, ender: Ender) -> None:
+    def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
         self._topics = self._cluster.topics
@@ -65,7 +53,7 @@ class RocketMQAdmin(Admin):
         names = self._topics.all(deadline)
         clusters = {name.removesuffix(_REPLY) for name in names if name.endswith(_REPLY)}
         systems = {*clusters, *(name + _REPLY for name in clusters), *self._cluster.brokers.names(deadline)}
-        kept = self._cluster.brokers.known(self._topics.home, deadline).kept
+        kept = self._cluster.brokers.config(self._topics.home, deadline).retention
         found = []
         for name in names:
             route = route_of(self._cluster.client, name, deadline)
@@ -102,7 +90,7 @@ class RocketMQAdmin(Admin):
     def _bounds(self, queue: Queue, deadline: Deadline) -> tuple[Position, Position]:
         what = f"asking for the bounds of {queue.topic}[{queue.queue}]"
         first, end = (
-            ask(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), what, deadline)
+            retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), what, deadline)
             for bound in (reading.min_offset, reading.max_offset)
         )
         first = max(0, first)
@@ -113,7 +101,7 @@ class RocketMQAdmin(Admin):
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         """As the contract says; also the halves of other clients, and what the broker has discarded."""
         found = open_halves.list_open(self._cluster, deadline)
-        return [open_halves.shown(self._cluster, each) for each in found if each.owner.startswith(owners)]
+        return [open_halves.as_open_transaction(self._cluster, each) for each in found if each.owner.startswith(owners)]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """As the contract says. A half of another client's goes by its unique key."""
@@ -121,7 +109,7 @@ class RocketMQAdmin(Admin):
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
 
-    def _named(self, transaction: str, deadline: Deadline) -> open_halves.Found:
+    def _named(self, transaction: str, deadline: Deadline) -> open_halves.OpenHalves:
         for found in open_halves.list_open(self._cluster, deadline):
             if found.name == transaction:
                 return found
@@ -130,7 +118,7 @@ class RocketMQAdmin(Admin):
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Have the broker ask again about halves that it has given up. Raises `NotFound`, `InvalidState`."""
         found = self._named(transaction, deadline)
-        count = open_halves.ask_again(self._cluster, found, deadline)
+        count = open_halves.resume_check_backs(self._cluster, found, deadline)
         if not count:
             raise InvalidState(f"the broker has not given up any half of transaction {transaction!r}")
         return f"the broker asks again about {count} halves of {transaction}"
@@ -155,8 +143,8 @@ class RocketMQAdmin(Admin):
                 yield Advice("warning", subject, str(error), "let an administrator of the cluster ask")
 
     def _state_of(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
-        told = self._cluster.brokers.settings(broker, deadline, fresh=True)
+        told = self._cluster.brokers.require_config(broker, deadline, fresh=True)
         yield from doctor.check_settings(told, self._cluster.settings)
         what = f"asking broker {broker} how full its disk is"
-        full = ask(self._cluster.client, broker, administration.disk_ratio(), what, deadline)
+        full = retry_call(self._cluster.client, broker, administration.disk_ratio(), what, deadline)
         yield from doctor.check_disk(broker, full)

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from txnbridge.spi import Advice, Deadline, OpenTransaction
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.settings import Settings
-from txnbridge_rocketmq.settings.broker_config import BrokerSettings
+from txnbridge_rocketmq.client.codes import ROCKSDB_HALF_TOPIC
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.settings import RocketMQSettings
+from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.topics import route_of
 
 # Halves that were ended at once were asked about all the same where brokers looked at those of 0.3 s, and were not
@@ -33,62 +33,63 @@ _LEAST_NOTE_BYTES = 256
 _HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
 
 
-def check_settings(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+def check_settings(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
     """What a broker was told."""
-    yield from _check_switches(told)
-    yield from _check_intervals(told)
-    yield from _check_patience(told, settings)
-    yield from _check_retention(told, settings)
-    yield from _check_copies(told)
+    yield from _check_switches(config)
+    yield from _check_intervals(config)
+    yield from _check_patience(config, settings)
+    yield from _check_retention(config, settings)
+    yield from _check_copies(config)
 
 
-def _check_switches(told: BrokerSettings) -> Iterator[Advice]:
-    if told.is_on("rejectTransactionMessage"):
+def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
+    if config.is_on("rejectTransactionMessage"):
         yield _problem(
-            told, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
+            config, "it takes no transactions: rejectTransactionMessage is true", "rejectTransactionMessage", "false"
         )
-    if not told.is_on("messageIndexEnable", True):
+    if not config.is_on("messageIndexEnable", True):
         text = "messageIndexEnable is false: what became of a half cannot be looked up, so nobody but its owner ends it"
-        yield _problem(told, text, "messageIndexEnable", "true")
-    elif not told.is_on("messageIndexSafe"):
+        yield _problem(config, text, "messageIndexEnable", "true")
+    elif not config.is_on("messageIndexSafe"):
         text = (
             "messageIndexSafe is false: when it was killed it finds only what stands in the last files of its commit"
             " log. What was published before is taken for missing then: tokens, transactional ids and groups whose last"
             " transaction is older do not go on, and repeats cannot be told from messages"
         )
-        yield _problem(told, text, "messageIndexSafe", "true")
-    if told.is_on("indexRocksDBEnable"):
+        yield _problem(config, text, "messageIndexSafe", "true")
+    if config.is_on("indexRocksDBEnable"):
         yield _warning(
-            told,
+            config,
             "indexRocksDBEnable is true: looking messages up in that index was not tested",
             "use the index as brokers come with it",
         )
 
 
-def _check_intervals(told: BrokerSettings) -> Iterator[Advice]:
+def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
     """The broker asks again about a half whose end it has not noted yet; whoever answers then publishes it twice."""
-    least = max(2 * told.note_interval, _YOUNGEST_SECONDS)
-    if told.transaction_timeout < least:
+    least = max(2 * config.op_message_interval, _YOUNGEST_SECONDS)
+    if config.transaction_timeout < least:
         yield _problem(
-            told,
-            f"it asks about halves that are {told.transaction_timeout:g} s old (transactionTimeOut), and notes what has"
-            f" ended every {told.note_interval:g} s (transactionOpBatchInterval): healthy transactions are asked about"
-            " again, copied at each look, and doubled by checkers that do not look first",
+            config,
+            f"it asks about halves that are {config.transaction_timeout:g} s old (transactionTimeOut), and notes what"
+            f" has ended every {config.op_message_interval:g} s (transactionOpBatchInterval): healthy transactions are"
+            " asked about again, copied at each look, and doubled by checkers that do not look first",
             "transactionTimeOut",
             f"{least * 1000:.0f}",
         )
-    if told.check_interval < told.note_interval:
+    if config.check_interval < config.op_message_interval:
         yield _problem(
-            told,
-            f"it looks for open halves every {told.check_interval:g} s (transactionCheckInterval), and notes their ends"
-            f" only every {told.note_interval:g} s (transactionOpBatchInterval): what was answered is asked again",
+            config,
+            f"it looks for open halves every {config.check_interval:g} s (transactionCheckInterval), and notes their"
+            f" ends only every {config.op_message_interval:g} s (transactionOpBatchInterval): what was answered is"
+            " asked again",
             "transactionCheckInterval",
-            f"{told.note_interval * 1000:.0f}",
+            f"{config.op_message_interval * 1000:.0f}",
         )
-    noted = told.number("transactionOpMsgMaxSize", 4_096)
+    noted = config.number("transactionOpMsgMaxSize", 4_096)
     if noted < _LEAST_NOTE_BYTES:
         yield _warning(
-            told,
+            config,
             f"it notes few ends at a time (transactionOpMsgMaxSize is {noted}): one thread of the broker writes the"
             " notes, and where halves are ended faster than that for long, each end waits 0.1 s for a place among"
             " 20,000; then a broker ends 120 halves a second instead of thousands",
@@ -96,62 +97,63 @@ def _check_intervals(told: BrokerSettings) -> Iterator[Advice]:
         )
 
 
-def _check_patience(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
+def _check_patience(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
     asked = (
-        f"it asks {told.check_most} times (transactionCheckMax), every {told.check_interval:g} s: after"
-        f" {told.patience:g} s a half is discarded"
+        f"it asks {config.check_max} times (transactionCheckMax), every {config.check_interval:g} s: after"
+        f" {config.discarded_after:g} s a half is discarded"
     )
-    value = f"{_OUTAGE_SECONDS / max(told.check_interval, 0.001):.0f}"
+    value = f"{_OUTAGE_SECONDS / max(config.check_interval, 0.001):.0f}"
     longest = settings.timeout + (settings.hold or 0)
-    if longest > told.longest:
+    if longest > config.longest_transaction:
         yield _problem(
-            told,
-            f"{asked}, first when it is {told.transaction_timeout:g} s old (transactionTimeOut). A transaction here may"
-            f" take {longest:g} s (timeout and hold): it can be discarded before anybody is asked what became of it",
+            config,
+            f"{asked}, first when it is {config.transaction_timeout:g} s old (transactionTimeOut). A transaction here"
+            f" may take {longest:g} s (timeout and hold): it can be discarded before anybody is asked what became"
+            " of it",
             "transactionCheckMax",
             value,
         )
-    elif told.patience < _OUTAGE_SECONDS and told.half_topic == remoting.ROCKSDB_HALF_TOPIC:
+    elif config.discarded_after < _OUTAGE_SECONDS and config.half_topic == ROCKSDB_HALF_TOPIC:
         yield Advice(
             "problem",
-            f"broker {told.name}",
+            f"broker {config.name}",
             f"{asked}, also while nobody is there to be asked. Of one in RocksDB nothing tells then: what its owner had"
             " decided and did not come to publish stays unpublished, unless its transactional id is opened again",
             f"{_HOW.format(key='transactionCheckMax', value=value)}. A broker that is restarted with that asks again"
             " about what it has given up",
         )
-    elif told.patience < _OUTAGE_SECONDS:
+    elif config.discarded_after < _OUTAGE_SECONDS:
         yield _warning(
-            told,
+            config,
             f"{asked}, also while nobody is there to be asked; then only its token, or an administrator, ends it",
             _HOW.format(key="transactionCheckMax", value=value),
         )
 
 
-def _check_retention(told: BrokerSettings, settings: Settings) -> Iterator[Advice]:
-    kept = f"records are kept for {told.kept / 3600:g} h (fileReservedTime)"
-    if told.kept <= told.patience:
+def _check_retention(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
+    kept = f"records are kept for {config.retention / 3600:g} h (fileReservedTime)"
+    if config.retention <= config.discarded_after:
         yield _problem(
-            told,
-            f"{kept}, and an open half is for {told.patience / 3600:g} h: it can outlive the record that decided it,"
-            " and then nobody may end it any more",
+            config,
+            f"{kept}, and an open half is for {config.discarded_after / 3600:g} h: it can outlive the record that"
+            " decided it, and then nobody may end it any more",
             "fileReservedTime",
-            f"{told.patience / 3600 + 24:.0f}",
+            f"{config.discarded_after / 3600 + 24:.0f}",
         )
-    if told.kept <= settings.timeout + (settings.hold or 0) + _SKEW_SECONDS:
+    if config.retention <= settings.timeout + (settings.hold or 0) + _SKEW_SECONDS:
         yield _problem(
-            told,
+            config,
             f"{kept}, and a transaction here may wait for {settings.timeout + (settings.hold or 0):g} s (timeout and"
             " hold): the decision log would lose it before",
             "fileReservedTime",
             "72",
         )
-    elif told.kept < _KEPT_SECONDS:
+    elif config.retention < _KEPT_SECONDS:
         yield _warning(
-            told, f"{kept}: {_STOP}", "keep them for 72 h at least, or put the log elsewhere (decision_log=)"
+            config, f"{kept}: {_STOP}", "keep them for 72 h at least, or put the log elsewhere (decision_log=)"
         )
     else:
-        yield Advice("ok", f"broker {told.name}", f"{kept}: {_STOP}")
+        yield Advice("ok", f"broker {config.name}", f"{kept}: {_STOP}")
 
 
 _STOP = (
@@ -160,23 +162,23 @@ _STOP = (
 )
 
 
-def _check_copies(told: BrokerSettings) -> Iterator[Advice]:
-    if told.told.get("flushDiskType") == "ASYNC_FLUSH":
+def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
+    if config.values.get("flushDiskType") == "ASYNC_FLUSH":
         yield _warning(
-            told,
+            config,
             "flushDiskType is ASYNC_FLUSH: what was committed survives kill -9, but its last moments no loss of power",
             "SYNC_FLUSH where that matters",
         )
-    if told.told.get("brokerRole") == "ASYNC_MASTER":
+    if config.values.get("brokerRole") == "ASYNC_MASTER":
         yield _warning(
-            told,
+            config,
             "brokerRole is ASYNC_MASTER: the last moments are lost with its disk, and a replica that takes over may"
             " lack decisions",
             "SYNC_MASTER with a replica, for the broker with our own topics at least",
         )
 
 
-def check_places(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
+def check_places(cluster: RocketMQCluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
     """Topics that are spread over brokers."""
     for name in topics:
         route = route_of(cluster.client, name, deadline)
@@ -202,7 +204,7 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
         )
 
 
-def check_open(transactions: Iterable[OpenTransaction], settings: Settings) -> Iterator[Advice]:
+def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
     """What nobody ends."""
     parked: Counter[str] = Counter()
     for found in transactions:
@@ -256,13 +258,13 @@ def _asked(owner: str, named: _Named) -> str:
     if named is None:
         return f"open a bridge with application={owner!r}"
     application, group = named
-    told = "" if application is None else f" --application {shlex.quote(application)}"
-    return f"txnbridge resolver run --group {shlex.quote(group)}{told} --check MODULE:FUNCTION"
+    config = "" if application is None else f" --application {shlex.quote(application)}"
+    return f"txnbridge resolver run --group {shlex.quote(group)}{config} --check MODULE:FUNCTION"
 
 
-def _problem(told: BrokerSettings, text: str, key: str, value: str) -> Advice:
-    return Advice("problem", f"broker {told.name}", text, _HOW.format(key=key, value=value))
+def _problem(config: BrokerConfig, text: str, key: str, value: str) -> Advice:
+    return Advice("problem", f"broker {config.name}", text, _HOW.format(key=key, value=value))
 
 
-def _warning(told: BrokerSettings, text: str, remedy: str) -> Advice:
-    return Advice("warning", f"broker {told.name}", text, remedy)
+def _warning(config: BrokerConfig, text: str, remedy: str) -> Advice:
+    return Advice("warning", f"broker {config.name}", text, remedy)

@@ -11,14 +11,17 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, InvalidToken, OutcomeUnknown
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import End, Property, Record, Request, administration, end, groups, reading
-from txnbridge_rocketmq.client.retry import ask, look_up
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.outcome.end_transaction import Ender, half_at
-from txnbridge_rocketmq.outcome.outcome import PREPARE, Prepared, end_prepared, publish_alone
-from txnbridge_rocketmq.write.half_batch import Part, parts_as_json, parts_from_json, seconds_since
-from txnbridge_rocketmq.write.transaction_properties import Origin, mark_of, origin_of
+from txnbridge_rocketmq.client import administration, groups, reading
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
+from txnbridge_rocketmq.client.sending import HalfEnd, end
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, handle_of_copy
+from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared, publish_exclusively
+from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, origin_of, slot_of
 
 T = TypeVar("T")
 
@@ -40,11 +43,11 @@ _COPIES_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Waiting:
+class PendingHalf:
     """A half that has not ended, as its newest copy stands in the broker; or what the broker has made of it."""
 
     broker: str
-    record: Record
+    record: StoredMessage
     discarded: bool = False
 
     @property
@@ -56,16 +59,16 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Found:
+class OpenHalves:
     """A transaction with halves that have not ended. Of another client's, each half is one, named by its unique key."""
 
     name: str
     # "open", "prepared", "ending" (decided, and not all of it published or dropped), "discarded" (by the broker), or
     # "lost" (nothing tells any more what became of it)
     state: str
-    halves: Sequence[Waiting]
-    origin: Origin | None = None  # none: another client's
-    prepared: Prepared | None = None
+    halves: Sequence[PendingHalf]
+    origin: HalfOrigin | None = None  # none: another client's
+    prepared: PrepareRecord | None = None
 
     @property
     def owner(self) -> str:
@@ -86,9 +89,9 @@ class Found:
 # --- the list ---------------------------------------------------------------------------------------------------------
 
 
-def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
+def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
     """All that has not ended, on all brokers, with all that was discarded and nobody has ended since."""
-    waiting: dict[str, list[Waiting]] = {}
+    waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
             waiting.setdefault(_name_of(each), []).append(each)
@@ -96,22 +99,22 @@ def list_open(cluster: Cluster, deadline: Deadline) -> list[Found]:
     return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
 
 
-def _name_of(half: Waiting) -> str:
-    mark = mark_of(half.record)
-    return mark.transaction if mark is not None else half.record.unique_key or str(half.record.offset_id)
+def _name_of(half: PendingHalf) -> str:
+    slot = slot_of(half.record)
+    return slot.transaction if slot is not None else half.record.unique_key or str(half.record.offset_id)
 
 
-def _newest(halves: Sequence[Waiting]) -> list[Waiting]:
+def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
     """Of several copies the last: the broker goes on with that one."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
 
-def _waiting(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Waiting]:
+def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
     """From where the broker stands with its own looking; what has ended since it has noted elsewhere."""
-    halves = _stands(cluster, broker, remoting.HALF_TOPIC, deadline)
-    records = _records(cluster, broker, remoting.HALF_TOPIC, halves, deadline)
-    found = [Waiting(broker, replace(record, body=b"")) for record in records]
+    halves = _stands(cluster, broker, HALF_TOPIC, deadline)
+    records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
+    found = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not found:
         return
     notes = _stands(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
@@ -123,21 +126,23 @@ def _waiting(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Wait
     yield from (half for half in found if half.record.queue_offset not in ended)
 
 
-def _discarded(cluster: Cluster, broker: str, deadline: Deadline) -> Iterator[Waiting]:
+def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
     """Those that were published all the same, by their token, are left out."""
-    records = _records(cluster, broker, remoting.DISCARDED_TOPIC, 0, deadline)
-    discarded = _newest([Waiting(broker, replace(record, body=b""), discarded=True) for record in records])
+    records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
+    discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
-    published = look_up(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
+    published = look_up_by_key(cluster.client, asked, f"looking at what broker {broker} has discarded", deadline)
     yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
 
 
-def _stands(cluster: Cluster, broker: str, topic: str, deadline: Deadline) -> int:
+def _stands(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
     """Where the broker itself goes on in such a topic."""
     return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
 
 
-def _records(cluster: Cluster, broker: str, topic: str, first: int, deadline: Deadline) -> Iterator[Record]:
+def _records(
+    cluster: RocketMQCluster, broker: str, topic: str, first: int, deadline: Deadline
+) -> Iterator[StoredMessage]:
     """What stands in the one queue of such a topic, from there on."""
     at = max(first, 0, _ask(cluster, broker, reading.min_offset(topic, 0), deadline))
     end = _ask(cluster, broker, reading.max_offset(topic, 0), deadline)
@@ -150,15 +155,15 @@ def _records(cluster: Cluster, broker: str, topic: str, first: int, deadline: De
         at = max(at, pulled.next_offset)
 
 
-def _ask(cluster: Cluster, broker: str, request: Request[T], deadline: Deadline) -> T:
-    return ask(cluster.client, broker, request, f"looking for halves on broker {broker}", deadline)
+def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
+    return retry_call(cluster.client, broker, request, f"looking for halves on broker {broker}", deadline)
 
 
-def _found(cluster: Cluster, name: str, halves: Sequence[Waiting], deadline: Deadline) -> Found | None:
+def _found(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
     """What a transaction is now; None for one that has ended just now, so that the broker has not noted it yet."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
-    found = Found(name, "discarded" if discarded else "open", halves, origin)
+    found = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
     if origin is None:
         return found
     ledger = ledger_of(cluster, found)
@@ -172,28 +177,28 @@ def _found(cluster: Cluster, name: str, halves: Sequence[Waiting], deadline: Dea
     except (OutcomeUnknown, InvalidToken):  # its log cannot be read now, or is kept elsewhere
         return found
     if entries:
-        found = replace(found, prepared=Prepared.from_json(entries[0].data))
+        found = replace(found, prepared=PrepareRecord.from_json(entries[0].data))
     return replace(found, state="prepared") if entries and not discarded else found
 
 
-def _decided(cluster: Cluster, found: Found, claim: LedgerClaim, deadline: Deadline) -> Found | None:
+def _decided(cluster: RocketMQCluster, found: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
     """Those that were decided long ago are listed too: their owner died, and nobody of their application is there."""
     if claim.decision is Decision.ABORT and found.state == "discarded":
         return None
-    noted = max(cluster.brokers.known(half.broker, deadline).note_interval for half in found.halves)
+    noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in found.halves)
     if seconds_since(claim.data) < max(_JUST_NOW, 2 * noted):
         return None
     return replace(found, state="ending")
 
 
-def ledger_of(cluster: Cluster, found: Found) -> Ledger:
+def ledger_of(cluster: RocketMQCluster, found: OpenHalves) -> Ledger:
     """Where a transaction of ours is decided."""
     assert found.origin is not None
     application = str(found.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, found.owner)
 
 
-def shown(cluster: Cluster, found: Found) -> OpenTransaction:
+def as_open_transaction(cluster: RocketMQCluster, found: OpenHalves) -> OpenTransaction:
     """As an administrator sees it."""
     record = found.halves[0].record
     prepared = found.prepared
@@ -211,7 +216,7 @@ def shown(cluster: Cluster, found: Found) -> OpenTransaction:
     )
 
 
-def token_of(cluster: Cluster, found: Found) -> Token | None:
+def token_of(cluster: RocketMQCluster, found: OpenHalves) -> Token | None:
     """A prepared transaction's token; None for another one."""
     if found.prepared is None or found.origin is None:
         return None
@@ -230,7 +235,7 @@ def token_of(cluster: Cluster, found: Found) -> Token | None:
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def end_open(ender: Ender, found: Found, decision: Decision, deadline: Deadline) -> Outcome:
+def end_open(ender: HalfEnder, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
     """End a transaction as an administrator; the true outcome. Raises `InvalidState`, `EvidenceLost`."""
     if found.origin is None:
         return _end_foreign(ender.cluster, found, decision, deadline)
@@ -247,20 +252,20 @@ def end_open(ender: Ender, found: Found, decision: Decision, deadline: Deadline)
     return outcome
 
 
-def _drop_all(ender: Ender, found: Found, deadline: Deadline) -> None:
+def _drop_all(ender: HalfEnder, found: OpenHalves, deadline: Deadline) -> None:
     """Drop all copies of halves that have ended, also those made after they were listed; of what is published nothing.
 
     A broker that looks at a half before it has noted its end writes one copy more, of which nobody may ever be asked.
     """
     cluster, brokers = ender.cluster, {half.broker for half in found.halves}
-    noted = max(cluster.brokers.known(broker, deadline).note_interval for broker in brokers)
+    noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
     left = [half for half in found.halves if not half.discarded]
     dropped: set[tuple[str, int]] = set()
     quiet = Deadline(0)
     while True:
         new = [half for half in left if (half.broker, half.record.queue_offset) not in dropped]
         if new:
-            ender.drop([(half.broker, half_at(half.record)) for half in new], deadline)
+            ender.drop([(half.broker, handle_of_copy(half.record)) for half in new], deadline)
             dropped.update((half.broker, half.record.queue_offset) for half in new)
             quiet = Deadline(noted + _LOOK_LASTS)
         if quiet.expired or deadline.expired:
@@ -270,7 +275,9 @@ def _drop_all(ender: Ender, found: Found, deadline: Deadline) -> None:
         left = [half for half in waiting if _name_of(half) == found.name]
 
 
-def _end_unprepared(ender: Ender, found: Found, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
+def _end_unprepared(
+    ender: HalfEnder, found: OpenHalves, decision: Decision, ledger: Ledger, deadline: Deadline
+) -> Outcome:
     assert found.origin is not None
     claim = ledger.decided(found.name, deadline, log=found.origin.log)
     if claim is None:
@@ -279,36 +286,36 @@ def _end_unprepared(ender: Ender, found: Found, decision: Decision, ledger: Ledg
         data = parts_as_json(_parts(found))
         claim = ledger.claim(found.name, Decision.ABORT, data, deadline, log=found.origin.log)
     if claim.decision is Decision.COMMIT:
-        publish_alone(ender, found.name, parts_from_json(claim.data), deadline)
+        publish_exclusively(ender, found.name, parts_from_json(claim.data), deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
 
 
-def _parts(found: Found) -> list[Part]:
+def _parts(found: OpenHalves) -> list[TopicPart]:
     """The messages that are known of."""
     counts: dict[tuple[str, str], int] = {}
     for half in found.halves:
-        mark = mark_of(half.record)
-        assert mark is not None
+        slot = slot_of(half.record)
+        assert slot is not None
         place = half.partition[0], half.broker
-        counts[place] = max(counts.get(place, 0), mark.number + 1)
-    return [Part(topic, broker, count) for (topic, broker), count in counts.items()]
+        counts[place] = max(counts.get(place, 0), slot.number + 1)
+    return [TopicPart(topic, broker, count) for (topic, broker), count in counts.items()]
 
 
-def _end_foreign(cluster: Cluster, found: Found, decision: Decision, deadline: Deadline) -> Outcome:
+def _end_foreign(cluster: RocketMQCluster, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
     """One half of another client's: what becomes of it, its own producers know, who are asked as well."""
     (half,) = found.halves
     if decision is Decision.COMMIT:
         raise InvalidState(f"half {found.name!r} is another client's: only that can commit it")
     key = half.record.unique_key or ""
     what = f"looking for halves on broker {half.broker}"
-    (newest,) = look_up(cluster.client, [(half.broker, remoting.HALF_TOPIC, key)], what, deadline)
+    (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], what, deadline)
     if newest is None:
         raise EvidenceLost(f"half {found.name!r} is not there any more")
-    _ask(cluster, half.broker, end(half_at(newest), End.ABORT, from_check=True), deadline)
+    _ask(cluster, half.broker, end(handle_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 
 
-def ask_again(cluster: Cluster, found: Found, deadline: Deadline) -> int:
+def resume_check_backs(cluster: RocketMQCluster, found: OpenHalves, deadline: Deadline) -> int:
     """Have the broker ask about discarded halves again, from the start; how many there were."""
     discarded = [half for half in found.halves if half.discarded]
     for half in discarded:

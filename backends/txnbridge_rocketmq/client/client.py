@@ -1,11 +1,11 @@
-"""A client of a cluster: finds brokers by name, keeps connections and heartbeats, takes the brokers' questions.
+"""A client of one cluster: it finds brokers by name, keeps connections and heartbeats, and receives check-backs.
 
-    with Client(["127.0.0.1:9876"]) as client:
-        found = client.route("orders", timeout=5)
-        place = found.writable[0]
-        stored = client.call(place.broker, send(Message("orders", b"hello"), "shop", place.queue), timeout=5)
+    with RemotingClient(["127.0.0.1:9876"]) as client:
+        queue = client.route("orders", timeout=5).writable[0]
+        request = send(WireMessage("orders", b"hello"), "shop", queue.queue)
+        result = client.call(queue.broker, request, timeout=5)
 
-It repeats nothing by itself but questions to name servers: whether a request may be sent again, the caller knows.
+The client repeats only requests to name servers. For all others the caller knows whether repeating is safe.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TypeVar
 
-from txnbridge_rocketmq.client.codes import Answer, Code
-from txnbridge_rocketmq.client.connection import Call, Connection, Settings
-from txnbridge_rocketmq.client.errors import Refused, RemotingError, Unreachable
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.connection import Call, ConnectionSettings, RemotingConnection
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError, Unreachable
+from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Membership, heartbeat, unregister
-from txnbridge_rocketmq.client.requests import Request
-from txnbridge_rocketmq.client.routes import Route, masters, route
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.routes import TopicRoute, masters, route
 from txnbridge_rocketmq.client.security import Credentials
-from txnbridge_rocketmq.client.sending import Check, check_of
-from txnbridge_rocketmq.client.wire import split
+from txnbridge_rocketmq.client.sending import CheckBack, check_back_of
+from txnbridge_rocketmq.client.transport import split
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Brokers forget clients, and drop connections, after 120 s of silence.
+# Brokers forget a client, and drop its connection, after 120 s without a heartbeat.
 HEARTBEAT_SECONDS = 30.0
-# How soon a lost broker is looked for again. Until then its questions go to other members of the group, if there are.
+# Time until a lost broker is reconnected. Until then the broker sends its check-backs to other members of the group.
 _RECONNECT_SECONDS = 1.0
-# For what the client does by itself: a broker that lives answers in milliseconds.
+# Timeout of requests that the client sends by itself. A live broker answers in milliseconds.
 _OWN_SECONDS = 3.0
-# How often is looked for brokers that are new, or that have moved; sooner where one does not answer.
+# How often the client asks name servers for new and moved brokers. When a broker does not answer, it asks sooner.
 _LIST_SECONDS = 5.0
-# What runs in a callback when a client is closed, and does not end with its connections, is left alone after this.
+# How long `close` waits for a callback that is still running.
 _CLOSE_SECONDS = 5.0
-# A goodbye is a courtesy: brokers notice by themselves, by the end of the connection.
+# How long the client tries to unregister. Brokers also notice the end of the connection.
 _LEAVE_SECONDS = 1.0
-# How old a route may be; Java's clients look as often.
+# The maximum age of a cached route, as in the Java client.
 _ROUTE_SECONDS = 30.0
-# Questions that wait for the callback, beside those that it was given last. What does not fit is dropped: brokers ask
-# again. They come with whole messages.
-_MOST_QUESTIONS = 1000
-_MOST_QUESTION_BYTES = 64 << 20
+# Limits of the queue of notifications for the callbacks. A notification that finds no room is dropped, and the broker
+# sends it again. Check-backs carry whole messages, hence the limit in bytes.
+_MOST_NOTIFICATIONS = 1000
+_MOST_NOTIFICATION_BYTES = 64 << 20
 
 
-class Client:
-    """Connections to the name servers and brokers of one cluster. Any thread may call.
+class RemotingClient:
+    """Connections to the name servers and brokers of one cluster. Safe for use by several threads.
 
-    Every call ends within its `timeout` in seconds. `on_checks` is given what brokers have asked meanwhile about halves
-    of this client's producer groups, `on_members` the name of a consumer group whose members have changed; both are
-    called one at a time, on a thread of their own, and what they raise is logged.
+    Every call ends within its `timeout` in seconds. `on_checks` receives the check-backs of brokers for this client's
+    producer groups. `on_members` receives the name of a consumer group whose members have changed. One thread of the
+    client runs both callbacks one after another, and logs the exceptions that they raise.
     """
 
     def __init__(
@@ -72,46 +72,46 @@ class Client:
         client_id: str | None = None,
         credentials: Credentials | None = None,
         tls: ssl.SSLContext | None = None,
-        on_checks: Callable[[Sequence[Check]], None] | None = None,
+        on_checks: Callable[[Sequence[CheckBack]], None] | None = None,
         on_members: Callable[[str], None] | None = None,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        """Nothing is connected yet. Raises `ValueError` for an address that is none."""
+        """Connect to nothing yet. Raise `ValueError` for a malformed address."""
         for address in name_servers:
             split(address)
         if not name_servers:
             raise ValueError("name at least one name server")
         self.client_id = client_id or f"{socket.gethostname()}@{os.getpid()}@{uuid.uuid4().hex[:8]}"
         self._name_servers = list(name_servers)
-        self._settings = Settings(tls, credentials)
+        self._settings = ConnectionSettings(tls, credentials)
         self._on_checks, self._on_members = on_checks, on_members
         self._heartbeat_seconds = heartbeat_seconds
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, RemotingConnection] = {}
         self._connecting: dict[str, threading.Lock] = {}
         self._masters: dict[str, str] = {}
         self._seen: set[str] = set()
-        self._routes: dict[str, tuple[float, Route]] = {}
+        self._routes: dict[str, tuple[float, TopicRoute]] = {}
         self._membership = Membership()
-        self._told: dict[str, tuple[Connection, float]] = {}
+        self._heartbeats: dict[str, tuple[RemotingConnection, float]] = {}
         self._list_again_at = 0.0
-        self._questions = _Questions()
+        self._notifications = _NotificationQueue()
         self._threads: list[threading.Thread] = []
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    def call(self, broker: str, request: Request[T], timeout: float) -> T:
-        """Send a request to the master of the brokers of this name and return what the answer says.
+    def call(self, broker: str, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request to the master broker of this name and return the decoded response.
 
-        Raises `Unreachable`, `ConnectionLost`, `TimedOut`, `Refused` and `ProtocolViolation`.
+        Raise `Unreachable`, `Disconnected`, `ResponseTimeout`, `ErrorResponse` or `ProtocolViolation`.
         """
         return self.submit(broker, request, timeout).result()
 
-    def submit(self, broker: str, request: Request[T], timeout: float) -> Call[T]:
-        """Send a request and go on; what is returned ends within that time. Raises what `call` does.
+    def submit(self, broker: str, request: RpcRequest[T], timeout: float) -> Call[T]:
+        """Send a request without waiting for the response. The returned `Call` ends within `timeout`.
 
-        Whatever this itself raises, the request was certainly not carried out.
+        If `submit` itself raises, the request was certainly not carried out. It raises the same errors as `call`.
         """
         until = time.monotonic() + timeout
         address = self._address(broker, until)
@@ -122,13 +122,16 @@ class Client:
             raise
         return connection.submit(request, until - time.monotonic())
 
-    def call_address(self, address: str, request: Request[T], timeout: float) -> T:
-        """As `call`, to a broker or name server of this address."""
+    def call_address(self, address: str, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request to the broker or name server at this address. Return the decoded response as `call` does."""
         until = time.monotonic() + timeout
         return self._connection(address, until).call(request, until - time.monotonic())
 
-    def ask_name_server(self, request: Request[T], timeout: float) -> T:
-        """Ask the name servers in turn, until one answers. Only for what may be asked twice. Raises the last error."""
+    def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
+        """Send an idempotent request to the name servers in turn until one responds.
+
+        Raise the last error if none does.
+        """
         until = time.monotonic() + timeout
         last: RemotingError | None = None
         for number, address in enumerate(list(self._name_servers)):
@@ -136,9 +139,9 @@ class Client:
             if last is not None and left <= 0:
                 break
             try:
-                # One that is silent leaves time for the others.
+                # Divide the time, so that a silent name server leaves time for the others.
                 return self.call_address(address, request, left / (len(self._name_servers) - number))
-            except Refused:
+            except ErrorResponse:
                 raise
             except RemotingError as error:
                 last = error
@@ -146,8 +149,8 @@ class Client:
         assert last is not None
         raise last
 
-    def route(self, topic: str, timeout: float, fresh: bool = False) -> Route | None:
-        """Where a topic is, None if the name server does not know it. Half a minute old at most, or asked for anew."""
+    def route(self, topic: str, timeout: float, fresh: bool = False) -> TopicRoute | None:
+        """Return where a topic is, None if the name server does not know it. A cached route is at most 30 s old."""
         with self._lock:
             asked_at, known = self._routes.get(topic, (0.0, None))
         if known is not None and not fresh and time.monotonic() - asked_at < _ROUTE_SECONDS:
@@ -163,7 +166,7 @@ class Client:
         return found
 
     def brokers(self, timeout: float) -> dict[str, str]:
-        """The address of each broker's master by the broker's name, asked for anew."""
+        """Ask the name server for the address of each master broker. Return the addresses by broker name."""
         found = self.ask_name_server(masters(), timeout)
         with self._lock:
             self._masters.update(found)
@@ -172,17 +175,18 @@ class Client:
 
     @property
     def seen_brokers(self) -> frozenset[str]:
-        """The names of all brokers that the name server has ever named to this client, those that are away too."""
+        """The names of all brokers that a name server has ever named to this client, even if they are down now."""
         with self._lock:
             return frozenset(self._seen)
 
     # --- being asked --------------------------------------------------------------------------------------------------
 
     def join(self, membership: Membership, timeout: float) -> None:
-        """Be a member of these groups, and of no others, with every broker of the cluster, from now on.
+        """Join exactly these groups with every broker of the cluster, and leave all others.
 
-        When it returns, every broker that could be reached knows. Others are told as soon as they can be, and so are
-        those that restart, until `close`. Raises the last error if no broker could be told.
+        Every broker that can be reached has been told when the method returns. Brokers that cannot be reached, and
+        brokers that restart, are told as soon as possible until `close`. Raise the last error if no broker could be
+        told.
         """
         until = time.monotonic() + timeout
         with self._lock:
@@ -194,7 +198,7 @@ class Client:
         failures = []
         for name in names:
             try:
-                self._tell(name, until)
+                self._send_heartbeat(name, until)
             except RemotingError as error:
                 failures.append(error)
         if failures and len(failures) == len(names):
@@ -202,21 +206,21 @@ class Client:
 
     @property
     def is_member(self) -> bool:
-        """Whether a broker knows this client as a member of its groups now, and so can ask it."""
+        """Return whether any broker knows this client as a member of its groups, and so can send it check-backs."""
         with self._lock:
-            return any(connection.is_open for connection, _ in self._told.values())
+            return any(connection.is_open for connection, _ in self._heartbeats.values())
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Leave the groups and end all connections; calls that wait get `ConnectionLost`. Safe to repeat.
+        """Leave the groups and close all connections; waiting calls raise `Disconnected`. Safe to repeat.
 
-        A callback that still runs after that time is left to itself.
+        A callback that is still running after `timeout` is abandoned.
         """
         if self._closed.is_set():
             return
         until = time.monotonic() + timeout
         self._closed.set()
         self._leave(self._membership, timeout)
-        self._questions.close()
+        self._notifications.close()
         with self._lock:
             connections = list(self._connections.values())
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -225,7 +229,7 @@ class Client:
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> RemotingClient:
         return self
 
     def __exit__(
@@ -246,18 +250,18 @@ class Client:
         return found[broker]
 
     def _forget(self, broker: str, address: str) -> None:
-        """The next call asks anew where this broker is: another one may be master by then."""
+        """Drop the cached address of a broker, because another broker may have become its master."""
         with self._lock:
             if self._masters.get(broker) == address:
                 del self._masters[broker]
 
-    def _connection(self, address: str, until: float) -> Connection:
+    def _connection(self, address: str, until: float) -> RemotingConnection:
         with self._lock:
             connection = self._connections.get(address)
             connecting = self._connecting.setdefault(address, threading.Lock())
         if connection is not None and connection.is_open:
             return connection
-        # One attempt at a time: the others get its connection, or try next.
+        # Only one thread connects at a time. The others use its connection, or try next.
         if not connecting.acquire(timeout=max(0.0, until - time.monotonic())):
             raise Unreachable(f"{address}: no time was left")
         try:
@@ -269,19 +273,19 @@ class Client:
         finally:
             connecting.release()
 
-    def _connect(self, address: str, until: float) -> Connection:
+    def _connect(self, address: str, until: float) -> RemotingConnection:
         if self._closed.is_set():
             raise Unreachable("this client is closed")
-        connection = Connection(
-            address, until - time.monotonic(), self._settings, self._take_question, on_end=self._lost
+        connection = RemotingConnection(
+            address, until - time.monotonic(), self._settings, self._take_notification, on_end=self._lost
         )
         with self._lock:
             self._connections[address] = connection
-        if self._closed.is_set():  # `close` may have looked before it was there
+        if self._closed.is_set():  # `close` may have listed the connections before this one was added
             connection.close()
         return connection
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: RemotingConnection) -> None:
         with self._lock:
             if self._connections.get(connection.address) is connection:
                 del self._connections[connection.address]
@@ -292,8 +296,8 @@ class Client:
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, broker: str, until: float) -> None:
-        """Send a heartbeat. Raises what `call` does."""
+    def _send_heartbeat(self, broker: str, until: float) -> None:
+        """Send a heartbeat. Raise the same errors as `call`."""
         address = self._address(broker, until)
         try:
             connection = self._connection(address, until)
@@ -303,25 +307,25 @@ class Client:
             self._list_again_at = 0.0
             raise
         with self._lock:
-            self._told[broker] = connection, time.monotonic()
+            self._heartbeats[broker] = connection, time.monotonic()
 
     def _look_after(self) -> None:
-        """Send heartbeats when it is time, and at once on a new connection, which the broker knows nothing of."""
+        """Send heartbeats when they are due, and at once on a new connection, where no membership is known yet."""
         while not self._closed.wait(_RECONNECT_SECONDS):
             if self._membership.is_empty:
                 continue
             for name in self._known():
-                connection, told_at = self._told.get(name, (None, 0.0))
-                is_told = connection is not None and connection.is_open
-                if is_told and time.monotonic() - told_at < self._heartbeat_seconds:
+                connection, sent_at = self._heartbeats.get(name, (None, 0.0))
+                is_known = connection is not None and connection.is_open
+                if is_known and time.monotonic() - sent_at < self._heartbeat_seconds:
                     continue
                 try:
-                    self._tell(name, time.monotonic() + _OWN_SECONDS)
+                    self._send_heartbeat(name, time.monotonic() + _OWN_SECONDS)
                 except RemotingError as error:
                     _log.debug("no heartbeat to broker %s: %s", name, error)
 
     def _known(self) -> list[str]:
-        """The brokers' names. New ones, and those that moved, are looked for now and then."""
+        """Return the names of the known brokers. Ask a name server for new and moved brokers from time to time."""
         if time.monotonic() >= self._list_again_at:
             self._list_again_at = time.monotonic() + _LIST_SECONDS
             try:
@@ -332,12 +336,12 @@ class Client:
             return list(self._masters)
 
     def _leave(self, left: Membership, timeout: float = _LEAVE_SECONDS) -> None:
-        """Tell the brokers, as far as they listen; the others find out by themselves."""
+        """Unregister from the brokers that are connected. The others notice the end of the connection."""
         until = time.monotonic() + min(timeout, _LEAVE_SECONDS)
         requests = [unregister(self.client_id, producer=group) for group in left.producers]
         requests += [unregister(self.client_id, consumer=group) for group in left.consumers]
         with self._lock:
-            connections = [connection for connection, _ in self._told.values() if connection.is_open]
+            connections = [connection for connection, _ in self._heartbeats.values() if connection.is_open]
         calls = []
         for connection in connections:
             for request in requests:
@@ -349,20 +353,20 @@ class Client:
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    def _take_question(self, connection: Connection, command: Command) -> None:
-        if command.code in (Code.CHECK_TRANSACTION_STATE, Code.NOTIFY_CONSUMER_IDS_CHANGED):
-            if not self._questions.put(command):
+    def _take_notification(self, connection: RemotingConnection, command: RemotingCommand) -> None:
+        if command.code in (RequestCode.CHECK_TRANSACTION_STATE, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED):
+            if not self._notifications.put(command):
                 _log.debug("%s asks more than is answered; it will ask again", connection.address)
         else:
-            connection.answer(command, Answer.REQUEST_CODE_NOT_SUPPORTED, "this client does not do that")
+            connection.answer(command, ResponseCode.REQUEST_CODE_NOT_SUPPORTED, "this client does not do that")
 
     def _call_back(self) -> None:
-        while commands := self._questions.take():
-            checks: list[Check] = []
+        while commands := self._notifications.take():
+            checks: list[CheckBack] = []
             for command in commands:
                 with _logged():
-                    if command.code == Code.CHECK_TRANSACTION_STATE:
-                        checks.append(check_of(command))
+                    if command.code == RequestCode.CHECK_TRANSACTION_STATE:
+                        checks.append(check_back_of(command))
                     elif self._on_members is not None:
                         self._on_members(command.fields["consumerGroup"])
             if checks and self._on_checks is not None:
@@ -370,34 +374,34 @@ class Client:
                     self._on_checks(checks)
 
 
-class _Questions:
-    """What brokers have asked and nobody has taken yet; bounded in number and in bytes."""
+class _NotificationQueue:
+    """The notifications of brokers that no callback has received yet, bounded in number and in bytes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[Command] = []
+        self._waiting: list[RemotingCommand] = []
         self._bytes = 0
         self._closed = False
 
-    def put(self, command: Command) -> bool:
-        """Add one, unless there is no room."""
+    def put(self, command: RemotingCommand) -> bool:
+        """Add a notification. Return False if there is no room."""
         with self._changed:
-            if len(self._waiting) >= _MOST_QUESTIONS or self._bytes + len(command.body) > _MOST_QUESTION_BYTES:
+            if len(self._waiting) >= _MOST_NOTIFICATIONS or self._bytes + len(command.body) > _MOST_NOTIFICATION_BYTES:
                 return False
             self._waiting.append(command)
             self._bytes += len(command.body)
             self._changed.notify()
             return True
 
-    def take(self) -> list[Command]:
-        """Wait for some; all of them, the oldest first, and none when this is closed."""
+    def take(self) -> list[RemotingCommand]:
+        """Wait for notifications and return all of them, the oldest first. Return an empty list once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             taken, self._waiting, self._bytes = self._waiting, [], 0
             return [] if self._closed else taken
 
     def close(self) -> None:
-        """End `take`, whatever still waits."""
+        """Close the queue and wake `take`. Notifications that still wait are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,12 +1,12 @@
-"""The numbers of the protocol: what is asked, what is answered, and the flags of a message."""
+"""The numbers of the protocol: request codes, response codes, and the flags of messages."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Code(IntEnum):
-    """Requests, by the names that RocketMQ gives them."""
+class RequestCode(IntEnum):
+    """Request codes, by RocketMQ's own names."""
 
     PULL_MESSAGE = 11
     QUERY_MESSAGE = 12
@@ -43,8 +43,8 @@ class Code(IntEnum):
     GET_TOPIC_CONFIG = 351
 
 
-class Answer(IntEnum):
-    """Answers' codes, by the names that RocketMQ gives them."""
+class ResponseCode(IntEnum):
+    """Response codes, by RocketMQ's own names."""
 
     SUCCESS = 0
     SYSTEM_ERROR = 1
@@ -70,50 +70,52 @@ class Answer(IntEnum):
     GO_AWAY = 1500
 
 
-# Answers after which the request was certainly not carried out. SYSTEM_ERROR is not among them: brokers also say it
-# where something failed on the way. The three that follow a stored message are not either.
+# Response codes after which the request was certainly not carried out. SYSTEM_ERROR is not among them, because brokers
+# also send it for a request that failed halfway. The three codes that follow a stored message are not either.
 WITHOUT_EFFECT = frozenset(
     {
-        Answer.SYSTEM_BUSY,
-        Answer.REQUEST_CODE_NOT_SUPPORTED,
-        Answer.MESSAGE_ILLEGAL,
-        Answer.SERVICE_NOT_AVAILABLE,
-        Answer.NO_PERMISSION,
-        Answer.TOPIC_NOT_EXIST,
-        Answer.PULL_NOT_FOUND,
-        Answer.PULL_RETRY_IMMEDIATELY,
-        Answer.PULL_OFFSET_MOVED,
-        Answer.QUERY_NOT_FOUND,
-        Answer.SUBSCRIPTION_GROUP_NOT_EXIST,
-        Answer.INVALID_PARAMETER,
-        Answer.FLOW_CONTROL,
-        Answer.NOT_LEADER,
-        Answer.ILLEGAL_OPERATION,
-        Answer.GO_AWAY,
+        ResponseCode.SYSTEM_BUSY,
+        ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+        ResponseCode.MESSAGE_ILLEGAL,
+        ResponseCode.SERVICE_NOT_AVAILABLE,
+        ResponseCode.NO_PERMISSION,
+        ResponseCode.TOPIC_NOT_EXIST,
+        ResponseCode.PULL_NOT_FOUND,
+        ResponseCode.PULL_RETRY_IMMEDIATELY,
+        ResponseCode.PULL_OFFSET_MOVED,
+        ResponseCode.QUERY_NOT_FOUND,
+        ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST,
+        ResponseCode.INVALID_PARAMETER,
+        ResponseCode.FLOW_CONTROL,
+        ResponseCode.NOT_LEADER,
+        ResponseCode.ILLEGAL_OPERATION,
+        ResponseCode.GO_AWAY,
     }
 )
 
-# Answers to a message that was stored, but is not as safe as the broker's settings ask.
-STORED_BUT = frozenset({Answer.FLUSH_DISK_TIMEOUT, Answer.SLAVE_NOT_AVAILABLE, Answer.FLUSH_SLAVE_TIMEOUT})
+# Response codes for a message that was stored, but not flushed or replicated as the broker's settings ask.
+STORED_BUT = frozenset(
+    {ResponseCode.FLUSH_DISK_TIMEOUT, ResponseCode.SLAVE_NOT_AVAILABLE, ResponseCode.FLUSH_SLAVE_TIMEOUT}
+)
 
 
-class Flag:
+class SystemFlag:
     """Bits of a message's system flag."""
 
     COMPRESSED = 0x1
     PREPARED = 0x4
     COMMITTED = 0x8
     ABORTED = 0xC  # both bits
-    TRANSACTION = 0xC  # where the state of a transaction stands
+    TRANSACTION = 0xC  # the mask of the transaction type
     BORN_IPV6 = 0x10
     STORED_IPV6 = 0x20
     NEEDS_UNWRAPPING = 0x40
     INNER_BATCH = 0x80
-    COMPRESSION = 0x700  # where the kind of compression stands; none means zlib, as old producers have it
+    COMPRESSION = 0x700  # the mask of the compression type; zero means zlib, as old producers write it
 
 
 class Property:
-    """Names of properties that RocketMQ itself uses and this client needs."""
+    """Names of the system properties that this client uses."""
 
     KEYS = "KEYS"
     TAGS = "TAGS"
@@ -127,7 +129,7 @@ class Property:
     COPY_OF = "TRAN_PREPARED_QUEUE_OFFSET"
 
 
-# The topics that a broker keeps for halves, and where it puts those that nobody answered for.
+# The broker's topics for half messages, and the topic of half messages that it gave up after the last check-back.
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 ROCKSDB_HALF_TOPIC = "RMQ_SYS_ROCKSDB_TRANS_HALF_TOPIC"
 DISCARDED_TOPIC = "TRANS_CHECK_MAX_TIME_TOPIC"

@@ -1,7 +1,7 @@
-"""One connection to a broker or name server: many requests in flight, each with its own time, told apart by `opaque`.
+"""One connection to a broker or name server, with many requests in flight, which `opaque` tells apart.
 
-A thread of its own reads. Memory is bounded: so many requests may be in flight, and of what is not yet whole at most
-one frame is kept.
+A thread of its own reads the connection. Its memory is bounded: the number of requests in flight is limited, and it
+buffers at most one incomplete frame.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from txnbridge_rocketmq.client.errors import ConnectionLost, ProtocolViolation, RemotingError, TimedOut
-from txnbridge_rocketmq.client.frames import ANSWER, Command, Frames, encode
-from txnbridge_rocketmq.client.requests import Request
+from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
+from txnbridge_rocketmq.client.frames import ANSWER, FrameReader, RemotingCommand, encode
+from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.security import Credentials
-from txnbridge_rocketmq.client.wire import connect
+from txnbridge_rocketmq.client.transport import connect
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# How many requests may wait for answers on one connection; the next one waits its turn. A broker is no faster with
-# thousands than with some hundreds, and throws away what waits too long.
+# The maximum number of requests in flight on one connection; the next request waits. A broker is no faster with
+# thousands of requests than with hundreds, and rejects requests that wait too long in its queue.
 MOST_IN_FLIGHT = 1024
-# How late a call that nobody waits for learns that its time is over.
+# How often the reading thread looks for expired calls. A call that no thread waits for ends that much later.
 _LOOK_SECONDS = 0.25
-# A connection on which nothing at all came for that long, while an answer was due, is as good as dead: TCP itself
-# needs a quarter of an hour to find out. Brokers answer or say that they are busy well before.
+# A connection on which no byte came for this long while a response was due counts as dead. TCP alone needs a quarter of
+# an hour to find out. A live broker responds, or says that it is busy, well before.
 _SILENCE_SECONDS = 5.0
-# An answer to a question of the broker's is a hundred bytes; where those don't go out, nothing does.
+# Timeout of a response to the broker's own request. Such a response has about a hundred bytes.
 _ANSWER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What connections have in common."""
+class ConnectionSettings:
+    """The settings that all connections of a client share."""
 
     tls: ssl.SSLContext | None = None
     credentials: Credentials | None = None
@@ -47,27 +47,27 @@ class Settings:
 
 
 class Call(Generic[T]):
-    """A request that was sent, and what becomes of it. Any thread may call."""
+    """A request in flight and its outcome. Safe for use by several threads."""
 
-    def __init__(self, connection: Connection, request: Request[T], opaque: int, until: float) -> None:
+    def __init__(self, connection: RemotingConnection, request: RpcRequest[T], opaque: int, until: float) -> None:
         self.request = request
         self.opaque = opaque
         self.until = until
         self.sent_at = time.monotonic()
         self._connection = connection
-        self._answer: Command | RemotingError | None = None
+        self._answer: RemotingCommand | RemotingError | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Call[T]], None]] = []
 
     def result(self) -> T:
-        """Wait for the answer, until the call's time is over, and return what it says.
+        """Wait for the response, until the call's deadline, and return the decoded response.
 
-        Raises `Refused`, `TimedOut`, `ConnectionLost` and `ProtocolViolation`.
+        Raise `ErrorResponse`, `ResponseTimeout`, `Disconnected` or `ProtocolViolation`.
         """
         if not self._ended.wait(max(0.0, self.until - time.monotonic())):
             self._connection.give_up(self)
-            self._ended.wait()  # given up, or answered in that moment
+            self._ended.wait()  # the call was given up just now, or the response arrived in that moment
         answer = self._answer
         assert answer is not None
         if isinstance(answer, RemotingError):
@@ -75,19 +75,22 @@ class Call(Generic[T]):
         return self.request.result(answer)
 
     def done(self) -> bool:
-        """Whether `result` returns or raises at once."""
+        """Return whether `result` would return or raise at once."""
         return self._ended.is_set()
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
-        """Call back once it is done, or now if it is. The thread may be the connection's own: don't wait or submit."""
+        """Run a callback when the call ends, or now if it has ended.
+
+        The callback may run on the thread that reads the connection, so it must neither wait nor submit.
+        """
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
                 return
         callback(self)
 
-    def end(self, answer: Command | RemotingError) -> None:
-        """Once, by the connection."""
+    def end(self, answer: RemotingCommand | RemotingError) -> None:
+        """Set the outcome. The connection does that once."""
         with self._lock:
             self._answer = answer
             self._ended.set()
@@ -99,23 +102,22 @@ class Call(Generic[T]):
                 _log.exception("a callback of %r failed", self.request)
 
 
-class Connection:
-    """One connection, open from the start until it is lost or closed; then another one has to be made.
+class RemotingConnection:
+    """One connection, open from the start until it is lost or closed. It is never reopened.
 
-    `on_request` is given what the broker asks and returns at once; it runs on the connection's own thread.
-    Raises `Unreachable`.
+    `on_request` receives the broker's own requests on the reading thread, and must return at once. Raise `Unreachable`.
     """
 
     def __init__(
         self,
         address: str,
         timeout: float,
-        settings: Settings | None = None,
-        on_request: Callable[[Connection, Command], None] | None = None,
-        on_end: Callable[[Connection], None] | None = None,
+        settings: ConnectionSettings | None = None,
+        on_request: Callable[[RemotingConnection, RemotingCommand], None] | None = None,
+        on_end: Callable[[RemotingConnection], None] | None = None,
     ) -> None:
         self.address = address
-        self._settings = settings or Settings()
+        self._settings = settings or ConnectionSettings()
         self._on_request = on_request
         self._on_end = on_end
         self._wire = connect(address, time.monotonic() + timeout, self._settings.tls)
@@ -130,87 +132,91 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent."""
+        """Return whether requests can be sent."""
         return self._ended is None
 
-    def call(self, request: Request[T], timeout: float) -> T:
-        """Send a request and return what the answer says. Raises what `submit` and `Call.result` raise."""
+    def call(self, request: RpcRequest[T], timeout: float) -> T:
+        """Send a request and return the decoded response. Raise the same errors as `submit` and `Call.result`."""
         return self.submit(request, timeout).result()
 
-    def submit(self, request: Request[T], timeout: float) -> Call[T]:
-        """Send a request; its `Call` ends within that time, whatever happens.
+    def submit(self, request: RpcRequest[T], timeout: float) -> Call[T]:
+        """Send a request. The returned `Call` ends within `timeout` in any case.
 
-        It waits while too many are in flight. Raises `ConnectionLost` and `TimedOut`, both only if the request was
-        certainly not carried out, and `ValueError` for one that is too large.
+        Wait while too many requests are in flight. Raise `Disconnected` or `ResponseTimeout`, both only if
+        the request was certainly not carried out, and `ValueError` for a request that is too large.
         """
         until = time.monotonic() + timeout
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback may not send: its thread is the one that reads the answers")
         if timeout <= 0:
-            raise TimedOut(f"{request.what}: no time was left")
+            raise ResponseTimeout(f"{request.what}: no time was left")
         opaque = next(self._opaques) & 0x7FFFFFFF
         frame = self._frame(request, opaque)
         if not self._slots.acquire(timeout=timeout):
-            raise TimedOut(f"{request.what}: too many requests are in flight to {self.address}")
+            raise ResponseTimeout(f"{request.what}: too many requests are in flight to {self.address}")
         call = Call(self, request, opaque, until)
         with self._lock:
             ended = self._ended
             if ended is None:
-                self._waiting[opaque] = call  # before it is sent: the answer may be here first
+                # registered before the frame is sent, because the response may arrive before `send` returns
+                self._waiting[opaque] = call
         if ended is not None:
             self._slots.release()
-            raise ConnectionLost(f"{request.what}: {ended}")
+            raise Disconnected(f"{request.what}: {ended}")
         self._send(call, frame)
         return call
 
-    def answer(self, request: Command, code: int, remark: str = "") -> None:
-        """Answer something that the broker asked. A connection that is gone is no error: nobody waits any more."""
+    def answer(self, request: RemotingCommand, code: int, remark: str = "") -> None:
+        """Send a response to a request of the broker.
+
+        A lost connection is no error, because nothing waits for the response.
+        """
         if not request.wants_answer:
             return
         try:
-            answer = Command(code, request.opaque, ANSWER, remark=remark)
+            answer = RemotingCommand(code, request.opaque, ANSWER, remark=remark)
             self._wire.send(encode(answer), time.monotonic() + _ANSWER_SECONDS)
-        except (OSError, TimedOut):
+        except (OSError, ResponseTimeout):
             _log.debug("an answer to %s was lost with its connection", self.address)
 
     def close(self) -> None:
-        """End the connection; calls that wait get `ConnectionLost`. Safe to repeat."""
-        self._end(ConnectionLost(f"the connection to {self.address} was closed", may_have_had_effect=True))
+        """Close the connection; waiting calls raise `Disconnected`. Safe to repeat."""
+        self._end(Disconnected(f"the connection to {self.address} was closed", may_have_had_effect=True))
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def _frame(self, request: Request[Any], opaque: int) -> bytes:
+    def _frame(self, request: RpcRequest[Any], opaque: int) -> bytes:
         fields = request.fields
         if self._settings.credentials is not None:
             fields = self._settings.credentials.sign(fields, request.body)
-        return encode(Command(request.code, opaque, fields=fields, body=request.body))
+        return encode(RemotingCommand(request.code, opaque, fields=fields, body=request.body))
 
     def _send(self, call: Call[Any], frame: bytes) -> None:
         try:
             self._wire.send(frame, call.until)
-        except (OSError, TimedOut) as error:
+        except (OSError, ResponseTimeout) as error:
             with self._lock:
                 withdrawn = self._waiting.pop(call.opaque, None)
-            if withdrawn is not None:  # else the thread that reads has ended it, with the connection
+            if withdrawn is not None:  # otherwise the reading thread has ended the call together with the connection
                 self._slots.release()
-            kind = TimedOut if isinstance(error, TimedOut) else ConnectionLost
+            kind = ResponseTimeout if isinstance(error, ResponseTimeout) else Disconnected
             raise kind(f"{call.request.what}: not sent to {self.address}: {error}") from error
 
     def give_up(self, call: Call[Any]) -> None:
-        """End a call whose time is over, unless it has just ended."""
+        """End a call whose deadline is past, unless it has just ended."""
         with self._lock:
             found = self._waiting.pop(call.opaque, None)
         if found is None:
             return
         waited = time.monotonic() - call.sent_at
         text = f"{call.request.what}: {self.address} did not answer within {waited:.3g} s"
-        self._finish(call, TimedOut(text, may_have_had_effect=True))
+        self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
         if time.monotonic() - max(self._heard_at, call.sent_at) >= _SILENCE_SECONDS:
-            self._end(ConnectionLost(f"{self.address} has fallen silent", may_have_had_effect=True))
+            self._end(Disconnected(f"{self.address} has fallen silent", may_have_had_effect=True))
 
-    def _finish(self, call: Call[Any], answer: Command | RemotingError) -> None:
+    def _finish(self, call: Call[Any], answer: RemotingCommand | RemotingError) -> None:
         self._slots.release()
         call.end(answer)
 
@@ -218,7 +224,7 @@ class Connection:
         with self._lock:
             if self._ended is None:
                 self._ended = reason
-        self._wire.close()  # wakes the thread that reads, which tells those that wait
+        self._wire.close()  # wakes the reading thread, which ends all waiting calls
 
     # --- the thread that reads ----------------------------------------------------------------------------------------
 
@@ -226,21 +232,21 @@ class Connection:
         try:
             self._read_on()
         except (OSError, RemotingError) as error:
-            kind = ProtocolViolation if isinstance(error, ProtocolViolation) else ConnectionLost
+            kind = ProtocolViolation if isinstance(error, ProtocolViolation) else Disconnected
             self._end(kind(f"{self.address}: {error}", may_have_had_effect=True))
         except BaseException:
-            self._end(ConnectionLost(f"{self.address}: reading failed", may_have_had_effect=True))
+            self._end(Disconnected(f"{self.address}: reading failed", may_have_had_effect=True))
             raise
         finally:
             self._tell_all()
 
     def _read_on(self) -> None:
-        frames = Frames()
+        frames = FrameReader()
         next_look = time.monotonic() + _LOOK_SECONDS
         while self._ended is None:
             data = self._wire.receive(next_look)
             if data == b"":
-                raise ConnectionLost("the connection was closed by the other side")
+                raise Disconnected("the connection was closed by the other side")
             if data:
                 self._heard_at = time.monotonic()
                 for command in frames.feed(data):
@@ -249,11 +255,11 @@ class Connection:
                 self._give_up_late_ones()
                 next_look = time.monotonic() + _LOOK_SECONDS
 
-    def _take(self, command: Command) -> None:
+    def _take(self, command: RemotingCommand) -> None:
         if command.is_answer:
             with self._lock:
                 call = self._waiting.pop(command.opaque, None)
-            if call is not None:  # else its time was over
+            if call is not None:  # otherwise the call's deadline was past
                 self._finish(call, command)
         elif self._on_request is not None:
             self._on_request(self, command)
@@ -278,5 +284,5 @@ class Connection:
 
 
 def _copy(reason: RemotingError, what: str) -> RemotingError:
-    """One error for each call: a traceback belongs to who raises it."""
+    """Return a copy of the error for one call, so that each call raises an error with a traceback of its own."""
     return type(reason)(f"{what}: {reason}", may_have_had_effect=True)

@@ -1,15 +1,15 @@
-"""What can go wrong between a client and RocketMQ, and whether the request may have had effect all the same.
+"""The client's errors, each of which says whether the request may have had effect all the same.
 
-Messages name codes, addresses and topics, and repeat what the broker remarked; never bodies, keys or secrets.
+Error texts contain codes, addresses, topics and the broker's remark. They never contain bodies, keys or secrets.
 """
 
 from __future__ import annotations
 
-from txnbridge_rocketmq.client.codes import WITHOUT_EFFECT, Answer
+from txnbridge_rocketmq.client.codes import WITHOUT_EFFECT, ResponseCode
 
 
 class RemotingError(Exception):
-    """The root of all errors of this package.
+    """The base class of all errors of this package.
 
     `may_have_had_effect` is False only where the request was certainly not carried out.
     """
@@ -23,40 +23,40 @@ class RemotingError(Exception):
 
 
 class Unreachable(RemotingError):
-    """No connection came about, so nothing was sent."""
+    """The client could not connect, so the request was not sent."""
 
 
-class ConnectionLost(RemotingError):
-    """The connection ended before the answer came."""
+class Disconnected(RemotingError):
+    """The connection ended before the response arrived."""
 
 
-class TimedOut(RemotingError):
-    """The call's time was over before the answer came."""
+class ResponseTimeout(RemotingError):
+    """The call's deadline passed before the response arrived."""
 
 
 class ProtocolViolation(RemotingError):
-    """What came is not RocketMQ's protocol, or larger than this client takes; the connection is closed."""
+    """The peer sent data that is not RocketMQ's protocol, or too large. The connection is closed."""
 
 
-class Refused(RemotingError):
-    """The broker answered, and not with success.
+class ErrorResponse(RemotingError):
+    """The broker responded with an error.
 
-    `code` is one of `Answer` or a number that this client does not know, `remark` the broker's own words.
+    `code` is a `ResponseCode`, or a number that this client does not know. `remark` is the broker's own text.
     """
 
     def __init__(self, code: int, remark: str, what: str) -> None:
         super().__init__(
-            f"{what}: {name_of(code)}{f', {remark}' if remark else ''}",
+            f"{what}: {code_name(code)}{f', {remark}' if remark else ''}",
             may_have_had_effect=code not in WITHOUT_EFFECT,
         )
         self.code = code
         self.remark = remark
 
 
-class NotDurable(Refused):
-    """The message is stored, but was not flushed or replicated as the broker's settings ask.
+class NotDurable(ErrorResponse):
+    """The broker stored the message, but did not flush or replicate it as its settings ask.
 
-    `offset_id` is its address, as in the answer to a message that is stored well.
+    `offset_id` is the address of the message, as in the response to a message that is stored safely.
     """
 
     def __init__(self, code: int, remark: str, what: str, offset_id: str) -> None:
@@ -65,13 +65,13 @@ class NotDurable(Refused):
 
 
 class CannotDecompress(RemotingError):
-    """A body is compressed in a way that this client does not read, or unpacks to more than it takes."""
+    """A body is compressed with an algorithm that this client lacks, or unpacks to more than the allowed size."""
 
 
-def name_of(code: int) -> str:
-    """An answer's code as text."""
+def code_name(code: int) -> str:
+    """Return a response code as text."""
     try:
-        return f"{Answer(code).name} ({code})"
+        return f"{ResponseCode(code).name} ({code})"
     except ValueError:
         return f"answer {code}"
 

@@ -1,8 +1,8 @@
-"""Frames: how requests and answers stand in the stream of a connection, written and read.
+"""The encoding of requests and responses as frames in the stream of a connection.
 
-A frame is the length of the rest (4 bytes, big endian), the kind of header (1 byte), its length (3 bytes), the header
-and a body. Headers are written as JSON, which every version takes and Python writes faster than the binary kind. Both
-are read: servers answer and ask in the kind that their own settings name.
+A frame is the length of the rest (4 bytes, big endian), the header's serialization type (1 byte), the header's length
+(3 bytes), the header and a body. Headers are written as JSON, which every version reads and which Python writes faster
+than the binary type. Both types are read, because servers write the type that their own settings name.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any
 
 from txnbridge_rocketmq.client.errors import ProtocolViolation
 
-ANSWER, ONE_WAY = 1, 2  # bits of a frame's flag
+ANSWER, ONE_WAY = 1, 2  # bits of the header's flag
 
-# What we say of ourselves. Name servers answer this version in JSON that every parser reads.
+# The language and version that the client announces. Name servers respond to this version in standard JSON.
 _LANGUAGE, _VERSION = "OTHER", 485
 _JSON, _BINARY = 0, 1
-# Brokers take no frame above this.
+# The largest frame that brokers accept.
 LARGEST_FRAME = 16 << 20
-# Brokers send larger ones: a look-up by key may bring 64 messages, of 4 MiB and 64 KiB of the rest each. What other
-# protocols send (HTTP, TLS) reads as more than this.
+# The largest frame that the client accepts: a look-up by key may return 64 messages of 4 MiB, with 64 KiB of metadata
+# each. The first bytes of other protocols (HTTP, TLS) read as a larger length.
 LARGEST_ANSWER = 64 * ((4 << 20) + (64 << 10))
-# A header holds a message's properties, of which there are 32 KB.
+# The largest header. It holds a message's properties, which are limited to 32 KB.
 _LARGEST_HEADER = 1 << 20
 
 
 @dataclass(frozen=True)
-class Command:
-    """A request, or the answer to the request with the same `opaque`."""
+class RemotingCommand:
+    """A request, or the response to the request with the same `opaque`."""
 
     code: int
     opaque: int = 0
@@ -42,17 +42,17 @@ class Command:
 
     @property
     def is_answer(self) -> bool:
-        """Whether it answers a request."""
+        """Return whether this is a response."""
         return bool(self.flag & ANSWER)
 
     @property
     def wants_answer(self) -> bool:
-        """Whether it is a request whose sender waits for an answer."""
+        """Return whether this is a request whose sender waits for a response."""
         return not self.flag & (ANSWER | ONE_WAY)
 
 
-def encode(command: Command) -> bytes:
-    """The command as a frame. Raises `ValueError` if it would be larger than brokers take."""
+def encode(command: RemotingCommand) -> bytes:
+    """Return the command as a frame. Raise `ValueError` if the frame is larger than brokers accept."""
     header: dict[str, Any] = {
         "code": command.code,
         "language": _LANGUAGE,
@@ -71,14 +71,14 @@ def encode(command: Command) -> bytes:
     return struct.pack(">ii", length, _JSON << 24 | len(head)) + head + command.body
 
 
-class Frames:
-    """Cuts a stream into commands. It holds no more than one frame that is not complete, as far as it has come."""
+class FrameReader:
+    """Splits a stream into commands. It buffers at most one incomplete frame."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Command]:
-        """The commands that are complete with these bytes. Raises `ProtocolViolation`; nothing is read after that."""
+    def feed(self, data: bytes) -> Iterator[RemotingCommand]:
+        """Yield the commands that these bytes complete. After `ProtocolViolation` the stream cannot be read further."""
         self._buffer += data
         while (end := self._end()) is not None:
             frame = bytes(memoryview(self._buffer)[4:end])
@@ -86,7 +86,7 @@ class Frames:
             yield decode(frame)
 
     def _end(self) -> int | None:
-        """Where the first frame ends, None if it has not come whole."""
+        """Return the end of the first frame in the buffer, None if the frame is incomplete."""
         if len(self._buffer) < 4:
             return None
         (length,) = struct.unpack_from(">i", self._buffer)
@@ -96,8 +96,8 @@ class Frames:
         return end if len(self._buffer) >= end else None
 
 
-def decode(frame: bytes) -> Command:
-    """The command in a frame without its length. Raises `ProtocolViolation`."""
+def decode(frame: bytes) -> RemotingCommand:
+    """Decode a frame without its length field. Raise `ProtocolViolation`."""
     (word,) = struct.unpack_from(">I", frame)
     kind, size = word >> 24, word & 0xFFFFFF
     if size > min(_LARGEST_HEADER, len(frame) - 4):
@@ -113,17 +113,17 @@ def decode(frame: bytes) -> Command:
     raise ProtocolViolation(f"a header of the unknown kind {kind}")
 
 
-def _from_json(header: bytes, body: bytes) -> Command:
+def _from_json(header: bytes, body: bytes) -> RemotingCommand:
     read = json.loads(header)
     code, opaque, flag = read["code"], read["opaque"], read["flag"]
     if not (type(code) is type(opaque) is type(flag) is int):
         raise TypeError("not numbers")
-    # A field without a value stands there as null.
+    # A field without a value is null in JSON.
     fields = {name: str(value) for name, value in (read.get("extFields") or {}).items() if value is not None}
-    return Command(code, opaque, flag, fields, str(read.get("remark") or ""), body)
+    return RemotingCommand(code, opaque, flag, fields, str(read.get("remark") or ""), body)
 
 
-def _from_binary(header: bytes, body: bytes) -> Command:
+def _from_binary(header: bytes, body: bytes) -> RemotingCommand:
     code, _language, _version, opaque, flag = struct.unpack_from(">hBhii", header)
     remark, at = _text(header, 13, ">i")
     (size,) = struct.unpack_from(">i", header, at)
@@ -134,7 +134,7 @@ def _from_binary(header: bytes, body: bytes) -> Command:
     while at < end:
         name, at = _text(header, at, ">h")
         fields[name], at = _text(header, at, ">i")
-    return Command(code, opaque, flag, fields, remark, body)
+    return RemotingCommand(code, opaque, flag, fields, remark, body)
 
 
 def _text(data: bytes, at: int, size_format: str) -> tuple[str, int]:

@@ -1,44 +1,49 @@
-"""Requests about groups: who belongs to them, how far they have read, and the broker's short locks on queues."""
+"""Requests about groups: their members, their offsets, and the broker's short locks on queues."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from txnbridge_rocketmq.client.codes import Answer, Code
-from txnbridge_rocketmq.client.frames import Command
-from txnbridge_rocketmq.client.requests import OR_ABSENT, Request, as_body, document, fields, is_absent, nothing
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, as_body, document, fields, is_absent, nothing
 
-_SUCCESS = int(Answer.SUCCESS)
-# What a member answers that does not know the question, what the broker says of one that is not connected, and of one
-# that does not answer.
+_SUCCESS = int(ResponseCode.SUCCESS)
+# The responses to a request that the broker relays to a member: a member that does not know the request, a member that
+# is not connected, and a member that does not respond.
 _ANSWERS_OF_MEMBERS = frozenset(
     map(
         int,
-        (Answer.SUCCESS, Answer.REQUEST_CODE_NOT_SUPPORTED, Answer.SYSTEM_ERROR, Answer.CONSUME_MSG_TIMEOUT),
+        (
+            ResponseCode.SUCCESS,
+            ResponseCode.REQUEST_CODE_NOT_SUPPORTED,
+            ResponseCode.SYSTEM_ERROR,
+            ResponseCode.CONSUME_MSG_TIMEOUT,
+        ),
     )
 )
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What a client tells brokers of itself: the groups that it sends for, and the groups that it reads in.
+    """The groups that a client registers with brokers: producer groups, and consumer groups with their topics.
 
-    A broker asks the members of a producer group what became of halves. It tells each member of a consumer group when
-    others come or go, and `members` lists them; who reads which queue is up to them.
+    A broker sends the check-backs of a producer group to its members. It notifies the members of a consumer group when
+    members come or go, and `members` lists them. The members themselves assign the queues.
     """
 
     producers: frozenset[str] = frozenset()
     consumers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The topics that each group reads."""
+    """The topics of each consumer group."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Return whether there are no groups."""
         return not self.producers and not self.consumers
 
     def without(self, other: Membership) -> Membership:
-        """The groups that are not in the other one."""
+        """Return the groups that are not in the other membership."""
         consumers = {group: topics for group, topics in self.consumers.items() if group not in other.consumers}
         return Membership(self.producers - other.producers, consumers)
 
@@ -52,97 +57,96 @@ class Queue:
     queue: int
 
 
-def heartbeat(client_id: str, membership: Membership) -> Request[None]:
-    """Say that this client lives and what groups it is in. It holds for this connection, and for two minutes."""
+def heartbeat(client_id: str, membership: Membership) -> RpcRequest[None]:
+    """Register this client and its groups. The registration holds for this connection, and for two minutes."""
     body = {
         "clientID": client_id,
         "producerDataSet": [{"groupName": group} for group in sorted(membership.producers)],
         "consumerDataSet": [_consumer(group, topics) for group, topics in sorted(membership.consumers.items())],
     }
-    return Request("sending a heartbeat", Code.HEART_BEAT, nothing, body=as_body(body))
+    return RpcRequest("sending a heartbeat", RequestCode.HEART_BEAT, nothing, body=as_body(body))
 
 
-def unregister(client_id: str, *, producer: str | None = None, consumer: str | None = None) -> Request[None]:
+def unregister(client_id: str, *, producer: str | None = None, consumer: str | None = None) -> RpcRequest[None]:
     """Leave a producer group or a consumer group."""
-    return Request(
+    return RpcRequest(
         f"leaving group {producer or consumer}",
-        Code.UNREGISTER_CLIENT,
+        RequestCode.UNREGISTER_CLIENT,
         nothing,
         fields(clientID=client_id, producerGroup=producer, consumerGroup=consumer),
     )
 
 
-def members(group: str) -> Request[list[str]]:
-    """The client ids in a consumer group, in order; none if nobody is in it."""
+def members(group: str) -> RpcRequest[list[str]]:
+    """Return the client ids in a consumer group, in order; an empty list if it has no members."""
 
     what = f"listing the members of group {group}"
 
-    def read(answer: Command) -> list[str]:
+    def read(answer: RemotingCommand) -> list[str]:
         if is_absent(answer, "no consumer for this group", what):
             return []
         return sorted(map(str, document(answer).get("consumerIdList") or []))
 
-    return Request(
-        what,
-        Code.GET_CONSUMER_LIST_BY_GROUP,
-        read,
-        fields(consumerGroup=group),
-        accepted=OR_ABSENT,
+    return RpcRequest(
+        what, RequestCode.GET_CONSUMER_LIST_BY_GROUP, read, fields(consumerGroup=group), accepted=OR_ABSENT
     )
 
 
-def is_asleep(group: str, client_id: str) -> Request[bool]:
-    """Whether a member does not answer although it is connected: its process is stopped, or its machine is.
+def is_asleep(group: str, client_id: str) -> RpcRequest[bool]:
+    """Return whether a member is connected and does not respond: its process is stopped, or its machine is asleep.
 
-    The broker asks it for news and waits ten seconds for an answer, of whatever kind; one that is not connected is not
-    asleep. Meanwhile it has a thread less for requests about groups, topics and locks: let one client ask at a time.
+    The broker asks the member for its running info and waits ten seconds for any response. A member that is not
+    connected does not count as asleep. Meanwhile one of the broker's threads for requests about groups, topics and
+    locks is blocked, so only one client should ask at a time.
     """
-    return Request(
+    return RpcRequest(
         f"asking whether a member of group {group} lives",
-        Code.GET_CONSUMER_RUNNING_INFO,
-        lambda answer: answer.code == Answer.CONSUME_MSG_TIMEOUT,
+        RequestCode.GET_CONSUMER_RUNNING_INFO,
+        lambda answer: answer.code == ResponseCode.CONSUME_MSG_TIMEOUT,
         fields(consumerGroup=group, clientId=client_id, jstackEnable=False),
         accepted=_ANSWERS_OF_MEMBERS,
     )
 
 
-def committed_offset(group: str, topic: str, queue: int) -> Request[int | None]:
-    """Where a group goes on reading; None if it never said."""
-    return Request(
+def committed_offset(group: str, topic: str, queue: int) -> RpcRequest[int | None]:
+    """Return the offset at which a group continues; None if the group never committed an offset."""
+    return RpcRequest(
         f"asking where group {group} is in queue {queue} of topic {topic}",
-        Code.QUERY_CONSUMER_OFFSET,
-        lambda answer: int(answer.fields["offset"]) if answer.code == Answer.SUCCESS else None,
+        RequestCode.QUERY_CONSUMER_OFFSET,
+        lambda answer: int(answer.fields["offset"]) if answer.code == ResponseCode.SUCCESS else None,
         fields(consumerGroup=group, topic=topic, queueId=queue, setZeroIfNotFound=False),
-        accepted=frozenset({_SUCCESS, int(Answer.QUERY_NOT_FOUND)}),
+        accepted=frozenset({_SUCCESS, int(ResponseCode.QUERY_NOT_FOUND)}),
     )
 
 
-def commit_offset(group: str, topic: str, queue: int, offset: int) -> Request[None]:
-    """Say where a group goes on reading. The last one that says so wins, also with an older offset."""
-    return Request(
+def commit_offset(group: str, topic: str, queue: int, offset: int) -> RpcRequest[None]:
+    """Commit the offset at which a group continues. The last commit wins, even with a lower offset."""
+    return RpcRequest(
         f"saying where group {group} is in queue {queue} of topic {topic}",
-        Code.UPDATE_CONSUMER_OFFSET,
+        RequestCode.UPDATE_CONSUMER_OFFSET,
         nothing,
         fields(consumerGroup=group, topic=topic, queueId=queue, commitOffset=offset),
     )
 
 
-def lock(group: str, client_id: str, queues: Collection[Queue]) -> Request[set[Queue]]:
-    """Lock queues of one broker for a member of a group, or renew that; the result is what it holds now.
+def lock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[set[Queue]]:
+    """Lock queues of one broker for a member of a group, or renew the locks. Return the locks that the member holds.
 
-    A hint only: the broker keeps locks in memory, and for a minute.
+    The lock is only a hint: the broker keeps it in memory, for one minute.
     """
 
-    def read(answer: Command) -> set[Queue]:
+    def read(answer: RemotingCommand) -> set[Queue]:
         held = document(answer).get("lockOKMQSet") or []
         return {Queue(each["topic"], each["brokerName"], int(each["queueId"])) for each in held}
 
-    return Request("locking queues", Code.LOCK_BATCH_MQ, read, body=_lock_body(group, client_id, queues))
+    return RpcRequest("locking queues", RequestCode.LOCK_BATCH_MQ, read, body=_lock_body(group, client_id, queues))
 
 
-def unlock(group: str, client_id: str, queues: Collection[Queue]) -> Request[None]:
-    """Let go of queues of one broker."""
-    return Request("unlocking queues", Code.UNLOCK_BATCH_MQ, nothing, body=_lock_body(group, client_id, queues))
+def unlock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[None]:
+    """Unlock queues of one broker."""
+    return RpcRequest(
+        "unlocking queues", RequestCode.UNLOCK_BATCH_MQ, nothing, body=_lock_body(group, client_id, queues)
+    )
 
 
 def _lock_body(group: str, client_id: str, queues: Iterable[Queue]) -> bytes:
@@ -153,7 +157,7 @@ def _lock_body(group: str, client_id: str, queues: Iterable[Queue]) -> bytes:
 def _consumer(group: str, topics: Iterable[str]) -> dict[str, object]:
     return {
         "groupName": group,
-        "consumeType": "CONSUME_ACTIVELY",  # it asks for messages itself
+        "consumeType": "CONSUME_ACTIVELY",  # the member pulls messages itself
         "messageModel": "CLUSTERING",
         "consumeFromWhere": "CONSUME_FROM_FIRST_OFFSET",
         "subscriptionDataSet": [

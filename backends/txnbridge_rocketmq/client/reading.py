@@ -1,4 +1,4 @@
-"""Requests that read: from a queue by offset, a queue's bounds, one message by its key or its address."""
+"""Requests that read: messages of a queue by offset, the bounds of a queue, one message by its key or address."""
 
 from __future__ import annotations
 
@@ -7,69 +7,79 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
-from txnbridge_rocketmq.client.codes import Answer, Code
-from txnbridge_rocketmq.client.frames import Command
-from txnbridge_rocketmq.client.records import Record, decode_records
-from txnbridge_rocketmq.client.requests import OR_ABSENT, Request, document, fields, is_absent
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import StoredMessage, decode_records
+from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, document, fields, is_absent
 
 T = TypeVar("T")
 
-# Brokers give so many at most whatever is asked for, with their settings as they come.
+# The maximum number of messages that a broker returns for one pull, with its default settings.
 PULL_MOST = 32
-# The same for look-ups by key (`maxMsgsNumBatch`).
+# The maximum number of messages for one look-up by key (`maxMsgsNumBatch`).
 MOST_LOOKED_UP = 64
 
 _SUSPEND, _SUBSCRIPTION = 2, 4  # bits of a pull's flag
 _PULLED = frozenset(
-    map(int, (Answer.SUCCESS, Answer.PULL_NOT_FOUND, Answer.PULL_RETRY_IMMEDIATELY, Answer.PULL_OFFSET_MOVED))
+    map(
+        int,
+        (
+            ResponseCode.SUCCESS,
+            ResponseCode.PULL_NOT_FOUND,
+            ResponseCode.PULL_RETRY_IMMEDIATELY,
+            ResponseCode.PULL_OFFSET_MOVED,
+        ),
+    )
 )
-_QUERIED = frozenset({int(Answer.SUCCESS), int(Answer.QUERY_NOT_FOUND)})
-# Messages are looked up by when they were stored, by the broker's clock, and that may be ahead of ours: up to the last
-# time that there is.
+_QUERIED = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.QUERY_NOT_FOUND)})
+# The end of a look-up's time range. Brokers compare it with the store time by their own clock, which may be ahead of
+# ours, so it is the last possible time.
 _NO_END = (1 << 63) - 1
 
 
 class PullStatus(IntEnum):
-    """What a pull found."""
+    """The result of a pull."""
 
-    FOUND = Answer.SUCCESS
-    NOTHING_NEW = Answer.PULL_NOT_FOUND
-    AGAIN = Answer.PULL_RETRY_IMMEDIATELY
-    """Nothing here, perhaps more at `next_offset`."""
-    OUT_OF_RANGE = Answer.PULL_OFFSET_MOVED
-    """The offset is before the queue's first or behind its end; `next_offset` is one that is not."""
+    FOUND = ResponseCode.SUCCESS
+    NOTHING_NEW = ResponseCode.PULL_NOT_FOUND
+    AGAIN = ResponseCode.PULL_RETRY_IMMEDIATELY
+    """There is no message at this offset; there may be more at `next_offset`."""
+    OUT_OF_RANGE = ResponseCode.PULL_OFFSET_MOVED
+    """The offset is before the queue's first offset or behind its end; `next_offset` is inside the queue."""
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """What a pull brought, and the queue's bounds at that time: its first offset, and the one behind its last."""
+class PullResult:
+    """The messages of a pull, and the queue's bounds at that time: its first offset, and the offset behind its last."""
 
     status: PullStatus
     next_offset: int
     min_offset: int
     max_offset: int
-    records: list[Record] = field(repr=False)
+    records: list[StoredMessage] = field(repr=False)
 
 
-def pull(topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST, wait: float = 0.0) -> Request[Pulled]:
+def pull(
+    topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST, wait: float = 0.0
+) -> RpcRequest[PullResult]:
     """Read a queue from an offset on. The group need not exist.
 
-    With `wait` the broker holds the answer back until there is a message, up to five seconds longer than that: the
-    call needs a time that allows for it.
+    With `wait` the broker holds the response back until a message arrives, for up to five seconds longer than `wait`.
+    The timeout of the call must allow for that.
     """
 
-    def read(answer: Command) -> Pulled:
-        return Pulled(
+    def read(answer: RemotingCommand) -> PullResult:
+        return PullResult(
             PullStatus(answer.code),
             int(answer.fields["nextBeginOffset"]),
             int(answer.fields["minOffset"]),
             int(answer.fields["maxOffset"]),
-            decode_records(answer.body) if answer.code == Answer.SUCCESS else [],
+            decode_records(answer.body) if answer.code == ResponseCode.SUCCESS else [],
         )
 
-    return Request(
+    return RpcRequest(
         f"reading queue {queue} of topic {topic} at {offset}",
-        Code.PULL_MESSAGE,
+        RequestCode.PULL_MESSAGE,
         read,
         fields(
             consumerGroup=group,
@@ -88,99 +98,103 @@ def pull(topic: str, queue: int, offset: int, group: str, count: int = PULL_MOST
     )
 
 
-def min_offset(topic: str, queue: int) -> Request[int]:
-    """The offset of the first message that a queue still has."""
-    return _offset("first offset", Code.GET_MIN_OFFSET, topic, queue)
+def min_offset(topic: str, queue: int) -> RpcRequest[int]:
+    """Return the offset of the first message that the queue still has."""
+    return _offset("first offset", RequestCode.GET_MIN_OFFSET, topic, queue)
 
 
-def max_offset(topic: str, queue: int) -> Request[int]:
-    """The offset that a queue's next message will have, as far as readers see: a stored one counts a moment later."""
-    return _offset("end", Code.GET_MAX_OFFSET, topic, queue, committed=True)
+def max_offset(topic: str, queue: int) -> RpcRequest[int]:
+    """Return the offset behind the last message that readers see. A stored message becomes visible a moment later."""
+    return _offset("end", RequestCode.GET_MAX_OFFSET, topic, queue, committed=True)
 
 
-def offset_at(topic: str, queue: int, timestamp: int) -> Request[int]:
-    """The offset of the first message stored at or after a time (milliseconds since 1970), or the queue's end."""
-    return _offset("offset by time", Code.SEARCH_OFFSET_BY_TIMESTAMP, topic, queue, timestamp=timestamp)
+def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
+    """Return the offset of the first message stored at or after a time (ms since 1970), or the queue's end."""
+    return _offset("offset by time", RequestCode.SEARCH_OFFSET_BY_TIMESTAMP, topic, queue, timestamp=timestamp)
 
 
-def log_offset_at(topic: str, queue: int, offset: int) -> Request[int | None]:
-    """The place in the commit log of the message at an offset, by the queue's index, without reading the message.
+def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
+    """Return the commit log offset of the message at a queue offset, from the queue's index.
 
-    None where the queue has no such message.
+    Return None where the queue has no message at that offset.
     """
     what = f"looking up offset {offset} of queue {queue} of topic {topic}"
 
-    def read(answer: Command) -> int | None:
+    def read(answer: RemotingCommand) -> int | None:
         if is_absent(answer, "is not exist", what) or not answer.body:
             return None
         entries = document(answer).get("queueData")
         return int(entries[0]["physicOffset"]) if entries else None
 
     asked = fields(topic=topic, queueId=queue, index=offset, count=1)
-    return Request(what, Code.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
+    return RpcRequest(what, RequestCode.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
 
 
-def by_unique_key(topic: str, unique_key: str) -> Request[list[Record]]:
-    """The messages of a topic with this unique key, in the order in which they were stored.
+def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[StoredMessage]]:
+    """Return the messages of a topic with this unique key, in the order in which they were stored.
 
-    Of many the newest: a broker gives as many as it is set to (`defaultQueryMaxNum`, 32), whatever is asked for. They
-    come in one answer with their bodies, so this is for messages of which there are few.
+    A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. They come in one response with their
+    bodies, so this request is for keys with few messages.
     """
     return _look_up(topic, unique_key, 32, lambda records, count: records, _UNIQUE_KEY_QUERY=True)
 
 
 @dataclass(frozen=True)
-class Newest:
-    """The newest message with a unique key, None where the broker's answer held none."""
+class NewestByKey:
+    """The newest message with a unique key; None if the broker's response held none."""
 
-    record: Record | None
+    record: StoredMessage | None
     may_have_more: bool
-    """Whether older entries of the broker's index were left out, among which the message may be."""
+    """Return whether the broker's index has older entries that were not returned. The message may be among them."""
 
 
-def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> Request[Newest]:
-    """Look for the newest message of a topic with this unique key among the `count` newest that its index offers.
+def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool = False) -> RpcRequest[NewestByKey]:
+    """Look for the newest message of a topic with this unique key, among the `count` newest index entries.
 
-    The index knows keys by a hash of four bytes, so that the newest entry may be another message's: then ask again for
-    more. Brokers give `MOST_LOOKED_UP` at most. Without `body` the record comes without its body.
+    The index stores keys as a hash of four bytes, so the newest entry may be a message with another key. Then ask again
+    with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its body.
     """
 
-    def read(records: list[Record], found: int) -> Newest:
+    def read(records: list[StoredMessage], found: int) -> NewestByKey:
         if not records:
-            return Newest(None, found >= count)
-        return Newest(records[-1] if body else replace(records[-1], body=b""), False)
+            return NewestByKey(None, found >= count)
+        return NewestByKey(records[-1] if body else replace(records[-1], body=b""), False)
 
     return _look_up(topic, unique_key, count, read)
 
 
 def _look_up(
-    topic: str, unique_key: str, count: int, read: Callable[[list[Record], int], T], **more: object
-) -> Request[T]:
-    """`read` gets the messages with this key, the oldest first, and how many the broker's index has offered."""
+    topic: str, unique_key: str, count: int, read: Callable[[list[StoredMessage], int], T], **more: object
+) -> RpcRequest[T]:
+    """Look up messages by key. `read` receives those with this key, oldest first, and the number of index entries."""
 
-    def decode(answer: Command) -> T:
-        offered = decode_records(answer.body) if answer.code != Answer.QUERY_NOT_FOUND else []
+    def decode(answer: RemotingCommand) -> T:
+        offered = decode_records(answer.body) if answer.code != ResponseCode.QUERY_NOT_FOUND else []
         found = [each for each in offered if (each.topic, each.unique_key) == (topic, unique_key)]
         return read(sorted(found, key=lambda record: record.log_offset), len(offered))
 
     asked = fields(topic=topic, key=unique_key, maxNum=count, beginTimestamp=0, endTimestamp=_NO_END, **more)
-    return Request(f"looking up a message of topic {topic}", Code.QUERY_MESSAGE, decode, asked, accepted=_QUERIED)
+    return RpcRequest(
+        f"looking up a message of topic {topic}", RequestCode.QUERY_MESSAGE, decode, asked, accepted=_QUERIED
+    )
 
 
-def at_log_offset(topic: str, log_offset: int) -> Request[Record]:
-    """The message at a place of the commit log, whatever it is.
+def at_log_offset(topic: str, log_offset: int) -> RpcRequest[StoredMessage]:
+    """Return the message at a commit log offset, whatever message it is.
 
-    The result raises `Refused` with SYSTEM_ERROR where no message begins.
+    The result raises `ErrorResponse` with SYSTEM_ERROR where no message begins.
     """
 
-    def read(answer: Command) -> Record:
+    def read(answer: RemotingCommand) -> StoredMessage:
         (record,) = decode_records(answer.body)
         return record
 
     what = f"reading a message of topic {topic} by its address"
-    return Request(what, Code.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
+    return RpcRequest(what, RequestCode.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
 
 
-def _offset(name: str, code: Code, topic: str, queue: int, **more: object) -> Request[int]:
+def _offset(name: str, code: RequestCode, topic: str, queue: int, **more: object) -> RpcRequest[int]:
     what = f"asking for the {name} of queue {queue} of topic {topic}"
-    return Request(what, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more))
+    return RpcRequest(
+        what, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more)
+    )

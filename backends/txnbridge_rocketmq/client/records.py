@@ -1,4 +1,4 @@
-"""Messages as brokers store and show them, and the texts that go with them: properties and addresses."""
+"""Stored messages, and the encoding of their properties and addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from txnbridge_rocketmq.client.codes import Flag, Property
+from txnbridge_rocketmq.client.codes import Property, SystemFlag
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 
-# By its magic number a record's topic has a length of one byte or of two.
+# The magic number tells whether the length of the topic takes one byte or two.
 _SHORT_TOPIC, _LONG_TOPIC = -626843481, -626843477
 _COMPRESSIONS = {0: "zlib", 1: "LZ4", 2: "ZSTD", 3: "zlib"}
-# Brokers take 4 MiB by default, compressed or not; more than that many times as much is made to harm.
+# The limit for an unpacked body. Brokers accept 4 MiB by default, compressed or not; a body that unpacks to many times
+# as much is an attack.
 LARGEST_INFLATED = 64 << 20
 
 _NAME_END, _VALUE_END = "\x01", "\x02"
@@ -22,7 +23,7 @@ _NAME_END, _VALUE_END = "\x01", "\x02"
 
 @dataclass(frozen=True)
 class OffsetId:
-    """Where a message is stored: the id that a broker gives it, made of its own address and a commit-log offset."""
+    """The address of a stored message: the broker's host and port, and the commit log offset."""
 
     host: str
     port: int
@@ -30,7 +31,7 @@ class OffsetId:
 
     @classmethod
     def parse(cls, text: str) -> OffsetId:
-        """Raises `ValueError`."""
+        """Parse the broker's hexadecimal form. Raise `ValueError`."""
         data = bytes.fromhex(text)
         if len(data) not in (16, 28):
             raise ValueError(f"an offset id has 32 or 56 hexadecimal digits, not {len(text)}")
@@ -38,7 +39,7 @@ class OffsetId:
 
     @classmethod
     def unpack(cls, data: bytes) -> OffsetId:
-        """From host, port and offset as they stand in memory."""
+        """Decode the binary form: host, port and offset."""
         port, log_offset = struct.unpack(">iq", data[-12:])
         family = socket.AF_INET if len(data) == 16 else socket.AF_INET6
         return cls(socket.inet_ntop(family, data[:-12]), port, log_offset)
@@ -49,16 +50,16 @@ class OffsetId:
 
     @property
     def address(self) -> str:
-        """The broker's address as connections take it."""
+        """The broker's address as "host:port"."""
         return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
-class Record:
-    """One message as it is stored.
+class StoredMessage:
+    """One message as the broker stores it.
 
-    `offset_id` is its address, `prepared_offset` the place in the commit log of the half that it was published from (0:
-    from none). `body` is as stored; `payload()` unpacks it. Times are in milliseconds since 1970.
+    `offset_id` is its address. `prepared_offset` is the commit log offset of the half from which it was published, or
+    0. `body` is the stored body, which `payload()` unpacks. Times are in milliseconds since 1970.
     """
 
     topic: str
@@ -76,43 +77,46 @@ class Record:
 
     @property
     def log_offset(self) -> int:
-        """Its place in the broker's commit log."""
+        """The message's offset in the broker's commit log."""
         return self.offset_id.log_offset
 
     @property
     def unique_key(self) -> str | None:
-        """The id that its sender gave it."""
+        """The unique id that the sender gave to the message."""
         return self.properties.get(Property.UNIQUE_KEY)
 
     @property
     def keys(self) -> list[str]:
-        """The keys that it can be looked up by."""
+        """The keys by which the message can be looked up."""
         return self.properties.get(Property.KEYS, "").split()
 
     @property
     def tags(self) -> str | None:
-        """What subscriptions filter by."""
+        """The tag by which subscriptions filter."""
         return self.properties.get(Property.TAGS)
 
     @property
     def is_committed_half(self) -> bool:
-        """Whether it was published by the end of a transaction."""
-        return self.system_flag & Flag.TRANSACTION == Flag.COMMITTED
+        """Return whether the message was published by the commit of a transaction."""
+        return self.system_flag & SystemFlag.TRANSACTION == SystemFlag.COMMITTED
 
     @property
     def holds_several(self) -> bool:
-        """Whether its body is a batch of messages, which `unwrap` takes apart."""
-        return bool(self.system_flag & Flag.NEEDS_UNWRAPPING and self.system_flag & Flag.INNER_BATCH)
+        """Return whether the body is a batch of messages, which `unwrap` splits."""
+        return bool(self.system_flag & SystemFlag.NEEDS_UNWRAPPING and self.system_flag & SystemFlag.INNER_BATCH)
 
     def payload(self, most: int = LARGEST_INFLATED) -> bytes:
-        """The body as it was sent. Raises `CannotDecompress` for a kind other than zlib, or for more than `most`."""
-        if not self.system_flag & Flag.COMPRESSED:
+        """Return the unpacked body.
+
+        Raise `CannotDecompress` for an algorithm other than zlib, or above `most` bytes.
+        """
+        if not self.system_flag & SystemFlag.COMPRESSED:
             return self.body
-        return _inflate(self.body, (self.system_flag & Flag.COMPRESSION) >> 8, most)
+        return _inflate(self.body, (self.system_flag & SystemFlag.COMPRESSION) >> 8, most)
 
 
-def decode_records(data: bytes) -> list[Record]:
-    """The records that follow one another in a body. Raises `ProtocolViolation` if one is not whole."""
+def decode_records(data: bytes) -> list[StoredMessage]:
+    """Decode consecutive records. Raise `ProtocolViolation` if a record is incomplete."""
     records, at = [], 0
     while at < len(data):
         (size,) = struct.unpack_from(">i", data, at) if at + 4 <= len(data) else (0,)
@@ -126,13 +130,13 @@ def decode_records(data: bytes) -> list[Record]:
     return records
 
 
-def _record(data: bytes) -> Record:
+def _record(data: bytes) -> StoredMessage:
     _size, magic, _crc, queue, flag, queue_offset, log_offset, system_flag, born = struct.unpack_from(
         ">iiiiiqqiq", data
     )
-    at = 48 + (20 if system_flag & Flag.BORN_IPV6 else 8)
+    at = 48 + (20 if system_flag & SystemFlag.BORN_IPV6 else 8)
     (stored,) = struct.unpack_from(">q", data, at)
-    host, at = _part(data, at + 8, 20 if system_flag & Flag.STORED_IPV6 else 8)
+    host, at = _part(data, at + 8, 20 if system_flag & SystemFlag.STORED_IPV6 else 8)
     reconsumed, prepared, body_size = struct.unpack_from(">iqi", data, at)
     body, at = _part(data, at + 16, body_size)
     if magic not in (_SHORT_TOPIC, _LONG_TOPIC):
@@ -140,7 +144,7 @@ def _record(data: bytes) -> Record:
     width = 1 if magic == _SHORT_TOPIC else 2
     topic, at = _part(data, at + width, int.from_bytes(_part(data, at, width)[0], "big"))
     properties, _ = _part(data, at + 2, int.from_bytes(_part(data, at, 2)[0], "big"))
-    return Record(
+    return StoredMessage(
         topic=_text(topic),
         queue=queue,
         queue_offset=queue_offset,
@@ -156,8 +160,8 @@ def _record(data: bytes) -> Record:
     )
 
 
-def unwrap(record: Record) -> Iterator[Record]:
-    """The messages in a record that `holds_several`, each at its own queue offset. Raises `ProtocolViolation`."""
+def unwrap(record: StoredMessage) -> Iterator[StoredMessage]:
+    """Yield the messages in a batch (`holds_several`), each at its own queue offset. Raise `ProtocolViolation`."""
     data, at, number = record.payload(), 0, 0
     while at < len(data):
         try:
@@ -172,7 +176,8 @@ def unwrap(record: Record) -> Iterator[Record]:
             record,
             queue_offset=record.queue_offset + number,
             flag=flag,
-            system_flag=record.system_flag & ~(Flag.NEEDS_UNWRAPPING | Flag.INNER_BATCH | Flag.COMPRESSED),
+            system_flag=record.system_flag
+            & ~(SystemFlag.NEEDS_UNWRAPPING | SystemFlag.INNER_BATCH | SystemFlag.COMPRESSED),
             properties=unpack_properties(_text(properties)),
             body=body,
         )
@@ -187,7 +192,7 @@ def _part(data: bytes, begin: int, size: int) -> tuple[bytes, int]:
 
 
 def _text(data: bytes) -> str:
-    # Whatever bytes a foreign program stored: they are shown, and do not hide the message.
+    # Other programs may have stored any bytes. They must not make the message unreadable.
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -209,10 +214,10 @@ def _inflate(body: bytes, kind: int, most: int) -> bytes:
 
 
 def pack_properties(properties: Mapping[str, str]) -> str:
-    """Properties as one text.
+    """Return the properties as one text.
 
-    Raises `ValueError` for what a broker would not give back: an empty name or value, one of the two separators, text
-    that is not UTF-8.
+    Raise `ValueError` for properties that a broker would not return: an empty name or value, a name or value with one
+    of the two separators, and text that UTF-8 cannot encode.
     """
     for name, value in properties.items():
         if not name or not value:
@@ -225,6 +230,6 @@ def pack_properties(properties: Mapping[str, str]) -> str:
 
 
 def unpack_properties(text: str) -> dict[str, str]:
-    """The properties in a text; what has no name is left out, as the broker does."""
+    """Return the properties in a text. Pairs without a name are left out, as brokers do."""
     pairs = (pair.partition(_NAME_END) for pair in text.split(_VALUE_END))
     return {name: value for name, separator, value in pairs if name and separator}

@@ -1,6 +1,6 @@
-"""What can be asked, as values: a request knows how it is sent and how its answer is read.
+"""Requests as values: each one knows how it is encoded and how its response is read.
 
-The modules `sending`, `reading`, `groups` and `administration` make them; `Client.call` and `Client.submit` send them.
+The modules `sending`, `reading`, `groups` and `administration` make requests; a `RemotingClient` sends them.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from txnbridge_rocketmq.client.codes import Answer
-from txnbridge_rocketmq.client.errors import ProtocolViolation, Refused
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.codes import ResponseCode
+from txnbridge_rocketmq.client.errors import ErrorResponse, ProtocolViolation
+from txnbridge_rocketmq.client.frames import RemotingCommand
 
 T = TypeVar("T")
 
-_SUCCESS = frozenset({int(Answer.SUCCESS)})
-# For answers that `is_absent` tells apart.
-OR_ABSENT = frozenset({int(Answer.SUCCESS), int(Answer.SYSTEM_ERROR)})
+_SUCCESS = frozenset({int(ResponseCode.SUCCESS)})
+# The accepted codes where `is_absent` examines the response.
+OR_ABSENT = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.SYSTEM_ERROR)})
 
 
 @dataclass(frozen=True)
-class Request(Generic[T]):
-    """One request. `what` names it in errors; `read` makes the result of an answer whose code is `accepted`."""
+class RpcRequest(Generic[T]):
+    """One request. `what` names it in errors. `read` decodes a response whose code is `accepted`."""
 
     what: str
     code: int
-    read: Callable[[Command], T] = field(repr=False)
+    read: Callable[[RemotingCommand], T] = field(repr=False)
     fields: Mapping[str, str] = field(default_factory=dict, repr=False)
     body: bytes = field(default=b"", repr=False)
     accepted: frozenset[int] = field(default=_SUCCESS, repr=False)
 
-    def result(self, answer: Command) -> T:
-        """What an answer says. Raises `Refused`, and `ProtocolViolation` if it cannot be read."""
+    def result(self, answer: RemotingCommand) -> T:
+        """Decode a response. Raise `ErrorResponse`, or `ProtocolViolation` if the response cannot be decoded."""
         if answer.code not in self.accepted:
-            raise Refused(answer.code, answer.remark, self.what)
+            raise ErrorResponse(answer.code, answer.remark, self.what)
         try:
             return self.read(answer)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, struct.error) as error:
@@ -46,38 +46,41 @@ class Request(Generic[T]):
 
 
 def fields(**given: object) -> dict[str, str]:
-    """Fields as they are sent: all are text, those that are None are left out."""
+    """Return the header fields as text, without those that are None."""
     return {name: text(value) for name, value in given.items() if value is not None}
 
 
 def text(value: object) -> str:
-    """A field's value as it is sent."""
+    """Return a field's value as text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
 def as_body(document: object) -> bytes:
-    """A body in JSON."""
+    """Return a JSON body."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def document(answer: Command) -> dict[str, Any]:
-    """The JSON object in an answer's body."""
+def document(answer: RemotingCommand) -> dict[str, Any]:
+    """Return the JSON object in the body of a response."""
     read = json.loads(answer.body)
     if not isinstance(read, dict):
         raise TypeError("not an object")
     return read
 
 
-def is_absent(answer: Command, words: str, what: str) -> bool:
-    """Whether there is none of what was asked for: some answers say so by SYSTEM_ERROR and words. Raises `Refused`."""
-    if answer.code == Answer.SUCCESS:
+def is_absent(answer: RemotingCommand, words: str, what: str) -> bool:
+    """Return whether the response says, by SYSTEM_ERROR and these words, that the thing does not exist.
+
+    Raise `ErrorResponse` for any other error.
+    """
+    if answer.code == ResponseCode.SUCCESS:
         return False
     if words in answer.remark:
         return True
-    raise Refused(answer.code, answer.remark, what)
+    raise ErrorResponse(answer.code, answer.remark, what)
 
 
-def nothing(answer: Command) -> None:
-    """For answers whose code says it all."""
+def nothing(answer: RemotingCommand) -> None:
+    """Return nothing, for responses that carry only a code."""

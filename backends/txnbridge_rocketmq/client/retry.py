@@ -1,4 +1,4 @@
-"""Requests that may be carried out twice: sent until they are answered."""
+"""Idempotent requests that are repeated until they succeed or the deadline passes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,38 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, DeadlineExceeded, EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Call, Record, Request, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.errors import translate
 
 T = TypeVar("T")
 
-# A broker that has just started refuses for a moment.
+# A broker that has just started refuses requests for a moment.
 _PAUSE = 0.05
-# Requests under way at once; a broker is no faster with more.
+# The maximum number of requests in flight. A broker is no faster with more.
 AT_ONCE = 256
-# Each answer to a look-up holds a whole message, of 4 MiB at most as brokers come.
+# The same for look-ups by key, whose responses each hold a whole message of up to 4 MiB by default.
 _LOOKED_UP_AT_ONCE = 32
 
 
-def again(
+def retry(
     attempt: Callable[[], T],
     what: str,
     deadline: Deadline,
-    words: Callable[[remoting.RemotingError, str], TxnBridgeError] = translate,
+    words: Callable[[RemotingError, str], TxnBridgeError] = translate,
 ) -> T:
-    """Do what may be done twice until it succeeds, fails for good, or the deadline comes.
+    """Repeat an idempotent attempt until it succeeds, fails for good, or the deadline passes.
 
-    Raises what `words` makes of the remoting client's error, and `DeadlineExceeded`.
+    Raise the error that `words` makes of the client's error, or `DeadlineExceeded`.
     """
     while True:
         try:
             return attempt()
-        except remoting.RemotingError as error:
+        except RemotingError as error:
             refused = words(error, what)
             if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
                 raise refused from error
@@ -44,19 +48,19 @@ def again(
         time.sleep(_PAUSE)
 
 
-def ask(client: remoting.Client, broker: str, request: Request[T], what: str, deadline: Deadline) -> T:
-    """The answer to one request; as `again`."""
-    return again(lambda: client.call(broker, request, deadline.left()), what, deadline)
+def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], what: str, deadline: Deadline) -> T:
+    """Send one request with `retry` and return the decoded response."""
+    return retry(lambda: client.call(broker, request, deadline.left()), what, deadline)
 
 
-def ask_all(
-    client: remoting.Client,
-    asked: Sequence[tuple[str, Request[T]]],
+def retry_calls(
+    client: RemotingClient,
+    asked: Sequence[tuple[str, RpcRequest[T]]],
     what: str,
     deadline: Deadline,
     at_once: int = AT_ONCE,
 ) -> list[T]:
-    """The answers to many requests, in their order; as `again`."""
+    """Send many requests with `retry` and return the decoded responses in the same order."""
     found: list[T] = []
     for at in range(0, len(asked), at_once):
         chunk = asked[at : at + at_once]
@@ -64,26 +68,22 @@ def ask_all(
         for (broker, request), call in zip(chunk, calls, strict=True):
             try:
                 if call is None:
-                    raise remoting.Unreachable("not sent")
+                    raise Unreachable("not sent")
                 found.append(call.result())
-            except remoting.RemotingError:
-                found.append(ask(client, broker, request, what, deadline))
+            except RemotingError:
+                found.append(retry_call(client, broker, request, what, deadline))
     return found
 
 
-def look_up(
-    client: remoting.Client,
-    wanted: Sequence[tuple[str, str, str]],
-    what: str,
-    deadline: Deadline,
-    body: bool = False,
-) -> list[Record | None]:
-    """The newest message for each broker, topic and unique key, None where there is none; as `again`.
+def look_up_by_key(
+    client: RemotingClient, wanted: Sequence[tuple[str, str, str]], what: str, deadline: Deadline, body: bool = False
+) -> list[StoredMessage | None]:
+    """Return the newest message for each (broker, topic, unique key), None where there is none. Requests are retried.
 
-    Raises `EvidenceLost` where the broker's index cannot tell.
+    Raise `EvidenceLost` where the broker's index cannot tell whether there is such a message.
     """
     asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
-    answers = ask_all(client, asked, what, deadline, _LOOKED_UP_AT_ONCE)
+    answers = retry_calls(client, asked, what, deadline, _LOOKED_UP_AT_ONCE)
     return [
         _look_further(client, each, what, deadline, body) if answer.may_have_more else answer.record
         for each, answer in zip(wanted, answers, strict=True)
@@ -91,14 +91,14 @@ def look_up(
 
 
 def _look_further(
-    client: remoting.Client, wanted: tuple[str, str, str], what: str, deadline: Deadline, body: bool
-) -> Record | None:
-    """Look behind newer messages whose keys have the same hash as the wanted one."""
+    client: RemotingClient, wanted: tuple[str, str, str], what: str, deadline: Deadline, body: bool
+) -> StoredMessage | None:
+    """Look behind newer messages whose keys have the same hash as the wanted key."""
     broker, topic, key = wanted
     count = 1
     while count < reading.MOST_LOOKED_UP:
         count *= 2
-        answer = ask(client, broker, reading.newest_by_unique_key(topic, key, count, body), what, deadline)
+        answer = retry_call(client, broker, reading.newest_by_unique_key(topic, key, count, body), what, deadline)
         if not answer.may_have_more:
             return answer.record
     raise EvidenceLost(
@@ -107,8 +107,8 @@ def _look_further(
     )
 
 
-def _submitted(client: remoting.Client, broker: str, request: Request[T], deadline: Deadline) -> Call[T] | None:
+def _submitted(client: RemotingClient, broker: str, request: RpcRequest[T], deadline: Deadline) -> Call[T] | None:
     try:
         return client.submit(broker, request, deadline.left())
-    except remoting.RemotingError:
+    except RemotingError:
         return None

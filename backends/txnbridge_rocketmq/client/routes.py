@@ -1,4 +1,4 @@
-"""Where topics and brokers are, as name servers tell it."""
+"""Requests to name servers: the routes of topics, and the brokers of the cluster."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge_rocketmq.client.codes import Answer, Code
-from txnbridge_rocketmq.client.frames import Command
+from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
+from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.requests import Request, document, fields
+from txnbridge_rocketmq.client.requests import RpcRequest, document, fields
 
 _READ, _WRITE = 4, 2  # bits of a topic's permission
-# Of the brokers of one name the master has this id.
+# The broker id of the master among the brokers of one name.
 _MASTER = "0"
 
 
 @dataclass(frozen=True)
-class Route:
-    """Where a topic is: its queues in order, and the address of each broker's master."""
+class TopicRoute:
+    """The queues of a topic in order, and the address of each broker's master."""
 
     topic: str
     readable: tuple[Queue, ...]
@@ -28,41 +28,41 @@ class Route:
     masters: Mapping[str, str]
 
 
-def route(topic: str) -> Request[Route | None]:
-    """Where a topic is, None if the name server does not know it (it may take a second to hear of a new one)."""
+def route(topic: str) -> RpcRequest[TopicRoute | None]:
+    """Return the route of a topic; None if the name server does not know it. A new topic takes up to a second."""
 
-    def read(answer: Command) -> Route | None:
-        return _route(topic, document(answer)) if answer.code == Answer.SUCCESS else None
+    def read(answer: RemotingCommand) -> TopicRoute | None:
+        return _route(topic, document(answer)) if answer.code == ResponseCode.SUCCESS else None
 
-    return Request(
+    return RpcRequest(
         f"asking where topic {topic} is",
-        Code.GET_ROUTE_INFO_BY_TOPIC,
+        RequestCode.GET_ROUTE_INFO_BY_TOPIC,
         read,
-        # Newer name servers go by the version in the header, which says the same.
+        # Newer name servers decide by the version in the header, which implies the same.
         fields(topic=topic, acceptStandardJsonOnly=True),
-        accepted=frozenset({int(Answer.SUCCESS), int(Answer.TOPIC_NOT_EXIST)}),
+        accepted=frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.TOPIC_NOT_EXIST)}),
     )
 
 
-def masters() -> Request[dict[str, str]]:
-    """The address of the master of each broker in the cluster, by the broker's name; not of those without one."""
+def masters() -> RpcRequest[dict[str, str]]:
+    """Return the address of the master of each broker, by broker name. Brokers without a master are left out."""
 
-    def read(answer: Command) -> dict[str, str]:
+    def read(answer: RemotingCommand) -> dict[str, str]:
         return _masters(_lenient(answer.body).get("brokerAddrTable", {}).values())
 
-    return Request("asking for the cluster's brokers", Code.GET_BROKER_CLUSTER_INFO, read)
+    return RpcRequest("asking for the cluster's brokers", RequestCode.GET_BROKER_CLUSTER_INFO, read)
 
 
-def topics() -> Request[list[str]]:
-    """The names of all topics that the name server knows."""
-    return Request(
+def topics() -> RpcRequest[list[str]]:
+    """Return the names of all topics that the name server knows."""
+    return RpcRequest(
         "listing topics",
-        Code.GET_ALL_TOPIC_LIST_FROM_NAME_SERVER,
+        RequestCode.GET_ALL_TOPIC_LIST_FROM_NAME_SERVER,
         lambda answer: sorted(map(str, document(answer).get("topicList") or [])),
     )
 
 
-def _route(topic: str, told: dict[str, Any]) -> Route:
+def _route(topic: str, told: dict[str, Any]) -> TopicRoute:
     readable: list[Queue] = []
     writable: list[Queue] = []
     for data in sorted(told.get("queueDatas") or [], key=lambda data: str(data["brokerName"])):
@@ -72,7 +72,7 @@ def _route(topic: str, told: dict[str, Any]) -> Route:
         ):
             if int(data["perm"]) & permission:
                 queues += [Queue(topic, str(data["brokerName"]), number) for number in range(_number(count))]
-    return Route(topic, tuple(readable), tuple(writable), _masters(told.get("brokerDatas") or []))
+    return TopicRoute(topic, tuple(readable), tuple(writable), _masters(told.get("brokerDatas") or []))
 
 
 def _masters(brokers: Any) -> dict[str, str]:
@@ -84,19 +84,22 @@ def _masters(brokers: Any) -> dict[str, str]:
 
 
 def _number(count: object) -> int:
-    """Not more queues than there are in any broker: the list of them is made in memory."""
+    """Return the number of queues.
+
+    Raise `ValueError` for a number that no broker allows, before a list of that length is made.
+    """
     number = int(str(count))
     if not 0 <= number <= 65_536:
         raise ValueError("a topic with an unlikely number of queues")
     return number
 
 
-# A number as a key without quotes, which JSON does not know. Brokers' names and addresses hold no `{0:` or `,0:`.
+# A numeric key without quotes, which JSON does not allow. Names and addresses of brokers contain no `{0:` or `,0:`.
 _BARE_KEY = re.compile(rb"([{,])\s*(\d+)\s*:")
 
 
 def _lenient(body: bytes) -> dict[str, Any]:
-    """The object in a body whose numeric keys may lack quotes, as name servers write this one."""
+    """Return the object in a JSON body whose numeric keys may lack quotes, as in a name server's list of brokers."""
     read = json.loads(_BARE_KEY.sub(rb'\1"\2":', body))
     if not isinstance(read, dict):
         raise TypeError("not an object")

@@ -1,4 +1,4 @@
-"""Who asks: signatures for brokers that control access, and the checks that go with secrets."""
+"""Request signatures, for brokers that control access."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _ACCESS_KEY, _SECURITY_TOKEN, _SIGNATURE = "AccessKey", "SecurityToken", "Signat
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user of the broker. The secret is used for signing and never sent; no text of ours shows it."""
+    """A user of the broker. The secret signs requests, is never sent, and appears in no text of ours."""
 
     access_key: str
     secret_key: str = field(repr=False)
     security_token: str | None = field(default=None, repr=False)
 
     def sign(self, fields: Mapping[str, str], body: bytes) -> dict[str, str]:
-        """The fields of a request with those that prove who sends it."""
+        """Return the fields of a request together with the user's name, token and signature."""
         named = {**fields, _ACCESS_KEY: self.access_key}
         if self.security_token is not None:
             named[_SECURITY_TOKEN] = self.security_token
-        # The values alone, in the order of their names. Java orders by UTF-16, which for the names in use is the same.
+        # The signed content is the values in the order of their names. Java orders names by UTF-16, which makes no
+        # difference for the names in use.
         content = "".join(named[name] for name in sorted(named)).encode() + body
         digest = hmac.new(self.secret_key.encode(), content, hashlib.sha1).digest()
         return {**named, _SIGNATURE: base64.b64encode(digest).decode()}

@@ -1,4 +1,4 @@
-"""Requests that store messages and that end transactions, and the broker's question what became of a half."""
+"""Requests that store messages and end half messages, and the broker's check-back."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from txnbridge_rocketmq.client.codes import STORED_BUT, Answer, Code, Flag, Property
+from txnbridge_rocketmq.client.codes import STORED_BUT, Property, RequestCode, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
-from txnbridge_rocketmq.client.frames import Command
-from txnbridge_rocketmq.client.records import OffsetId, Record, decode_records, pack_properties
-from txnbridge_rocketmq.client.requests import Request, fields, nothing
+from txnbridge_rocketmq.client.frames import RemotingCommand
+from txnbridge_rocketmq.client.records import OffsetId, StoredMessage, decode_records, pack_properties
+from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
 
-# What brokers say of names: of topics up to 127 characters, of groups up to 120.
+# The names that brokers accept: topics up to 127 characters, groups up to 120.
 _TOPIC = re.compile(r"[%|a-zA-Z0-9_-]{1,127}")
 _GROUP = re.compile(r"[%|a-zA-Z0-9_-]{1,120}")
 
-# A broker that makes missing topics by itself would make them like this one, which no broker has: a mistyped or deleted
-# topic is an error.
+# A broker with automatic topic creation copies this template topic. No broker has it, so sending to a mistyped or
+# deleted topic fails.
 _TEMPLATE_TOPIC, _TEMPLATE_QUEUES = "NO-TEMPLATE", 4
 
-_STORED = frozenset({int(Answer.SUCCESS), *map(int, STORED_BUT)})
-# With these a half leaves the half topic for the broker's timers: its commit says success and delivers nothing.
+_STORED = frozenset({int(ResponseCode.SUCCESS), *map(int, STORED_BUT)})
+# A half with one of these properties goes to the broker's timers: its commit succeeds and delivers nothing.
 _NOT_FOR_HALVES = frozenset({"DELAY", "TIMER_DELAY_MS", "TIMER_DELAY_SEC", "TIMER_DELIVER_MS"})
 
 
-class End(IntEnum):
-    """How a half ends."""
+class HalfEnd(IntEnum):
+    """The outcome of a half message."""
 
-    COMMIT = Flag.COMMITTED
-    ABORT = Flag.ABORTED
+    COMMIT = SystemFlag.COMMITTED
+    ABORT = SystemFlag.ABORTED
 
 
 @dataclass(frozen=True)
-class Message:
-    """What is sent. Properties, keys and tags are text; the body has at least one byte, or brokers fail."""
+class WireMessage:
+    """A message to send. Properties, keys and tags are text. The body has at least one byte, or brokers fail."""
 
     topic: str
     body: bytes = field(repr=False)
@@ -45,15 +45,15 @@ class Message:
     keys: Sequence[str] = field(default=(), repr=False)
     tags: str | None = None
     unique_key: str | None = None
-    """The id by which it can be found at once; a random one if none is given."""
+    """The id by which the message can be looked up; random if None."""
     flag: int = 0
     born_time: int | None = None
-    """In milliseconds since 1970; now if none is given."""
+    """Milliseconds since 1970; now if None."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a message was stored. Of a half, `queue_offset` is that in the half topic."""
+class SendResult:
+    """The place of a stored message. For a half message, `queue_offset` is the offset in the half topic."""
 
     offset_id: OffsetId
     queue: int
@@ -62,63 +62,64 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Half:
-    """All that is needed to end a half, from any process, at any time: the broker's name and these."""
+class HalfHandle:
+    """The fields of END_TRANSACTION. With the broker's name, any process can end the half with them at any time."""
 
     topic: str
     group: str
     queue_offset: int
-    """In the half topic."""
+    """The offset in the half topic."""
     log_offset: int
     unique_key: str
 
 
 @dataclass(frozen=True)
-class Check:
-    """The broker's question what became of a half: what to end (its newest copy), and the message itself."""
+class CheckBack:
+    """A check-back: the handle of the half's newest copy, and the message itself."""
 
-    half: Half
-    record: Record
+    half: HalfHandle
+    record: StoredMessage
     broker: str
-    """The name of the broker that asks; empty if it did not say."""
+    """The name of the broker that asks; empty if the broker did not send it."""
 
     @property
     def times(self) -> int:
-        """How often was asked, this time included; 0 where the broker keeps no count."""
+        """The number of check-backs about this half, including this one; 0 where the broker does not count them."""
         return int(self.record.properties.get(Property.CHECKS, 0))
 
 
-def send(message: Message, group: str, queue: int) -> Request[Stored]:
-    """Store a message in a queue. The result raises `NotDurable` where it is stored less safely than asked."""
+def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]:
+    """Store a message in a queue. The result raises `NotDurable` if the message was stored less safely than asked."""
     return _store(message, group, queue, {}, 0)
 
 
-def send_half(message: Message, group: str, queue: int, immunity: int | None = None) -> Request[Stored]:
-    """Store a message that nobody sees before `end` commits it. `half_of` makes of the result what that needs.
+def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
+    """Store a half message, which no reader sees before `end` commits it. `half_handle` makes its handle of the result.
 
-    `immunity` is for how many seconds the broker does not ask about it; a later `end` that answers no check is refused.
+    For `immunity` seconds the broker sends no check-back for the half. A later `end` with `from_check=False` is
+    refused.
     """
     if refused := _NOT_FOR_HALVES & message.properties.keys():
         raise ValueError(f"{sorted(refused)[0]}: a half that is to be delivered late would be lost")
     own = {Property.HALF: "true", Property.GROUP: group}
     if immunity is not None:
         own[Property.IMMUNITY] = str(immunity)
-    return _store(message, group, queue, own, Flag.PREPARED)
+    return _store(message, group, queue, own, SystemFlag.PREPARED)
 
 
-def half_of(topic: str, group: str, stored: Stored) -> Half:
-    """What `end` needs of a half that was sent with this group."""
-    return Half(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
+def half_handle(topic: str, group: str, stored: SendResult) -> HalfHandle:
+    """Return the handle of a half that was sent with this producer group."""
+    return HalfHandle(topic, group, stored.queue_offset, stored.offset_id.log_offset, stored.unique_key)
 
 
-def end(half: Half, how: End, from_check: bool = False) -> Request[None]:
-    """Commit or abort one half. `from_check` says that the broker had asked, or that its patience is over.
+def end(half: HalfHandle, how: HalfEnd, from_check: bool = False) -> RpcRequest[None]:
+    """Commit or abort one half. `from_check` is set in response to a check-back, or when the immunity time is over.
 
-    Nothing about it can be repeated: a second commit publishes a second copy, and so does a commit after an abort.
+    The request is not idempotent: a second commit publishes a second copy, and so does a commit after an abort.
     """
-    return Request(
-        f"{'committing' if how is End.COMMIT else 'aborting'} a half of topic {half.topic}",
-        Code.END_TRANSACTION,
+    return RpcRequest(
+        f"{'committing' if how is HalfEnd.COMMIT else 'aborting'} a half of topic {half.topic}",
+        RequestCode.END_TRANSACTION,
         nothing,
         fields(
             topic=half.topic,
@@ -133,12 +134,12 @@ def end(half: Half, how: End, from_check: bool = False) -> Request[None]:
     )
 
 
-def check_of(request: Command) -> Check:
-    """What a broker asks with CHECK_TRANSACTION_STATE. Raises `ProtocolViolation`."""
+def check_back_of(request: RemotingCommand) -> CheckBack:
+    """Decode CHECK_TRANSACTION_STATE. Raise `ProtocolViolation`."""
     records = decode_records(request.body)
     try:
         (record,) = records
-        half = Half(
+        half = HalfHandle(
             topic=record.properties.get(Property.REAL_TOPIC, record.topic),
             group=record.properties[Property.GROUP],
             queue_offset=int(request.fields["tranStateTableOffset"]),
@@ -148,42 +149,44 @@ def check_of(request: Command) -> Check:
         int(record.properties.get(Property.CHECKS, 0))
     except (KeyError, ValueError):
         raise ProtocolViolation("a question about a half that lacks what it needs") from None
-    return Check(half, record, request.fields.get("bname", ""))
+    return CheckBack(half, record, request.fields.get("bname", ""))
 
 
 def check_topic(name: str) -> str:
-    """The name, if a topic can have it. Raises `ValueError`."""
+    """Return the name if it is valid for a topic. Raise `ValueError`."""
     if not _TOPIC.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a topic: 1 to 127 of letters, digits, and %|_-")
     return name
 
 
 def check_group(name: str) -> str:
-    """The name, if a group can have it. Raises `ValueError`."""
+    """Return the name if it is valid for a group. Raise `ValueError`."""
     if not _GROUP.fullmatch(name):
         raise ValueError(f"{name!r} is no name of a group: 1 to 120 of letters, digits, and %|_-")
     return name
 
 
-def _store(message: Message, group: str, queue: int, own: Mapping[str, str], system_flag: int) -> Request[Stored]:
+def _store(
+    message: WireMessage, group: str, queue: int, own: Mapping[str, str], system_flag: int
+) -> RpcRequest[SendResult]:
     if not message.body:
         raise ValueError("a message without any byte in its body: brokers fail on it")
     what = f"sending to topic {check_topic(message.topic)}"
     unique_key = message.unique_key or uuid.uuid4().hex.upper()
 
-    def read(answer: Command) -> Stored:
+    def read(answer: RemotingCommand) -> SendResult:
         offset_id = OffsetId.parse(answer.fields["msgId"])
-        if answer.code != Answer.SUCCESS:
+        if answer.code != ResponseCode.SUCCESS:
             raise NotDurable(answer.code, answer.remark, what, str(offset_id))
-        return Stored(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), unique_key)
+        return SendResult(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), unique_key)
 
     properties = {**message.properties, **_standard(message), Property.UNIQUE_KEY: unique_key, **own}
-    return Request(
+    return RpcRequest(
         what,
-        Code.SEND_MESSAGE_V2,
+        RequestCode.SEND_MESSAGE_V2,
         read,
-        # One letter each, as in all clients: producer group, topic, template topic and its queues, queue, system
-        # flag, time of birth, flag, properties, times it was consumed, unit mode, batch.
+        # The single-letter fields of all clients: producer group, topic, template topic and its queues, queue, system
+        # flag, time of birth, flag, properties, number of redeliveries, unit mode, batch.
         fields(
             a=check_group(group),
             b=message.topic,
@@ -203,9 +206,9 @@ def _store(message: Message, group: str, queue: int, own: Mapping[str, str], sys
     )
 
 
-def _standard(message: Message) -> dict[str, str]:
-    """The properties that the fields of a message stand for."""
-    found = {Property.WAIT: "true"}  # for the disk and the replicas, as far as the broker's settings ask for that
+def _standard(message: WireMessage) -> dict[str, str]:
+    """Return the system properties for the message's tags and keys."""
+    found = {Property.WAIT: "true"}  # wait for the disk and the replicas, as far as the broker's settings ask
     if message.tags is not None:
         found[Property.TAGS] = message.tags
     if message.keys:

@@ -10,12 +10,16 @@ from contextlib import contextmanager
 
 from txnbridge.errors import EvidenceLost, TxnBridgeError
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
-from txnbridge_rocketmq.client import DISCARDED_TOPIC, Check, Property, Pulled, Record, reading
-from txnbridge_rocketmq.client.retry import ask
-from txnbridge_rocketmq.outcome.end_transaction import Ender, Turn
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
+from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.client.sending import CheckBack
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.outcome.outcome import PREPARE
-from txnbridge_rocketmq.write.half_batch import Part, parts_as_json, parts_from_json
-from txnbridge_rocketmq.write.transaction_properties import Origin, is_over, mark_of, origin_of
+from txnbridge_rocketmq.write.half_batch import TopicPart, parts_as_json, parts_from_json
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over, origin_of, slot_of
 
 _log = logging.getLogger("txnbridge")
 
@@ -31,14 +35,14 @@ _AGAIN_SECONDS = 60.0
 _LEAST_PAUSE = 1.0
 
 
-class Checks:
+class CheckBackHandler:
     """The bridge's answers. Silence means "undecided": the broker asks again.
 
     Nobody answers that a half is aborted because nothing is known of it: that is first written down, and not before the
     half's own deadline, or before somebody else has become the owner of its transactional id.
     """
 
-    def __init__(self, ender: Ender) -> None:
+    def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
         self._cluster = ender.cluster
         self._group = ender.cluster.settings.producer_group
@@ -50,7 +54,7 @@ class Checks:
 
     def start(self, deadline: Deadline) -> None:
         """Be asked from now on about halves of this application, and look after those that are not asked about."""
-        self._cluster.members.answer_for([self._group], self.answer, deadline)
+        self._cluster.producer_groups.join([self._group], self.answer, deadline)
         threading.Thread(target=self._look_after_discarded, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
@@ -75,16 +79,16 @@ class Checks:
 
     # --- halves that are asked about ----------------------------------------------------------------------------------
 
-    def answer(self, checks: Sequence[Check]) -> None:
+    def answer(self, checks: Sequence[CheckBack]) -> None:
         """What brokers have asked meanwhile. Never raises an error of ours.
 
         They ask about each half of a transaction, and again about each copy that they made when they asked: thousands
         of questions, for which one look at the log is enough.
         """
-        asked: dict[str, list[Check]] = {}
+        asked: dict[str, list[CheckBack]] = {}
         for check in checks:
-            if (mark := mark_of(check.record)) is not None:
-                asked.setdefault(mark.transaction, []).append(check)
+            if (slot := slot_of(check.record)) is not None:
+                asked.setdefault(slot.transaction, []).append(check)
             else:
                 _log.debug("a half of this application that no bridge has sent")
         for transaction, own in asked.items():
@@ -94,7 +98,7 @@ class Checks:
                 with self._in_time() as deadline:
                     self._ender.drop(copies, deadline)
 
-    def _settles(self, transaction: str, halves: Sequence[Record]) -> bool:
+    def _settles(self, transaction: str, halves: Sequence[StoredMessage]) -> bool:
         """Carry out the decision about a transaction; whether nothing is left to be published from these halves."""
         try:
             with self._in_time() as deadline:
@@ -107,7 +111,7 @@ class Checks:
             _log.debug("the broker asks again about transaction %s: %s", transaction, error)
         return False
 
-    def _settle(self, transaction: str, halves: Sequence[Record], deadline: Deadline) -> bool:
+    def _settle(self, transaction: str, halves: Sequence[StoredMessage], deadline: Deadline) -> bool:
         claim = self._decided(transaction, halves[0], deadline)
         if claim is None:
             return False
@@ -117,15 +121,15 @@ class Checks:
             return True
         if not any(_has(parts, half) for half in halves):
             return True
-        with self._ender.alone(transaction, deadline) as turn:
-            if turn is not Turn.MINE:
+        with self._ender.exclusively(transaction, deadline) as turn:
+            if turn is not LockHolder.CALLER:
                 return False
             with self._cluster.context.events.step("step:publish", transaction, asked=True):
                 self._ender.publish(transaction, parts, deadline)
         self._remember(self._settled, transaction)
         return True
 
-    def _decided(self, transaction: str, half: Record, deadline: Deadline) -> LedgerClaim | None:
+    def _decided(self, transaction: str, half: StoredMessage, deadline: Deadline) -> LedgerClaim | None:
         origin = origin_of(half)
         if origin is None:
             return None
@@ -139,8 +143,8 @@ class Checks:
                 claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         return claim
 
-    def _is_own(self, half: Record) -> bool:
-        """Whether this is asked about it; about half messages of applications these are asked themselves."""
+    def _is_own(self, half: StoredMessage) -> bool:
+        """Return whether this is asked about it; about half messages of applications these are asked themselves."""
         return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
@@ -168,7 +172,7 @@ class Checks:
         try:
             with self._in_time() as deadline:
                 brokers = self._cluster.brokers.names(deadline)
-                patience = min(self._cluster.brokers.known(broker, deadline).patience for broker in brokers)
+                patience = min(self._cluster.brokers.config(broker, deadline).discarded_after for broker in brokers)
             left = [
                 transaction
                 for broker in brokers
@@ -181,35 +185,35 @@ class Checks:
             _log.debug("discarded halves are looked at again later: %s", error)
         return max(_LEAST_PAUSE, pause)
 
-    def _discarded(self, broker: str) -> Iterator[tuple[str, Record]]:
+    def _discarded(self, broker: str) -> Iterator[tuple[str, StoredMessage]]:
         """One half of each transaction that has some, of this application and of its half messages."""
-        groups = {self._group, *self._cluster.members.groups}
+        groups = {self._group, *self._cluster.producer_groups.groups}
         seen: set[str] = set()
         at: int | None = 0
         while at is not None:
             pulled = self._pull(broker, at)
             for record in pulled.records:
-                mark = mark_of(record)
-                if mark and mark.transaction not in seen and record.properties.get(Property.GROUP) in groups:
-                    seen.add(mark.transaction)
-                    yield mark.transaction, record
+                slot = slot_of(record)
+                if slot and slot.transaction not in seen and record.properties.get(Property.GROUP) in groups:
+                    seen.add(slot.transaction)
+                    yield slot.transaction, record
             at = pulled.next_offset if at < pulled.next_offset <= pulled.max_offset else None
 
-    def _pull(self, broker: str, at: int) -> Pulled:
+    def _pull(self, broker: str, at: int) -> PullResult:
         request = reading.pull(DISCARDED_TOPIC, 0, at, self._group)
         what = f"reading discarded halves of broker {broker}"
         with self._in_time() as deadline:
-            return ask(self._cluster.client, broker, request, what, deadline)
+            return retry_call(self._cluster.client, broker, request, what, deadline)
 
 
-def _has(parts: Sequence[Part], half: Record) -> bool:
-    """Whether a half of a transaction is one of those that were decided on."""
-    mark, topic = mark_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
-    return any(mark is not None and part.topic == topic and mark.number < part.count for part in parts)
+def _has(parts: Sequence[TopicPart], half: StoredMessage) -> bool:
+    """Return whether a half of a transaction is one of those that were decided on."""
+    slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
+    return any(slot is not None and part.topic == topic and slot.number < part.count for part in parts)
 
 
-def _is_left(ledger: Ledger, transaction: str, origin: Origin, deadline: Deadline) -> bool:
-    """Whether nobody can commit it any more: a newer owner has opened its id, and it was not prepared."""
+def _is_left(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
+    """Return whether nobody can commit it any more: a newer owner has opened its id, and it was not prepared."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

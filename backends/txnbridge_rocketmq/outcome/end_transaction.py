@@ -21,13 +21,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from txnbridge.errors import AccessDenied, BrokerUnavailable, EvidenceLost
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Answer, Call, End, Half, Property, Queue, Record, end, groups
-from txnbridge_rocketmq.client.retry import AT_ONCE, ask, look_up
-from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.client import groups
+from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Property, ResponseCode
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import AT_ONCE, look_up_by_key, retry_call
+from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end
+from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.write.half_batch import Part
-from txnbridge_rocketmq.write.transaction_properties import Mark, unique_key
+from txnbridge_rocketmq.write.half_batch import TopicPart
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
 T = TypeVar("T")
 
@@ -52,33 +58,33 @@ _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE = "REAL_QID"
 
 
-class NotThere(BrokerUnavailable):
+class PublishedMessageMissing(BrokerUnavailable):
     """A message is missing that its broker claims to have published."""
 
 
-class Turn(Enum):
+class LockHolder(Enum):
     """The thread or process that ends a transaction now."""
 
-    MINE = "whoever asks"
-    HERE = "another thread of this process"
-    ELSEWHERE = "another process, or one that died less than a minute ago"
+    CALLER = "whoever asks"
+    OTHER_THREAD = "another thread of this process"
+    OTHER_PROCESS = "another process, or one that died less than a minute ago"
 
 
 @dataclass
-class Line:
+class EndSequence:
     """One queue's halves in their order: each is ended when the one before it has been."""
 
     queue: Queue
-    halves: deque[Half]
+    halves: deque[HalfHandle]
     call: Call[None] | None = None
-    stopped: remoting.RemotingError | None = None  # by it the line ended early
+    stopped: RemotingError | None = None  # by it the line ended early
 
 
 @dataclass
-class Ender:
+class HalfEnder:
     """Ends halves for one bridge. Any thread may call."""
 
-    cluster: Cluster
+    cluster: RocketMQCluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _under_way: set[str] = field(default_factory=set)
     _trusted: set[str] = field(default_factory=set)  # brokers that have published what they said they had
@@ -86,7 +92,7 @@ class Ender:
     # --- one at a time ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def alone(self, transaction: str, deadline: Deadline) -> Iterator[Turn]:
+    def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
         """Keep others from ending this transaction meanwhile, as far as others can be known of."""
         with self._lock:
             if transaction in self._under_way:
@@ -96,9 +102,9 @@ class Ender:
                 self._under_way.add(transaction)
         try:
             if not mine:
-                yield Turn.HERE
+                yield LockHolder.OTHER_THREAD
             else:
-                yield Turn.MINE if self._locked(transaction, deadline) else Turn.ELSEWHERE
+                yield LockHolder.CALLER if self._locked(transaction, deadline) else LockHolder.OTHER_PROCESS
         finally:
             if mine:
                 with self._lock:
@@ -119,7 +125,7 @@ class Ender:
     def _locked(self, transaction: str, deadline: Deadline) -> bool:
         queue = self._lock_of(transaction)
         request = groups.lock(_LOCK_GROUP, self.cluster.client.client_id, [queue])
-        return queue in ask(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
+        return queue in retry_call(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
 
     def _keep_locked(self, transaction: str) -> None:
         self._tell(self._lock_of(transaction), groups.lock)
@@ -127,13 +133,13 @@ class Ender:
     def _unlock(self, transaction: str) -> None:
         self._tell(self._lock_of(transaction), groups.unlock)
 
-    def _tell(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], remoting.Request[Any]]) -> None:
+    def _tell(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
         """Waits for no answer."""
         try:
             self.cluster.client.submit(
                 queue.broker, what(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
             )
-        except remoting.RemotingError as error:
+        except RemotingError as error:
             _log.debug("a lock goes by itself: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
@@ -143,25 +149,25 @@ class Ender:
 
     # --- the owner's ends ---------------------------------------------------------------------------------------------
 
-    def publish_fresh(self, halves: Mapping[Queue, Sequence[Half]], deadline: Deadline) -> bool:
+    def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
         """Publish halves that nobody else knows of as long as they are fresh; whether all are published.
 
         The broker refuses what is too old for that; then, or where an answer is lost, somebody has to look first.
         """
-        lines = [Line(queue, deque(found)) for queue, found in halves.items()]
-        self._end_lines(lines, False, deadline)
-        self._let_pass(lines, deadline)
-        return not any(line.stopped for line in lines)
+        sequences = [EndSequence(queue, deque(found)) for queue, found in halves.items()]
+        self._run(sequences, False, deadline)
+        self._let_pass(sequences, deadline)
+        return not any(sequence.stopped for sequence in sequences)
 
-    def look_once(self, halves: Mapping[Queue, Sequence[Half]], deadline: Deadline) -> None:
+    def look_once(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
         """See one message that each broker says it has published, if it was never seen to do so before.
 
         What stands between may answer and do nothing, as proxies do. Raises `BrokerUnavailable`.
         """
-        published: dict[str, _Wanted] = {}
+        published: dict[str, _Expected] = {}
         for queue, found in halves.items():
             if queue.broker not in self._trusted and self._keeps_index(queue.broker, deadline):
-                published[queue.broker] = _Wanted(found[0].topic, queue.broker, 0, found[0].unique_key)
+                published[queue.broker] = _Expected(found[0].topic, queue.broker, 0, found[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
@@ -170,77 +176,79 @@ class Ender:
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
         """Without one nothing is ever found, and owners publish all the same."""
-        return self.cluster.brokers.known(broker, deadline).is_on("messageIndexEnable", True)
+        return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
-    def drop(self, halves: Iterable[tuple[str, Half]], deadline: Deadline) -> None:
+    def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:
         """Abort halves, as far as the broker is there; it asks about the others, and is told the same."""
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
             try:
                 calls = [
-                    self.cluster.client.submit(broker, end(half, End.ABORT, from_check=True), deadline.left())
+                    self.cluster.client.submit(broker, end(half, HalfEnd.ABORT, from_check=True), deadline.left())
                     for broker, half in chunk
                 ]
                 for call in calls:
                     call.result()
-            except remoting.RemotingError as error:
+            except RemotingError as error:
                 _log.debug("a half stays until the broker asks about it: %s", error)
                 if not error.may_have_had_effect:
                     return
 
-    def _end_lines(self, lines: Sequence[Line], from_check: bool, deadline: Deadline, until: float = math.inf) -> None:
+    def _run(
+        self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
+    ) -> None:
         """Publish what the lines hold; a line stops at the first half of which it is not certain what became of it.
 
         Nothing is begun at or after `until`, on the monotonic clock.
         """
-        going = [line for line in lines if line.halves]
+        going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
             paused = False
-            for line in going:
-                paused |= not self._ask(line, end(line.halves[0], End.COMMIT, from_check), deadline)
-            for line in going:
-                paused |= not self._hear(line, deadline)
-            going = [line for line in going if line.halves and line.stopped is None]
+            for sequence in going:
+                paused |= not self._ask(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
+            for sequence in going:
+                paused |= not self._hear(sequence, deadline)
+            going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
             if paused and going:
                 time.sleep(_PAUSE)
 
-    def _ask(self, line: Line, request: remoting.Request[None], deadline: Deadline) -> bool:
+    def _ask(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
         try:
-            line.call = self.cluster.client.submit(line.queue.broker, request, deadline.left())
-        except remoting.RemotingError as error:
-            self._stop(line, error, deadline)
+            sequence.call = self.cluster.client.submit(sequence.queue.broker, request, deadline.left())
+        except RemotingError as error:
+            self._stop(sequence, error, deadline)
             return False
         return True
 
-    def _hear(self, line: Line, deadline: Deadline) -> bool:
-        call, line.call = line.call, None
+    def _hear(self, sequence: EndSequence, deadline: Deadline) -> bool:
+        call, sequence.call = sequence.call, None
         if call is None:
             return True
         try:
             call.result()
-        except remoting.RemotingError as error:
-            self._stop(line, error, deadline)
+        except RemotingError as error:
+            self._stop(sequence, error, deadline)
             return False
-        line.halves.popleft()
+        sequence.halves.popleft()
         return True
 
-    def _stop(self, line: Line, error: remoting.RemotingError, deadline: Deadline) -> None:
+    def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
         """Unless the same may be asked again soon, because it was certainly not carried out."""
-        passing = not error.may_have_had_effect and _code(error) != Answer.ILLEGAL_OPERATION
+        passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
-            line.stopped = error
+            sequence.stopped = error
 
     # --- everybody else's ---------------------------------------------------------------------------------------------
 
-    def publish(self, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False) -> None:
+    def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
         """Have every message of a committed transaction published.
 
         `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
         `BrokerUnavailable`, `AccessDenied`, and `EvidenceLost` where a half is gone.
         """
-        missing = _wanted(transaction, parts)
-        if not first and (missing := self._not_there(missing, deadline)):
+        missing = _expected(transaction, parts)
+        if not first and (missing := self._unpublished(missing, deadline)):
             # Somebody may have told the broker just now. Then it is there, and cannot be looked up yet.
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
         missing.sort(key=lambda each: each.number)  # all topics side by side
@@ -255,73 +263,73 @@ class Ender:
             if missing:
                 deadline.check("publishing a transaction")
 
-    def _publish_some(self, missing: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
+    def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Those of which it did not succeed."""
-        lines = self._lines(missing, deadline)
+        sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
         left = {each.key for each in self._still_missing(missing, deadline)}
-        for line in lines:
-            line.halves = deque(half for half in line.halves if half.unique_key in left)
-        self._end_lines(lines, True, deadline, looked + _LOOK_HOLDS)
-        _require_rights(lines)
-        self._let_pass(lines, deadline)
-        left = {half.unique_key or "" for line in lines for half in line.halves}
+        for sequence in sequences:
+            sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
+        self._run(sequences, True, deadline, looked + _LOOK_HOLDS)
+        _require_rights(sequences)
+        self._let_pass(sequences, deadline)
+        left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
-        return self._not_there([each for each in missing if each.key in left], deadline)
+        return self._unpublished([each for each in missing if each.key in left], deadline)
 
-    def _still_missing(self, missing: Sequence[_Wanted], deadline: Deadline) -> Sequence[_Wanted]:
+    def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
         """Those that are not in their topic; while somebody else publishes them, he is waited for."""
-        while len(left := self._not_there(missing, deadline)) < len(missing):
+        while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for somebody else who publishes the same transaction")
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
             missing = left
         return left
 
-    def missing(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> int:
+    def missing(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> int:
         """How many of its messages cannot be seen yet."""
-        return len(self._not_there(_wanted(transaction, parts), deadline))
+        return len(self._unpublished(_expected(transaction, parts), deadline))
 
-    def unpublished(self, transaction: str, parts: Sequence[Part], age: float, deadline: Deadline) -> int:
+    def unpublished(self, transaction: str, parts: Sequence[TopicPart], age: float, deadline: Deadline) -> int:
         """Return how many messages of a committed transaction have a half that still waits to be published.
 
         The transaction was decided `age` seconds ago: of a young one the broker's index may lack what is published. A
         message that is not found, nor any half of it, was dropped by age.
         """
         until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
-        wanted = _wanted(transaction, parts)
-        while waiting := self._copies(wanted := self._not_there(wanted, deadline), deadline):
+        wanted = _expected(transaction, parts)
+        while waiting := self._copies(wanted := self._unpublished(wanted, deadline), deadline):
             if until.expired:
                 break
             time.sleep(_LOOK_SECONDS)
         return len(waiting)
 
-    def withdraw(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> None:
+    def withdraw(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction, as far as the brokers are there."""
-        found = self._copies(_wanted(transaction, parts), deadline)
-        self.drop([(each.broker, half_at(record)) for each, record in found], deadline)
+        found = self._copies(_expected(transaction, parts), deadline)
+        self.drop([(each.broker, handle_of_copy(record)) for each, record in found], deadline)
 
-    def copies(self, transaction: str, parts: Sequence[Part], deadline: Deadline) -> list[Record]:
+    def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[StoredMessage]:
         """The newest copy of each of its halves that is there, with what is in it, in their order."""
-        wanted = _wanted(transaction, parts)
+        wanted = _expected(transaction, parts)
         found = dict(self._copies(wanted, deadline, bodies=True))
         return [found[each] for each in wanted if each in found]
 
-    def _not_there(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[_Wanted]:
+    def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Those that are not in their topic."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
-        found = look_up(self.cluster.client, asked, "looking for what is published", deadline)
+        found = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, record in zip(wanted, found, strict=True) if record is None]
 
     def _copies(
-        self, wanted: Sequence[_Wanted], deadline: Deadline, bodies: bool = False
-    ) -> list[tuple[_Wanted, Record]]:
+        self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
+    ) -> list[tuple[_Expected, StoredMessage]]:
         """The newest copies of halves, of those of which there is one."""
-        found: list[tuple[_Wanted, Record]] = []
+        found: list[tuple[_Expected, StoredMessage]] = []
         left = list(wanted)
-        for topic in (remoting.HALF_TOPIC, remoting.ROCKSDB_HALF_TOPIC):
+        for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
             looked_for, left = left, []
             asked = [(each.broker, topic, each.key) for each in looked_for]
-            newest = look_up(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
+            newest = look_up_by_key(self.cluster.client, asked, "looking for halves", deadline, body=bodies)
             for each, record in zip(looked_for, newest, strict=True):
                 if record is None:
                     left.append(each)
@@ -329,7 +337,7 @@ class Ender:
                     found.append((each, record))
         return found
 
-    def _lines(self, wanted: Sequence[_Wanted], deadline: Deadline) -> list[Line]:
+    def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
         """The halves of what is not published yet, by queue, in their order."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left()))
         while len(found := self._copies(wanted, deadline)) < len(wanted):
@@ -341,33 +349,35 @@ class Ender:
                     " or it was killed, and has forgotten where they are (messageIndexSafe)"
                 )
             time.sleep(_LOOK_SECONDS)
-        lines: dict[Queue, Line] = {}
+        sequences: dict[Queue, EndSequence] = {}
         for each, record in sorted(found, key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE, record.queue)))
-            lines.setdefault(queue, Line(queue, deque())).halves.append(half_at(record))
-        return list(lines.values())
+            sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(handle_of_copy(record))
+        return list(sequences.values())
 
-    def _wait_for(self, published: Sequence[_Wanted], deadline: Deadline) -> None:
+    def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
         """Return when the messages that the broker claims to have published can be seen."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
         left = published
-        while left := self._not_there(left, deadline):
+        while left := self._unpublished(left, deadline):
             if until.expired:
                 deadline.check("looking for what is published")
-                raise NotThere(
+                raise PublishedMessageMissing(
                     f"broker {left[0].broker} says that it has published a message to {left[0].topic}, and it"
                     " is not there: is that the address of a proxy? Those answer so, and do nothing"
                 )
             time.sleep(_LOOK_SECONDS)
         self._trusted.update(each.broker for each in published)
 
-    def _let_pass(self, lines: Sequence[Line], deadline: Deadline) -> None:
+    def _let_pass(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
         """A request that was not answered may wait at the broker for some time before it is carried out."""
-        doubtful = {line.queue.broker for line in lines if line.stopped and line.stopped.may_have_had_effect}
+        doubtful = {
+            sequence.queue.broker for sequence in sequences if sequence.stopped and sequence.stopped.may_have_had_effect
+        }
         if not doubtful:
             return
         deadline.check("publishing a transaction")
-        known = [self.cluster.brokers.known(broker, deadline) for broker in doubtful]
+        known = [self.cluster.brokers.config(broker, deadline) for broker in doubtful]
         longest = max(each.number("waitTimeMillsInTransactionQueue", 3_000) for each in known)
         until = Deadline(longest / 1000 + _INDEX_SECONDS)
         while not until.expired:
@@ -375,16 +385,16 @@ class Ender:
             time.sleep(_LOOK_SECONDS)
 
 
-def _require_rights(lines: Sequence[Line]) -> None:
+def _require_rights(sequences: Sequence[EndSequence]) -> None:
     """A user who may not publish at all would look in vain until his time is over."""
-    for line in lines:
-        if line.stopped is not None:
-            refused = translate(line.stopped, f"publishing to {line.queue.topic}")
+    for sequence in sequences:
+        if sequence.stopped is not None:
+            refused = translate(sequence.stopped, f"publishing to {sequence.queue.topic}")
             if isinstance(refused, AccessDenied):
-                raise refused from line.stopped
+                raise refused from sequence.stopped
 
 
-class _Wanted(NamedTuple):
+class _Expected(NamedTuple):
     """One message that is to be published, and the key by which it and its half are found."""
 
     topic: str
@@ -393,17 +403,17 @@ class _Wanted(NamedTuple):
     key: str
 
 
-def _wanted(transaction: str, parts: Sequence[Part]) -> list[_Wanted]:
+def _expected(transaction: str, parts: Sequence[TopicPart]) -> list[_Expected]:
     return [
-        _Wanted(part.topic, part.broker, number, unique_key(part.topic, Mark(transaction, number)))
+        _Expected(part.topic, part.broker, number, unique_key(part.topic, TransactionSlot(transaction, number)))
         for part in parts
         for number in range(part.count)
     ]
 
 
-def half_at(record: Record) -> Half:
+def handle_of_copy(record: StoredMessage) -> HalfHandle:
     """What ends a copy of a half that was found in the half topic."""
-    return Half(
+    return HalfHandle(
         record.properties.get(Property.REAL_TOPIC, record.topic),
         record.properties.get(Property.GROUP, ""),
         record.queue_offset,
@@ -412,5 +422,5 @@ def half_at(record: Record) -> Half:
     )
 
 
-def _code(error: remoting.RemotingError) -> int | None:
-    return error.code if isinstance(error, remoting.Refused) else None
+def _code(error: RemotingError) -> int | None:
+    return error.code if isinstance(error, ErrorResponse) else None

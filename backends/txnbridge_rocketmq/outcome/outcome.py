@@ -19,8 +19,8 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import Ack, Deadline, Decision, Ledger, LedgerClaim, Outcome, Status, Token, TokenState
-from txnbridge_rocketmq.outcome.end_transaction import Ender, Turn
-from txnbridge_rocketmq.write.half_batch import Part, immunity, parts_as_json, parts_from_json, seconds_since
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
+from txnbridge_rocketmq.write.half_batch import TopicPart, immunity, parts_as_json, parts_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
 # The kind of ledger record that makes a transaction independent of its owner.
@@ -34,10 +34,10 @@ _CLOCKS_DIFFER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PrepareRecord:
     """The content of a prepare record: a process that has the token needs nothing else to end the transaction."""
 
-    parts: Sequence[Part]
+    parts: Sequence[TopicPart]
     acks: Sequence[Ack]
     expires_at: int
 
@@ -46,7 +46,7 @@ class Prepared:
         return {**parts_as_json(self.parts), "acks": acks, "expires_at": self.expires_at}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Prepared:
+    def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
         """Read back. Raises `InvalidToken`."""
         try:
             acks = [
@@ -58,7 +58,7 @@ class Prepared:
             raise InvalidToken("the record that this transaction is prepared cannot be read") from error
 
 
-def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
+def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
     """End a prepared transaction; the outcome by the claim that counts, also if that is another process's. Repeatable.
 
     COMMITTED is said when all of it is published. Raises `BrokerUnavailable` only while nothing is decided by this
@@ -76,7 +76,7 @@ def end_prepared(ender: Ender, token: Token, decision: Decision, ledger: Ledger,
             ender.withdraw(token.transaction, prepared.parts, deadline)
         return Outcome.ABORTED
     with _decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
-        publish_alone(ender, token.transaction, prepared.parts, deadline, first=first)
+        publish_exclusively(ender, token.transaction, prepared.parts, deadline, first=first)
     return Outcome.COMMITTED
 
 
@@ -92,8 +92,8 @@ def _decided(token: Token, outcome: str) -> Iterator[None]:
         raise OutcomeUnknown(f"{told} does the rest, as does the same call again: {error}") from error
 
 
-def publish_alone(
-    ender: Ender, transaction: str, parts: Sequence[Part], deadline: Deadline, *, first: bool = False
+def publish_exclusively(
+    ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False
 ) -> None:
     """Return when all of a committed transaction is published, by this process or by another one that was quicker.
 
@@ -101,8 +101,8 @@ def publish_alone(
     """
     left, patience = -1, Deadline(_STALLED_SECONDS)
     while True:
-        with ender.alone(transaction, deadline) as turn:
-            if turn is Turn.MINE or (turn is Turn.ELSEWHERE and patience.expired):
+        with ender.exclusively(transaction, deadline) as turn:
+            if turn is LockHolder.CALLER or (turn is LockHolder.OTHER_PROCESS and patience.expired):
                 ender.publish(transaction, parts, deadline, first=first)
                 return
         first = False  # the process that has the turn may be about to publish
@@ -112,17 +112,17 @@ def publish_alone(
         time.sleep(_LOOK_SECONDS)
 
 
-def publish_decided(ender: Ender, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
+def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
     """Publish a transaction that another process committed and may have died over, before what builds on it."""
     parts = parts_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
         _let_go_stale(ender, transaction, parts, deadline)
-        publish_alone(ender, transaction, parts, deadline)
+        publish_exclusively(ender, transaction, parts, deadline)
 
 
-def _let_go_stale(ender: Ender, transaction: str, parts: Sequence[Part], deadline: Deadline) -> None:
+def _let_go_stale(ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
     """Its owner may be alive, and publish it this moment; the broker takes that from it only for some seconds."""
-    settings = [ender.cluster.brokers.known(part.broker, deadline) for part in parts]
+    settings = [ender.cluster.brokers.config(part.broker, deadline) for part in parts]
     stale = Deadline(max((immunity(each) for each in settings), default=0) + _CLOCKS_DIFFER_SECONDS)
     while ender.missing(transaction, parts, deadline) and not stale.expired:
         deadline.check("publishing what another owner decided")
@@ -130,10 +130,10 @@ def _let_go_stale(ender: Ender, transaction: str, parts: Sequence[Part], deadlin
 
 
 def _claim(
-    ender: Ender,
+    ender: HalfEnder,
     token: Token,
     decision: Decision,
-    prepared: Prepared,
+    prepared: PrepareRecord,
     call: str,
     ledger: Ledger,
     deadline: Deadline,
@@ -158,17 +158,17 @@ def _log_of(token: Token) -> Mapping[str, Any]:
     return token.log
 
 
-def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> Prepared:
+def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord:
     for entry in ledger.find(token.transaction, deadline):
         if entry.kind == PREPARE:
-            return Prepared.from_json(entry.data)
+            return PrepareRecord.from_json(entry.data)
     raise InvalidToken("this token's transaction was never prepared: a newer owner of its id came first")
 
 
 # --- status -------------------------------------------------------------------------------------------------------
 
 
-def status_of(ender: Ender, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
+def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
     """What became of a token. It decides nothing; it may be the first to write down that the time is over."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
@@ -190,7 +190,7 @@ def status_of(ender: Ender, token: Token, ledger: Ledger, deadline: Deadline) ->
     )
 
 
-def _status_by(claim: LedgerClaim, ender: Ender, token: Token, deadline: Deadline) -> Status:
+def _status_by(claim: LedgerClaim, ender: HalfEnder, token: Token, deadline: Deadline) -> Status:
     """Return what a decision has led to: COMMITTED only if no message of the transaction still waits as a half."""
     if claim.decision is Decision.ABORT:
         return Status(TokenState.ABORTED, reason="the decision log says so")

@@ -7,27 +7,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from txnbridge.spi import Deadline
-from txnbridge_rocketmq.client import Check, Client, Membership
-from txnbridge_rocketmq.client.retry import again
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.groups import Membership
+from txnbridge_rocketmq.client.retry import retry
+from txnbridge_rocketmq.client.sending import CheckBack
 
 
 @dataclass
-class Questions:
+class CheckBackRouter:
     """Whom to ask when a broker asks; a client needs it before there is anybody."""
 
-    answers: dict[str, Callable[[Sequence[Check]], None]] = field(default_factory=dict)  # by producer group
+    answers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 
-    def ask(self, checks: Sequence[Check]) -> None:
+    def ask(self, checks: Sequence[CheckBack]) -> None:
         """What became of halves; silence means that it is asked again."""
         for group, answer in list(self.answers.items()):
             if own := [check for check in checks if check.half.group == group]:
                 answer(own)
 
 
-class Members:
+class ProducerGroups:
     """The producer groups that the client of a bridge is in, all told together. Any thread may call."""
 
-    def __init__(self, client: Client, questions: Questions) -> None:
+    def __init__(self, client: RemotingClient, questions: CheckBackRouter) -> None:
         self._client = client
         self._questions = questions
         self._lock = threading.Lock()
@@ -36,13 +38,13 @@ class Members:
     def groups(self) -> frozenset[str]:
         return frozenset(self._questions.answers)
 
-    def answer_for(self, groups: Sequence[str], answer: Callable[[Sequence[Check]], None], deadline: Deadline) -> None:
+    def join(self, groups: Sequence[str], answer: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
         """Be asked about the halves of these producer groups, from now on; those that came meanwhile come together."""
         with self._lock:
             self._questions.answers.update(dict.fromkeys(groups, answer))
             self._tell(deadline)
 
-    def answer_no_more(self, groups: Sequence[str], deadline: Deadline) -> None:
+    def leave(self, groups: Sequence[str], deadline: Deadline) -> None:
         """Brokers ask others of these groups from now on."""
         with self._lock:
             for group in groups:
@@ -51,4 +53,4 @@ class Members:
 
     def _tell(self, deadline: Deadline) -> None:
         membership = Membership(self.groups)
-        again(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)
+        retry(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)

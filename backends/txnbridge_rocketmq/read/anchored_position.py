@@ -19,14 +19,14 @@ class Anchor(NamedTuple):
     log_offset: int
 
 
-class Place(NamedTuple):
+class AnchoredPosition(NamedTuple):
     """Where a queue is read on: the next offset, and a record by which the queue is known, where there is one."""
 
     next: int
     anchor: Anchor | None = None
 
     @classmethod
-    def of(cls, position: Position) -> Place:
+    def of(cls, position: Position) -> AnchoredPosition:
         """Read back what a decision log has of a group; one written before there were anchors has an offset alone."""
         match position:
             case (at, offset, log_offset):
@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return (self.next, *(self.anchor or ()))
 
 
-def made_anew(owner: str, partition: Partition, at: int, anchor: Anchor) -> PositionLost:
+def topic_recreated(owner: str, partition: Partition, at: int, anchor: Anchor) -> PositionLost:
     """Return the error for a position in a queue whose anchor is not there any more."""
     topic, number = partition
     return PositionLost(

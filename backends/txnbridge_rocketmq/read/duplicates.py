@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from txnbridge_rocketmq.client import Property, Record
-from txnbridge_rocketmq.write.transaction_properties import Mark, mark_of
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, slot_of
 
 # So many messages are remembered, twice: some 200 bytes each.
 _REMEMBERED = 10_000
 
 
-class Repeats:
+class DuplicateFilter:
     """Which of one queue's messages are repeats. Give it what was read, in order: `suspects` first, then `sift`.
 
     What was read before is remembered. A message whose half is younger than all that has its repeats there. Of any
@@ -33,10 +34,10 @@ class Repeats:
         self._begin = self._end = at
         self._since = since
         self._since_newer: int | None = None
-        self._older: dict[Mark, int] = {}
-        self._newer: dict[Mark, int] = {}
+        self._older: dict[TransactionSlot, int] = {}
+        self._newer: dict[TransactionSlot, int] = {}
 
-    def suspects(self, records: Sequence[Record], first_offset: int) -> list[Record]:
+    def suspects(self, records: Sequence[StoredMessage], first_offset: int) -> list[StoredMessage]:
         """Those of which only a look-up of their unique key can tell; `first_offset` is the queue's first."""
         if not records:
             return []
@@ -48,32 +49,34 @@ class Repeats:
             self._since, self._since_newer = self._since_newer, None
         return [record for record in records if self._is_suspect(record)]
 
-    def _is_suspect(self, record: Record) -> bool:
-        mark = mark_of(record)
-        if mark is None or mark in self._newer or mark in self._older:
+    def _is_suspect(self, record: StoredMessage) -> bool:
+        slot = slot_of(record)
+        if slot is None or slot in self._newer or slot in self._older:
             return False
         return record.prepared_offset < self._since or not record.properties.keys().isdisjoint(_COPIED)
 
-    def sift(self, records: Sequence[Record], found: Mapping[int, Sequence[Record]]) -> list[Record]:
+    def sift(
+        self, records: Sequence[StoredMessage], found: Mapping[int, Sequence[StoredMessage]]
+    ) -> list[StoredMessage]:
         """The same records without repeats; `found` is what the look-ups brought, by the offset of each suspect."""
         return [record for record in records if self._is_first(record, found.get(record.queue_offset, ()))]
 
-    def _is_first(self, record: Record, others: Sequence[Record]) -> bool:
+    def _is_first(self, record: StoredMessage, others: Sequence[StoredMessage]) -> bool:
         self._end = max(self._end, record.queue_offset + 1)
-        mark = mark_of(record)
-        if mark is None:
+        slot = slot_of(record)
+        if slot is None:
             return True
-        first = self._newer.get(mark, self._older.get(mark))
+        first = self._newer.get(slot, self._older.get(slot))
         if first is None:
-            copies = [other for other in others if other.queue == record.queue and mark_of(other) == mark]
+            copies = [other for other in others if other.queue == record.queue and slot_of(other) == slot]
             first = min(each.queue_offset for each in (record, *copies))
-            self._remember(mark, first, record)
+            self._remember(slot, first, record)
         return first == record.queue_offset
 
-    def _remember(self, mark: Mark, first: int, record: Record) -> None:
+    def _remember(self, slot: TransactionSlot, first: int, record: StoredMessage) -> None:
         if self._since_newer is None:
             self._since_newer = record.log_offset
-        self._newer[mark] = first
+        self._newer[slot] = first
 
 
 # What brokers write into the copy that they make of a half when they look at it.

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 
 from txnbridge.errors import BrokerUnavailable, NotSupported, PositionLost, TxnBridgeError
 from txnbridge.spi import Message, Partition
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Pulled, PullStatus, Queue, Record, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.errors import CannotDecompress, ErrorResponse, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.reading import PullResult, PullStatus
+from txnbridge_rocketmq.client.records import StoredMessage
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.read.anchored_position import Anchor, Place, made_anew
-from txnbridge_rocketmq.read.duplicates import Repeats
-from txnbridge_rocketmq.read.pull import WAIT_SECONDS, AnchorCheck, Fetch, NotIndexed, Submit
+from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition, topic_recreated
+from txnbridge_rocketmq.read.duplicates import DuplicateFilter
+from txnbridge_rocketmq.read.pull import WAIT_SECONDS, AnchorCheck, NotIndexed, QueuePull, Submit
 from txnbridge_rocketmq.write.message_format import from_wire
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
@@ -33,19 +36,19 @@ _REST_SECONDS = 0.1
 # A broker that has just started, or that is dropping old messages, says for a moment what is not so.
 SURE_SECONDS = 3.0
 # Of how many messages that were handed out it is known where the commit log has them: of older ones, of every second.
-_MARKS = 2000
+_ANCHORS = 2000
 _COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
 
 
 @dataclass(frozen=True)
-class Wish:
+class SeekTarget:
     """Where a partition is to go on; `chosen` by the user, who may also say where in a topic that was made anew."""
 
     at: int
     chosen: bool
 
 
-class Cursor:
+class QueueReader:
     """One stay of one partition with a reader: what has been read, what was handed out, and where it goes on.
 
     What was read is handed out once the broker was asked behind it whether the queue still has an earlier record (the
@@ -60,16 +63,16 @@ class Cursor:
         self.source: object = None
         self.paused = False
         self.fault: TxnBridgeError | None = None  # why nothing more comes until a seek
-        self.wish: Wish | None = None  # where a seek wants it to go on, until that is settled
+        self.target: SeekTarget | None = None  # where a seek wants it to go on, until that is settled
         self.settled = False
         self.moves = 0  # how many times it was moved
         # Acknowledged here, first and end of each: what became of it is not known yet.
         self.claims: list[tuple[int, int]] = []
         self.overtaken = False  # the group's position is another one than it was here
         self.is_cut_off = False  # the last request failed: somebody has to see to the connection
-        self._repeats = Repeats()
-        self._fetches: deque[Fetch] = deque()
-        self._ready: deque[Record] = deque()
+        self._duplicates = DuplicateFilter()
+        self._fetches: deque[QueuePull] = deque()
+        self._ready: deque[StoredMessage] = deque()
         self._bytes = 0
         self._read = self._behind = 0
         self._end = 0  # of the queue, when it was last heard of
@@ -81,7 +84,7 @@ class Cursor:
         self._is_unsure = False  # something has come since the broker was asked about the anchor
         self._check: tuple[AnchorCheck, int, Anchor | None] | None = None  # with what was read and the last by then
         self._missing_since: float | None = None
-        self._marks: list[Anchor] = []  # of what was handed out, in order
+        self._anchors: list[Anchor] = []  # of what was handed out, in order
         self._rest_until = 0.0
         self._doubted_at: float | None = None
         self._highest = -1  # what comes below was handed out before, or was passed by a seek
@@ -92,8 +95,8 @@ class Cursor:
     @property
     def next(self) -> int:
         """The offset to hand out next."""
-        if self.wish is not None:
-            return self.wish.at
+        if self.target is not None:
+            return self.target.at
         return self._ready[0].queue_offset if self._ready else self._read
 
     @property
@@ -101,16 +104,16 @@ class Cursor:
         """The offset behind the last message that was handed out."""
         return self._behind
 
-    def place(self, end: int) -> Place:
+    def place(self, end: int) -> AnchoredPosition:
         """Return an offset behind messages that were handed out as a place by which others know the queue."""
-        marks = self._marks
-        at = bisect_left(marks, Anchor(end, 0))
-        return Place(end, marks[at - 1] if at else self.anchor)
+        anchors = self._anchors
+        at = bisect_left(anchors, Anchor(end, 0))
+        return AnchoredPosition(end, anchors[at - 1] if at else self.anchor)
 
-    def unsettle(self, wish: Wish) -> None:
+    def unsettle(self, target: SeekTarget) -> None:
         """Hand out nothing until it is settled where it goes on."""
-        self.wish = wish
-        if wish.chosen:
+        self.target = target
+        if target.chosen:
             self.anchor = None
         self.moves += 1
         self.settled = False
@@ -124,9 +127,9 @@ class Cursor:
 
     def go_back(self, at: int) -> None:
         """Go on at an offset in what was read before."""
-        self.go_on(Place(at, self.anchor))
+        self.go_on(AnchoredPosition(at, self.anchor))
 
-    def go_on(self, place: Place) -> None:
+    def go_on(self, place: AnchoredPosition) -> None:
         """Go on at a place, whatever was read before."""
         at = place.next
         self._fetches.clear()
@@ -137,15 +140,15 @@ class Cursor:
         self._doubted_at = self._missing_since = None
         self.anchor, self._last, self._check = place.anchor, None, None
         self._sure, self._is_unsure = at, False
-        self._marks = [mark for mark in self._marks if mark.offset < at]
-        self.fault = self.wish = None
+        self._anchors = [anchor for anchor in self._anchors if anchor.offset < at]
+        self.fault = self.target = None
         self.settled = True
         self.overtaken = False
         self.claims = [claim for claim in self.claims if claim[0] < at]
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is to be done soon that nobody announces."""
+        """Return whether something is to be done soon that nobody announces."""
         return time.monotonic() < self._rest_until or bool(self._fetches and self._fetches[0].pulled)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -159,11 +162,11 @@ class Cursor:
                 at = self._fetches[-1].at + self._fetches[-1].count if self._fetches else self._read
                 # Only one waits at the end of the queue: where there is nothing yet, no more than one will bring it.
                 wait = 0.0 if self._fetches or at < self._end or self._doubted_at else WAIT_SECONDS
-                self._fetches.append(Fetch(submit, self.queue, at, self._at_once, wait))
+                self._fetches.append(QueuePull(submit, self.queue, at, self._at_once, wait))
             if self._is_unsure and self._check is None and self.anchor is not None:
                 self._check = AnchorCheck(submit, self.queue, self.anchor), self._read, self._last
                 self._is_unsure = False
-        except remoting.RemotingError as error:
+        except RemotingError as error:
             self._fail(error)
 
     def _has_room(self) -> bool:
@@ -186,7 +189,7 @@ class Cursor:
                 self._fetches.clear()
                 return
             try:
-                if not fetch.is_done(self._repeats):
+                if not fetch.is_done(self._duplicates):
                     return
                 self._fetches.popleft()
                 self._take(fetch)
@@ -196,14 +199,14 @@ class Cursor:
                     f"broker {self.queue.broker} does not find messages by their unique keys, so repeats cannot be told"
                     " from messages: set messageIndexEnable=true there, and messageIndexSafe=true if it was killed"
                 )
-            except remoting.CannotDecompress as error:
+            except CannotDecompress as error:
                 self._fetches.clear()
                 self.fault = self._cannot_read(self._read, error)
-            except remoting.RemotingError as error:
+            except RemotingError as error:
                 self._fetches.clear()
                 self._fail(error)
 
-    def _take(self, fetch: Fetch) -> None:
+    def _take(self, fetch: QueuePull) -> None:
         assert fetch.pulled is not None
         self._end = fetch.pulled.max_offset
         records = fetch.records
@@ -214,7 +217,7 @@ class Cursor:
             self._last = Anchor(records[-1].queue_offset, records[-1].log_offset)
             if self.anchor is None:  # nothing was read before, so nothing is skipped in whatever queue this is
                 self.anchor, self._sure = self._last, self._read
-            for record in fetch.without_repeats(self._repeats):
+            for record in fetch.without_duplicates(self._duplicates):
                 self._ready.append(record)
                 self._bytes += len(record.body)
         elif fetch.pulled.status is not PullStatus.NOTHING_NEW:
@@ -230,7 +233,7 @@ class Cursor:
             if not check.is_done():
                 return
             found = check.found()
-        except remoting.RemotingError as error:
+        except RemotingError as error:
             self._check, self._is_unsure = None, True
             self._fail(error)
             return
@@ -244,9 +247,9 @@ class Cursor:
         self._rest_until = now + _REST_SECONDS
         if found is False or now - self._missing_since >= SURE_SECONDS:
             assert self.anchor is not None
-            self.lose(made_anew("the position", self.partition, self.next, self.anchor))
+            self.lose(topic_recreated("the position", self.partition, self.next, self.anchor))
 
-    def _learn(self, fetch: Fetch) -> None:
+    def _learn(self, fetch: QueuePull) -> None:
         """How many messages to ask for at once."""
         if len(fetch.records) >= fetch.count:
             self._full_answers += 1
@@ -255,7 +258,7 @@ class Cursor:
         elif self._read < self._end:
             self._at_once, self._full_answers = len(fetch.records), 0
 
-    def _doubt(self, pulled: Pulled) -> None:
+    def _doubt(self, pulled: PullResult) -> None:
         """There is no message where one should be. Nothing is ever skipped for that."""
         now = time.monotonic()
         self._doubted_at = self._doubted_at or now
@@ -265,11 +268,11 @@ class Cursor:
             found = out_of_range("the position", self.partition, self._read, pulled.min_offset, pulled.max_offset)
             self.lose(PositionLost(found))
 
-    def _fail(self, error: remoting.RemotingError) -> None:
+    def _fail(self, error: RemotingError) -> None:
         refused = translate(error, f"reading {self.partition[0]}[{self.partition[1]}]")
         if isinstance(refused, BrokerUnavailable):
             _log.debug("waited out: %s", error)
-            self.is_cut_off = not isinstance(error, remoting.Refused)
+            self.is_cut_off = not isinstance(error, ErrorResponse)
         else:
             refused.__cause__ = error
             self.fault = refused
@@ -279,7 +282,7 @@ class Cursor:
 
     @property
     def has_some(self) -> bool:
-        """Whether something can be handed out."""
+        """Return whether something can be handed out."""
         if self.paused or not self.settled or self.fault is not None or not self._ready:
             return False
         return self._ready[0].queue_offset < self._sure
@@ -289,24 +292,24 @@ class Cursor:
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)
-        except remoting.CannotDecompress as error:
+        except CannotDecompress as error:
             self.fault = self._cannot_read(record.queue_offset, error)
             return None
         self._ready.popleft()
         self._bytes -= len(record.body)
         self._behind = record.queue_offset + 1
-        self._mark(record)
+        self._note_anchor(record)
         if record.queue_offset < self._highest:
             return message._replace(deliveries=self._count(record.queue_offset))
         self._highest = self._behind
         return message
 
-    def _mark(self, record: Record) -> None:
-        self._marks.append(Anchor(record.queue_offset, record.log_offset))
-        if len(self._marks) > _MARKS:
-            self._marks = self._marks[: _MARKS // 2 : 2] + self._marks[_MARKS // 2 :]
+    def _note_anchor(self, record: StoredMessage) -> None:
+        self._anchors.append(Anchor(record.queue_offset, record.log_offset))
+        if len(self._anchors) > _ANCHORS:
+            self._anchors = self._anchors[: _ANCHORS // 2 : 2] + self._anchors[_ANCHORS // 2 :]
 
-    def _cannot_read(self, at: int, error: remoting.CannotDecompress) -> TxnBridgeError:
+    def _cannot_read(self, at: int, error: CannotDecompress) -> TxnBridgeError:
         topic, number = self.partition
         refused = NotSupported(
             f"{topic}[{number}] at {at}: {error}. Nothing was skipped: seek({{({topic!r}, {number}): ({at + 1},)}})"

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Call, Pulled, Queue, Record, reading
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.reading import PullResult
+from txnbridge_rocketmq.client.records import StoredMessage, unwrap
+from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.read.anchored_position import Anchor
-from txnbridge_rocketmq.read.duplicates import Repeats
+from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 
 # Brokers want a name in every request; nobody is a member of this group.
 GROUP = "txnbridge-reader"
@@ -23,47 +28,47 @@ _LOOK_AGAIN_SECONDS = 0.05
 # Past this time its index is not kept.
 _INDEX_SECONDS = 10.0
 
-Submit = Callable[[str, remoting.Request[Any], float], Call[Any]]  # to the broker of this name
+Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
 
 
 class NotIndexed(Exception):
     """The broker does not find a message by its unique key that it has."""
 
 
-class Fetch:
+class QueuePull:
     """One request for what a queue has from an offset on, and the look-ups that its answer takes."""
 
     def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float) -> None:
         self.at = at
         self.count = count
-        self.pulled: Pulled | None = None
+        self.pulled: PullResult | None = None
         self._submit = submit
         self._queue = queue
         request = reading.pull(queue.topic, queue.queue, at, GROUP, count, wait)
         self._call = submit(queue.broker, request, wait + _ANSWER_SECONDS)
-        self._records: list[Record] = []
-        self._lookups: list[_LookUp] = []
+        self._records: list[StoredMessage] = []
+        self._lookups: list[_KeyLookUp] = []
 
     @property
-    def records(self) -> list[Record]:
+    def records(self) -> list[StoredMessage]:
         """All that came from the offset on, in order, without a gap before the first one that is missing."""
         return self._records
 
-    def is_done(self, repeats: Repeats) -> bool:
-        """Whether all has come. Raises the remoting client's errors, and `NotIndexed`."""
+    def is_done(self, duplicates: DuplicateFilter) -> bool:
+        """Return whether all has come. Raises the remoting client's errors, and `NotIndexed`."""
         if self.pulled is None:
             if not self._call.done():
                 return False
             self.pulled = self._call.result()
             self._records = _from(self.at, self.pulled.records)
-            suspects = repeats.suspects(self._records, self.pulled.min_offset)
-            self._lookups = [_LookUp(self._submit, self._queue, suspect) for suspect in suspects]
+            suspects = duplicates.suspects(self._records, self.pulled.min_offset)
+            self._lookups = [_KeyLookUp(self._submit, self._queue, suspect) for suspect in suspects]
         is_done = [lookup.is_done() for lookup in self._lookups]  # each is asked: they are repeated until then
         return all(is_done)
 
-    def without_repeats(self, repeats: Repeats) -> list[Record]:
+    def without_duplicates(self, duplicates: DuplicateFilter) -> list[StoredMessage]:
         """Once it is done: the records that are no repeats."""
-        return repeats.sift(self._records, {lookup.record.queue_offset: lookup.found for lookup in self._lookups})
+        return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.found for lookup in self._lookups})
 
 
 class AnchorCheck:
@@ -79,7 +84,7 @@ class AnchorCheck:
         self._begin: Call[int] | None = None
 
     def is_done(self) -> bool:
-        """Whether the broker has answered. Raises the remoting client's errors."""
+        """Return whether the broker has answered. Raises the remoting client's errors."""
         if not self._there.done():
             return False
         if self._there.result() is not None:
@@ -98,17 +103,17 @@ class AnchorCheck:
         return True if self._begin.result() > self._anchor.offset else None
 
 
-class _LookUp:
+class _KeyLookUp:
     """What a broker has under the unique key of a record: that itself, and its copies."""
 
-    def __init__(self, submit: Submit, queue: Queue, record: Record) -> None:
+    def __init__(self, submit: Submit, queue: Queue, record: StoredMessage) -> None:
         self.record = record
-        self.found: Sequence[Record] = ()
+        self.found: Sequence[StoredMessage] = ()
         self._submit = submit
         self._queue = queue
         self._ask_at = 0.0
         self._until = time.monotonic() + _INDEX_SECONDS
-        self._call: Call[list[Record]] | None = None
+        self._call: Call[list[StoredMessage]] | None = None
         self.is_done()
 
     def is_done(self) -> bool:
@@ -132,19 +137,19 @@ class _LookUp:
         return False
 
 
-def _from(at: int, records: Sequence[Record]) -> list[Record]:
+def _from(at: int, records: Sequence[StoredMessage]) -> list[StoredMessage]:
     """The records from an offset on, batches taken apart, up to the first gap, or to the first that cannot be read.
 
     Raises `CannotDecompress` if there is none before that.
     """
-    found: list[Record] = []
+    found: list[StoredMessage] = []
     for record in records:
         try:
-            parts = list(remoting.unwrap(record)) if record.holds_several else [record]
-        except (remoting.CannotDecompress, remoting.ProtocolViolation) as error:
+            parts = list(unwrap(record)) if record.holds_several else [record]
+        except (CannotDecompress, ProtocolViolation) as error:
             if found:
                 return found
-            raise remoting.CannotDecompress(str(error)) from error
+            raise CannotDecompress(str(error)) from error
         for each in parts:
             if each.queue_offset > at + len(found):
                 return found

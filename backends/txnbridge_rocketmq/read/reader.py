@@ -22,14 +22,15 @@ from txnbridge.errors import (
     TxnBridgeError,
 )
 from txnbridge.spi import BackgroundTask, Deadline, Message, Partition, Position, Reader, ReaderListener, Subscription
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Call, Queue
-from txnbridge_rocketmq.outcome.end_transaction import Ender
-from txnbridge_rocketmq.read.anchored_position import Place
-from txnbridge_rocketmq.read.partition import Cursor, Wish, out_of_range
-from txnbridge_rocketmq.read.rebalance import Shares, Sharing, open_client
-from txnbridge_rocketmq.read.start_positions import Found, GroupStarts, Offsets, Starts
-from txnbridge_rocketmq.write.acks import AckContext
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
+from txnbridge_rocketmq.read.anchored_position import AnchoredPosition
+from txnbridge_rocketmq.read.partition import QueueReader, SeekTarget, out_of_range
+from txnbridge_rocketmq.read.rebalance import GroupMember, QueueAssignment, open_client
+from txnbridge_rocketmq.read.start_positions import GroupPositions, InitialPositions, QueueOffsets, ResolvedPositions
+from txnbridge_rocketmq.write.acks import RocketMQAckContext
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
 
@@ -48,22 +49,24 @@ _LEAVING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _RefreshResult:
     """What came of the work behind a reader: how its group is shared out, and where partitions go on.
 
     `moves` are those of the cursors that were asked about, at that time.
     """
 
     queues: Mapping[Partition, Queue]
-    shares: Shares | None = None
-    found: Found = field(default_factory=Found)
-    moves: Mapping[Cursor, int] = field(default_factory=dict)
+    assignment: QueueAssignment | None = None
+    found: ResolvedPositions = field(default_factory=ResolvedPositions)
+    moves: Mapping[QueueReader, int] = field(default_factory=dict)
 
 
 class RocketMQReader(Reader):
     """Reads queues over connections of its own. What takes time besides reading is done on another thread."""
 
-    def __init__(self, ender: Ender, subscription: Subscription, listener: ReaderListener, deadline: Deadline) -> None:
+    def __init__(
+        self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
+    ) -> None:
         if subscription.sharing != "partition":
             raise NotSupported("each queue of RocketMQ is read by one member of a group: sharing='partition'")
         self._cluster = cluster = ender.cluster
@@ -72,9 +75,9 @@ class RocketMQReader(Reader):
         self._timeout = cluster.settings.timeout
         self._wake = threading.Event()
         self._guard = threading.Lock()  # acknowledgements come from other threads
-        self._cursors: dict[Partition, Cursor] = {}
+        self._readers: dict[Partition, QueueReader] = {}
         self._paused: set[Partition] = set()
-        self._work: BackgroundTask[_Seen] | None = None
+        self._work: BackgroundTask[_RefreshResult] | None = None
         self._look_at = 0.0
         self._turn = 0
         self._closed = False
@@ -82,40 +85,42 @@ class RocketMQReader(Reader):
         create = subscription.group is not None
         topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
-        self._sharing: Sharing | None = None
-        self._group: GroupStarts | None = None
-        self._context: AckContext | None = None
+        self._member: GroupMember | None = None
+        self._group: GroupPositions | None = None
+        self._context: RocketMQAckContext | None = None
         if subscription.group is None:
             self._client = open_client(cluster.settings)
         else:
-            self._sharing = Sharing(cluster.settings, subscription.group, subscription.topics, self._wake.set, deadline)
-            self._client = self._sharing.client
+            self._member = GroupMember(
+                cluster.settings, subscription.group, subscription.topics, self._wake.set, deadline
+            )
+            self._client = self._member.client
         try:
-            self._offsets = Offsets(self._client)
-            self._starts = Starts(self._offsets, subscription, queues, deadline)
+            self._offsets = QueueOffsets(self._client)
+            self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
             if subscription.group is None:
                 self._add_all(queues, self._starts, deadline)
             else:
-                self._group = GroupStarts(self._offsets, self._starts, subscription.group, cluster.context, ender)
-                self._context = AckContext(
-                    subscription.group, self._group, self._cursors, self._guard, self._tell, self._timeout
+                self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
+                self._context = RocketMQAckContext(
+                    subscription.group, self._group, self._readers, self._guard, self._tell, self._timeout
                 )
         except BaseException:
             self.close(deadline)
             raise
 
-    def _add_all(self, queues: Mapping[Partition, Queue], starts: Starts, deadline: Deadline) -> None:
+    def _add_all(self, queues: Mapping[Partition, Queue], starts: InitialPositions, deadline: Deadline) -> None:
         first = {partition: starts.first(partition, queue, deadline) for partition, queue in queues.items()}
         for partition, at in first.items():
             self._add(partition, queues[partition]).go_on(at)
 
-    def _add(self, partition: Partition, queue: Queue) -> Cursor:
-        cursor = Cursor(partition, queue)
-        cursor.paused = partition in self._paused
-        cursor.source = self._listener.assigned(partition)
+    def _add(self, partition: Partition, queue: Queue) -> QueueReader:
+        reader = QueueReader(partition, queue)
+        reader.paused = partition in self._paused
+        reader.source = self._listener.assigned(partition)
         with self._guard:
-            self._cursors[partition] = cursor
-        return cursor
+            self._readers[partition] = reader
+        return reader
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -123,11 +128,11 @@ class RocketMQReader(Reader):
         looked = False
         while True:
             self._follow()
-            for cursor in self._cursors.values():
-                cursor.take_in()
+            for reader in self._readers.values():
+                reader.take_in()
             messages = self._hand_out(max_messages)
-            for cursor in self._cursors.values():
-                cursor.ask(self._submit)
+            for reader in self._readers.values():
+                reader.ask(self._submit)
             if messages:
                 return messages
             self._raise_faults()
@@ -138,11 +143,11 @@ class RocketMQReader(Reader):
             looked = True
 
     def _idle_seconds(self) -> float:
-        if self._work is not None or any(cursor.is_busy for cursor in self._cursors.values()):
+        if self._work is not None or any(reader.is_busy for reader in self._readers.values()):
             return _BUSY_SECONDS
-        return _IDLE_SECONDS if self._sharing is None else min(_IDLE_SECONDS, self._sharing.due_in())
+        return _IDLE_SECONDS if self._member is None else min(_IDLE_SECONDS, self._member.due_in())
 
-    def _submit(self, broker: str, request: remoting.Request[Any], timeout: float) -> Call[Any]:
+    def _submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Call[Any]:
         call = self._client.submit(broker, request, timeout)
         call.when_done(lambda _: self._wake.set())
         return call
@@ -150,27 +155,27 @@ class RocketMQReader(Reader):
     def _hand_out(self, limit: int) -> list[Message]:
         messages: list[Message] = []
         room = _ENOUGH_BYTES
-        for cursor in self._in_turn():
-            while len(messages) < limit and room > 0 and cursor.has_some:
-                message = cursor.hand_out()
+        for reader in self._in_turn():
+            while len(messages) < limit and room > 0 and reader.has_some:
+                message = reader.hand_out()
                 if message is not None:
                     messages.append(message)
                     room -= len(message.value or b"")
         return messages
 
-    def _in_turn(self) -> list[Cursor]:
+    def _in_turn(self) -> list[QueueReader]:
         """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
-        cursors = list(self._cursors.values())
-        if len(cursors) > 1:
-            self._turn = (self._turn + 1) % len(cursors)
-            cursors = cursors[self._turn :] + cursors[: self._turn]
-        return cursors
+        readers = list(self._readers.values())
+        if len(readers) > 1:
+            self._turn = (self._turn + 1) % len(readers)
+            readers = readers[self._turn :] + readers[: self._turn]
+        return readers
 
     def _raise_faults(self) -> None:
-        for cursor in self._cursors.values():
-            if (fault := cursor.fault) is not None and not cursor.paused:
+        for reader in self._readers.values():
+            if (fault := reader.fault) is not None and not reader.paused:
                 if isinstance(fault, NotFound):  # the topic may be made anew
-                    cursor.fault = None
+                    reader.fault = None
                 raise fault
 
     # --- partitions come and go ---------------------------------------------------------------------------------------
@@ -189,16 +194,16 @@ class RocketMQReader(Reader):
             deadline = Deadline(self._timeout)
             self._work = BackgroundTask(lambda: due(deadline), self._take, self._wake.set)
 
-    def _due(self) -> Callable[[Deadline], _Seen] | None:
+    def _due(self) -> Callable[[Deadline], _RefreshResult] | None:
         """What takes time and is to be done now."""
-        cursors = list(self._cursors.values())
-        is_cut_off = any(cursor.is_cut_off for cursor in cursors)
-        if self._sharing is not None:
-            moved = {cursor: cursor.moves for cursor in cursors if not cursor.settled}
-            wishes = {cursor.partition: None if cursor.overtaken else cursor.wish for cursor in moved}
-            if moved or is_cut_off or not self._sharing.due_in():
-                holding = frozenset(self._cursors)
-                return lambda deadline: self._look_at_group(holding, wishes, moved, deadline)
+        readers = list(self._readers.values())
+        is_cut_off = any(reader.is_cut_off for reader in readers)
+        if self._member is not None:
+            moved = {reader: reader.moves for reader in readers if not reader.settled}
+            targets = {reader.partition: None if reader.overtaken else reader.target for reader in moved}
+            if moved or is_cut_off or not self._member.due_in():
+                holding = frozenset(self._readers)
+                return lambda deadline: self._look_at_group(holding, targets, moved, deadline)
         elif is_cut_off or time.monotonic() >= self._look_at:
             return self._look_at_topics
         return None
@@ -206,27 +211,27 @@ class RocketMQReader(Reader):
     def _look_at_group(
         self,
         holding: frozenset[Partition],
-        wishes: Mapping[Partition, Wish | None],
-        moves: Mapping[Cursor, int],
+        targets: Mapping[Partition, SeekTarget | None],
+        moves: Mapping[QueueReader, int],
         deadline: Deadline,
-    ) -> _Seen:
-        assert self._sharing is not None and self._group is not None
+    ) -> _RefreshResult:
+        assert self._member is not None and self._group is not None
         queues = self._look_at_queues()
         by_topic: dict[str, list[Queue]] = {}
         for (topic, _), queue in queues.items():
             by_topic.setdefault(topic, []).append(queue)
-        shares = self._sharing.look(by_topic, holding, deadline)
-        asked = {each: wishes.get(each) for each in shares.free if each in wishes or each not in holding}
-        found = self._group.settle(asked, queues, deadline) if asked else Found()
-        return _Seen(queues, shares, found, moves)
+        assignment = self._member.look(by_topic, holding, deadline)
+        asked = {each: targets.get(each) for each in assignment.free if each in targets or each not in holding}
+        found = self._group.settle(asked, queues, deadline) if asked else ResolvedPositions()
+        return _RefreshResult(queues, assignment, found, moves)
 
-    def _look_at_topics(self, deadline: Deadline) -> _Seen:
+    def _look_at_topics(self, deadline: Deadline) -> _RefreshResult:
         queues = self._look_at_queues()
-        new = {partition: queue for partition, queue in queues.items() if partition not in self._cursors}
+        new = {partition: queue for partition, queue in queues.items() if partition not in self._readers}
         for queue in {queue.broker: queue for queue in queues.values()}.values():
             self._offsets.end(queue, deadline)  # it answers again
         first = {partition: self._starts.first(partition, queue, deadline) for partition, queue in new.items()}
-        return _Seen(queues, found=Found(first))
+        return _RefreshResult(queues, found=ResolvedPositions(first))
 
     def _look_at_queues(self) -> dict[Partition, Queue]:
         """All that there is to read, with what was added. What is missing is on a broker that is away, mostly."""
@@ -238,26 +243,26 @@ class RocketMQReader(Reader):
                     self._queues = {**self._queues, **{(topic, each.queue): each for each in found}}
         return self._queues
 
-    def _take(self, seen: _Seen) -> None:
-        for cursor in self._cursors.values():
-            cursor.is_cut_off = False
-        if seen.shares is not None:
-            self._leave([each for each in self._cursors if each in seen.shares.taken], self._listener.lost)
-            self._leave([each for each in self._cursors if each not in seen.shares.mine], self._listener.revoking)
+    def _take(self, seen: _RefreshResult) -> None:
+        for reader in self._readers.values():
+            reader.is_cut_off = False
+        if seen.assignment is not None:
+            self._leave([each for each in self._readers if each in seen.assignment.taken], self._listener.lost)
+            self._leave([each for each in self._readers if each not in seen.assignment.mine], self._listener.revoking)
         for partition in (*seen.found.known, *seen.found.lost):
-            cursor = self._cursors.get(partition) or self._add(partition, seen.queues[partition])
-            if seen.moves.get(cursor, cursor.moves) == cursor.moves:
-                self._settle(cursor, seen.found)
+            reader = self._readers.get(partition) or self._add(partition, seen.queues[partition])
+            if seen.moves.get(reader, reader.moves) == reader.moves:
+                self._settle(reader, seen.found)
 
-    def _settle(self, cursor: Cursor, found: Found) -> None:
+    def _settle(self, reader: QueueReader, found: ResolvedPositions) -> None:
         with self._guard:
-            if cursor.partition in found.known:
-                place = found.known[cursor.partition]
-                cursor.go_on(Place(place.next, place.anchor or cursor.anchor))
+            if reader.partition in found.known:
+                place = found.known[reader.partition]
+                reader.go_on(AnchoredPosition(place.next, place.anchor or reader.anchor))
             else:
-                at, fault = found.lost[cursor.partition]
-                cursor.go_on(Place(at))
-                cursor.lose(fault)
+                at, fault = found.lost[reader.partition]
+                reader.go_on(AnchoredPosition(at))
+                reader.lose(fault)
 
     def _leave(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
         if not partitions:
@@ -266,94 +271,94 @@ class RocketMQReader(Reader):
             tell(partitions)
         finally:
             with self._guard:
-                left = [self._cursors.pop(partition) for partition in partitions]
-            if self._sharing is not None:
-                self._sharing.let_go([cursor.queue for cursor in left])
+                left = [self._readers.pop(partition) for partition in partitions]
+            if self._member is not None:
+                self._member.let_go([reader.queue for reader in left])
 
     # --- where it stands --------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
-        return {partition: (cursor.next,) for partition, cursor in self._cursors.items()}
+        return {partition: (reader.next,) for partition, reader in self._readers.items()}
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
-        wanted = {self._cursor(partition): _checked(position) for partition, position in positions.items()}
+        wanted = {self._reader(partition): _checked(position) for partition, position in positions.items()}
         if self._group is not None:  # going back behind an abort must not fail because a broker is away
-            for cursor, at in wanted.items():
-                cursor.unsettle(Wish(at, chosen=True))
+            for reader, at in wanted.items():
+                reader.unsettle(SeekTarget(at, chosen=True))
             return
         deadline = Deadline(SHORT_CALL)
-        for cursor, at in wanted.items():
-            begin = self._offsets.begin(cursor.queue, deadline)
+        for reader, at in wanted.items():
+            begin = self._offsets.begin(reader.queue, deadline)
             if at < begin:
-                raise PositionLost(out_of_range("the position to seek", cursor.partition, at, begin, begin))
-        for cursor, place in {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}.items():
-            cursor.go_on(place)
+                raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
+        for reader, place in {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}.items():
+            reader.go_on(place)
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
-        self._go_back({self._cursor(partition): _checked(position) for partition, position in positions.items()})
+        self._go_back({self._reader(partition): _checked(position) for partition, position in positions.items()})
 
-    def _go_back(self, wanted: Mapping[Cursor, int]) -> None:
-        for cursor, at in wanted.items():
+    def _go_back(self, wanted: Mapping[QueueReader, int]) -> None:
+        for reader, at in wanted.items():
             if self._group is not None:
-                cursor.unsettle(Wish(at, chosen=False))
-            elif not isinstance(cursor.fault, PositionLost):
-                cursor.go_back(at)
+                reader.unsettle(SeekTarget(at, chosen=False))
+            elif not isinstance(reader.fault, PositionLost):
+                reader.go_back(at)
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
-        wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._cursors.values()}
+        wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._readers.values()}
         places = {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}
-        for cursor, place in places.items():
+        for reader, place in places.items():
             if self._group is not None:
-                cursor.unsettle(Wish(place.next, chosen=True))
+                reader.unsettle(SeekTarget(place.next, chosen=True))
             else:
-                cursor.go_on(place)
+                reader.go_on(place)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
-            cursor = self._cursors.get(partition)
-            if cursor is not None and given:  # else they come again where it is now
-                self._go_back({cursor: min(cursor.next, *map(_checked, given))})
+            reader = self._readers.get(partition)
+            if reader is not None and given:  # else they come again where it is now
+                self._go_back({reader: min(reader.next, *map(_checked, given))})
 
     def pause(self, partitions: Sequence[Partition]) -> None:
-        for cursor in [self._cursor(partition) for partition in partitions]:
-            cursor.paused = True
-            self._paused.add(cursor.partition)
+        for reader in [self._reader(partition) for partition in partitions]:
+            reader.paused = True
+            self._paused.add(reader.partition)
 
     def resume(self, partitions: Sequence[Partition]) -> None:
         for partition in partitions:
-            cursor = self._cursors.get(partition) if partition in self._paused else self._cursor(partition)
+            reader = self._readers.get(partition) if partition in self._paused else self._reader(partition)
             self._paused.discard(partition)
-            if cursor is not None:
-                cursor.paused = False
+            if reader is not None:
+                reader.paused = False
 
-    def _cursor(self, partition: Partition) -> Cursor:
-        cursor = self._cursors.get(partition)
-        if cursor is None:
+    def _reader(self, partition: Partition) -> QueueReader:
+        reader = self._readers.get(partition)
+        if reader is None:
             topic, number = partition
             raise InvalidState(
                 f"{topic}[{number}] is not with this reader now; `positions()` lists the partitions that are"
             )
-        return cursor
+        return reader
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
         stands: Mapping[Partition, int] = {}
         if self._group is not None:
             stands, _ = self._group.positions(deadline)
         found = {}
-        for partition, cursor in self._cursors.items():
-            at = stands.get(partition, cursor.next)
-            if at >= cursor.behind:  # nothing is outstanding, so it stands behind the repeats that were passed over
-                at = max(at, cursor.next)
-            found[partition] = max(0, self._offsets.end(cursor.queue, deadline) - at)
+        for partition, reader in self._readers.items():
+            at = stands.get(partition, reader.next)
+            if at >= reader.behind:  # nothing is outstanding, so it stands behind the repeats that were passed over
+                at = max(at, reader.next)
+            found[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
         return found
 
-    def ack_context(self) -> AckContext:
+    def ack_context(self) -> RocketMQAckContext:
         if self._context is None:
             raise InvalidState("what was read without a group cannot be acknowledged")
         return self._context
 
-    def _tell(self, cursor: Cursor, at: int) -> None:
-        self._offsets.tell(str(self._subscription.group), cursor.queue, at)
+    def _tell(self, reader: QueueReader, at: int) -> None:
+        self._offsets.tell(str(self._subscription.group), reader.queue, at)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -366,11 +371,11 @@ class RocketMQReader(Reader):
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(TxnBridgeError):
                 stands, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
-                for partition, cursor in self._cursors.items():
+                for partition, reader in self._readers.items():
                     if partition in stands:  # else only a seek can say where it goes on
-                        self._tell(cursor, stands[partition])
-        if self._sharing is not None:
-            self._sharing.close(deadline)
+                        self._tell(reader, stands[partition])
+        if self._member is not None:
+            self._member.close(deadline)
         else:
             self._client.close(deadline.left())
 

@@ -21,10 +21,14 @@ from typing import TypeVar
 
 from txnbridge.errors import BrokerUnavailable, InvalidOption
 from txnbridge.spi import Deadline, Partition
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Call, Client, Membership, Queue, administration, groups
-from txnbridge_rocketmq.client.retry import again, ask
-from txnbridge_rocketmq.settings import Settings
+from txnbridge_rocketmq.client import administration, groups
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import RemotingError
+from txnbridge_rocketmq.client.groups import Membership, Queue
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import retry, retry_call
+from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.names import encoded, group_name
 
 T = TypeVar("T")
@@ -47,7 +51,7 @@ _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)
 
 
 @dataclass(frozen=True)
-class Shares:
+class QueueAssignment:
     """What came of a look: the partitions that are this member's, and those of them that it may read.
 
     `taken` are those that it held, and that another member holds now.
@@ -57,24 +61,24 @@ class Shares:
     free: frozenset[Partition] = frozenset()
     taken: frozenset[Partition] = frozenset()
 
-    def __or__(self, other: Shares) -> Shares:
-        return Shares(self.mine | other.mine, self.free | other.free, self.taken | other.taken)
+    def __or__(self, other: QueueAssignment) -> QueueAssignment:
+        return QueueAssignment(self.mine | other.mine, self.free | other.free, self.taken | other.taken)
 
 
 @dataclass
-class _Place:
+class _BrokerShare:
     """What was found at one broker by the last look."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
 
 
-class Sharing:
+class GroupMember:
     """One member of a group. One thread at a time calls; `on_change` may be called on any."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: RocketMQSettings,
         group: str,
         topics: Sequence[str],
         on_change: Callable[[], None],
@@ -89,10 +93,10 @@ class Sharing:
         self._changed.set()
         self._on_change = on_change
         self.client = open_client(settings, self._name(), self._told)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _BrokerShare] = {}
         self._waits: dict[Partition, float] = {}
         self._look_at_next = 0.0
-        self._watch = _Watch(self.client, self._group)
+        self._watch = _SleepDetector(self.client, self._group)
         try:
             self._join(deadline)
         except BaseException:
@@ -111,7 +115,7 @@ class Sharing:
     def _join(self, deadline: Deadline) -> None:
         membership = Membership(consumers={self._group: frozenset(self._topics)})
         what = f"joining group {self._user_group!r}"
-        again(lambda: self.client.join(membership, deadline.left()), what, deadline)
+        retry(lambda: self.client.join(membership, deadline.left()), what, deadline)
 
     def due_in(self) -> float:
         """In how many seconds it is time to look."""
@@ -119,10 +123,12 @@ class Sharing:
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def look(self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline) -> Shares:
+    def look(
+        self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
+    ) -> QueueAssignment:
         """What is this member's now. Raises `InvalidOption` if another application reads in the same group."""
         self._changed.clear()
-        found = Shares()
+        found = QueueAssignment()
         for broker in sorted({each.broker for here in queues.values() for each in here}):
             here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
             found |= self._look_at(broker, here, holding, deadline)
@@ -132,13 +138,9 @@ class Sharing:
         return found
 
     def _look_at(
-        self,
-        broker: str,
-        queues: Mapping[str, Sequence[Queue]],
-        holding: Collection[Partition],
-        deadline: Deadline,
-    ) -> Shares:
-        me, place = self.client.client_id, self._places.setdefault(broker, _Place())
+        self, broker: str, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
+    ) -> QueueAssignment:
+        me, place = self.client.client_id, self._places.setdefault(broker, _BrokerShare())
         ids = self._members(broker, deadline)
         asleep = self._watch.look(broker, ids)
         for gone in place.living - (set(ids) - asleep):  # they leave their locks behind, for a minute
@@ -149,7 +151,7 @@ class Sharing:
         alone: set[str] = set()
         for topic, found in queues.items():
             readers = [each for each in ids if _reads(each, topic)]
-            wanted += shares(found, readers, asleep).get(me, ())
+            wanted += assign_queues(found, readers, asleep).get(me, ())
             if place.living.intersection(readers) == {me}:
                 alone.add(topic)  # whoever has a lock there is dead
         before, place.locked = place.locked, set()
@@ -157,7 +159,7 @@ class Sharing:
             place.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
         free = {queue for queue in wanted if queue in place.locked or queue.topic in alone or self._has_waited(queue)}
         refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
-        return Shares(
+        return QueueAssignment(
             frozenset(map(_partition, wanted)),
             frozenset(map(_partition, free | (refused - before))),
             frozenset(map(_partition, refused & before)),
@@ -170,7 +172,7 @@ class Sharing:
             self._join(deadline)
             ids = self._call(broker, groups.members(self._group), deadline)
         if self.client.client_id not in ids:  # it makes no groups by itself
-            with suppress(remoting.RemotingError):
+            with suppress(RemotingError):
                 self.client.call(broker, administration.create_group(self._group), deadline.left())
             self._join(deadline)
             ids = self._call(broker, groups.members(self._group), deadline)
@@ -196,9 +198,9 @@ class Sharing:
         since = self._waits.setdefault(_partition(queue), time.monotonic())
         return time.monotonic() - since >= _LOCKED_SECONDS
 
-    def _call(self, broker: str, request: remoting.Request[T], deadline: Deadline) -> T:
+    def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
         what = f"looking at group {self._user_group!r}"
-        return ask(self.client, broker, request, what, deadline)
+        return retry_call(self.client, broker, request, what, deadline)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -206,7 +208,7 @@ class Sharing:
         """Others may read these from now on. Waits for nobody."""
         for broker in {queue.broker for queue in queues}:
             here = [queue for queue in queues if queue.broker == broker]
-            with suppress(remoting.RemotingError):
+            with suppress(RemotingError):
                 self.client.submit(broker, groups.unlock(self._group, self.client.client_id, here), _LEAVE_SECONDS)
 
     def close(self, deadline: Deadline) -> None:
@@ -214,19 +216,19 @@ class Sharing:
         for broker, place in self._places.items():
             if place.locked:
                 request = groups.unlock(self._group, self.client.client_id, place.locked)
-                with suppress(remoting.RemotingError):
+                with suppress(RemotingError):
                     self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
         self.client.close(deadline.left())
 
 
-class _Watch:
+class _SleepDetector:
     """Which members behind this one, in the order of their names, are connected and do not live.
 
     Each member watches the next one that lives, so that brokers are not kept busy with it, and reads for those before
     that.
     """
 
-    def __init__(self, client: Client, group: str) -> None:
+    def __init__(self, client: RemotingClient, group: str) -> None:
         self._client = client
         self._group = group
         self._asleep: set[str] = set()
@@ -243,7 +245,7 @@ class _Watch:
         for each in self._watched(ids):
             if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
                 self._ask_at[each] = time.monotonic() + _WATCH_SECONDS
-                with suppress(remoting.RemotingError):
+                with suppress(RemotingError):
                     request = groups.is_asleep(self._group, each)
                     self._calls[each] = self._client.submit(broker, request, _WATCH_ANSWER_SECONDS)
         return set(self._asleep)
@@ -251,7 +253,7 @@ class _Watch:
     def _note(self, member: str, call: Call[bool]) -> None:
         try:
             is_asleep = call.result()
-        except remoting.RemotingError:
+        except RemotingError:
             return  # nobody knows; whoever has no right to ask waits until the broker drops a dead member
         (self._asleep.add if is_asleep else self._asleep.discard)(member)
 
@@ -268,7 +270,9 @@ class _Watch:
         return found
 
 
-def shares(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
+def assign_queues(
+    queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()
+) -> dict[str, list[Queue]]:
     """Which reader has which of a topic's queues. For one that is asleep the reader before it stands in."""
     found: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
@@ -282,9 +286,11 @@ def shares(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[s
     return found
 
 
-def open_client(settings: Settings, name: str | None = None, on_members: Callable[[str], None] | None = None) -> Client:
+def open_client(
+    settings: RocketMQSettings, name: str | None = None, on_members: Callable[[str], None] | None = None
+) -> RemotingClient:
     """A client with connections of its own: what a reader waits for holds up nobody else."""
-    return Client(
+    return RemotingClient(
         settings.name_servers,
         client_id=name,
         credentials=settings.credentials(),

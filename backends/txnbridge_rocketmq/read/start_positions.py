@@ -11,13 +11,16 @@ from typing import TypeVar
 
 from txnbridge.errors import Conflict, EvidenceLost, PositionLost
 from txnbridge.spi import Ack, Context, Deadline, Decision, Partition, Position, Subscription
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Client, Queue, groups, reading
-from txnbridge_rocketmq.client.retry import ask
-from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.client import groups, reading
+from txnbridge_rocketmq.client.client import RemotingClient
+from txnbridge_rocketmq.client.errors import RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.requests import RpcRequest
+from txnbridge_rocketmq.client.retry import retry_call
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.read.anchored_position import Anchor, Place, made_anew
-from txnbridge_rocketmq.read.partition import SURE_SECONDS, Wish
+from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition, topic_recreated
+from txnbridge_rocketmq.read.partition import SURE_SECONDS, SeekTarget
 from txnbridge_rocketmq.read.pull import GROUP
 from txnbridge_rocketmq.settings.names import encoded
 from txnbridge_rocketmq.write.half_batch import parts_as_json
@@ -33,10 +36,10 @@ _LOOK_SECONDS = 0.1
 _TELL_SECONDS = 5.0
 
 
-class Offsets:
+class QueueOffsets:
     """What can be asked about queues. Any thread may call."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: RemotingClient) -> None:
         self._client = client
 
     def begin(self, queue: Queue, deadline: Deadline) -> int:
@@ -66,13 +69,13 @@ class Offsets:
             at = max(at, pulled.next_offset)
         return at
 
-    def place(self, queue: Queue, at: int, deadline: Deadline) -> Place:
+    def place(self, queue: Queue, at: int, deadline: Deadline) -> AnchoredPosition:
         """Return an offset with the message before it, if there is one, by which the queue will be known."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
-        return Place(at, None if log_offset is None else Anchor(at - 1, log_offset))
+        return AnchoredPosition(at, None if log_offset is None else Anchor(at - 1, log_offset))
 
     def has(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
-        """Whether the queue still has a record at its place, or may have had it until retention dropped it.
+        """Return whether the queue still has a record at its place, or may have had it until retention dropped it.
 
         A broker that has just started is asked for some seconds before it is believed that there is no record.
         """
@@ -96,26 +99,26 @@ class Offsets:
     def tell(self, group: str, queue: Queue, offset: int) -> None:
         """Tell the broker where a group stands, for tools that look there. Does not wait for the answer."""
         request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
-        with suppress(remoting.RemotingError):  # it is told with the next acknowledgement
+        with suppress(RemotingError):  # it is told with the next acknowledgement
             self._client.submit(queue.broker, request, _TELL_SECONDS)
 
-    def _ask(self, queue: Queue, request: remoting.Request[T], deadline: Deadline) -> T:
+    def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
         what = f"asking about {queue.topic}[{queue.queue}]"
-        return ask(self._client, queue.broker, request, what, deadline)
+        return retry_call(self._client, queue.broker, request, what, deadline)
 
 
-class Starts:
+class InitialPositions:
     """Where the subscription says that reading begins. "latest" means when the reader was opened."""
 
-    def __init__(self, offsets: Offsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
+    def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
         self._start = subscription.start
         latest = self._start == "latest"
-        self._latest: dict[Partition, Place] = {}
+        self._latest: dict[Partition, AnchoredPosition] = {}
         for each, queue in queues.items() if latest else ():
             self._latest[each] = offsets.place(queue, offsets.end(queue, deadline), deadline)
 
-    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> Place:
+    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredPosition:
         """Where a partition begins; one that was added since, at its beginning: all of it has come since."""
         if partition in self._latest:
             return self._latest[partition]
@@ -127,14 +130,14 @@ class Starts:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedPositions:
     """Where partitions go on, and those of which only the user can say that."""
 
-    known: Mapping[Partition, Place] = field(default_factory=dict)
+    known: Mapping[Partition, AnchoredPosition] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
-class GroupStarts:
+class GroupPositions:
     """Where a group stands, by the decisions that acknowledge; and where it begins, which is such a decision, too.
 
     It stands in the log before anything is handed out: so nothing is skipped if the first batch aborts, and of members
@@ -144,7 +147,9 @@ class GroupStarts:
     member that goes on behind it publishes the transaction first: else its own messages would overtake those.
     """
 
-    def __init__(self, offsets: Offsets, starts: Starts, group: str, context: Context, ender: Ender) -> None:
+    def __init__(
+        self, offsets: QueueOffsets, starts: InitialPositions, group: str, context: Context, ender: HalfEnder
+    ) -> None:
         self._offsets = offsets
         self._starts = starts
         self._group = group
@@ -157,10 +162,10 @@ class GroupStarts:
         places, read_up_to = self._places(deadline)
         return {partition: place.next for partition, place in places.items()}, read_up_to
 
-    def _places(self, deadline: Deadline) -> tuple[dict[Partition, Place], Position]:
+    def _places(self, deadline: Deadline) -> tuple[dict[Partition, AnchoredPosition], Position]:
         with self._with_evidence():
             found, read_up_to = self._ledger.positions(self._group, deadline)
-        return {partition: Place.of(position) for partition, position in found.items()}, read_up_to
+        return {partition: AnchoredPosition.of(position) for partition, position in found.items()}, read_up_to
 
     @contextmanager
     def _with_evidence(self) -> Iterator[None]:
@@ -171,7 +176,9 @@ class GroupStarts:
                 f"nobody can tell where group {self._group!r} stands: {error}. Nothing was skipped or read again"
             ) from error
 
-    def settle(self, wishes: Mapping[Partition, Wish | None], queues: Queues, deadline: Deadline) -> Found:
+    def settle(
+        self, targets: Mapping[Partition, SeekTarget | None], queues: Queues, deadline: Deadline
+    ) -> ResolvedPositions:
         """Where partitions go on: not before what the group has acknowledged, and not before what a seek wants.
 
         `queues` are all of the topics' partitions. A group begins to read a topic with all that it has then. Where
@@ -180,15 +187,15 @@ class GroupStarts:
         """
         while True:
             stands, read_up_to = self._places(deadline)
-            renewed = self._renewed({each: stands[each] for each in wishes if each in stands}, queues, deadline)
-            chosen = {each: wish.at for each in renewed if (wish := wishes[each]) is not None and wish.chosen}
+            renewed = self._renewed({each: stands[each] for each in targets if each in stands}, queues, deadline)
+            chosen = {each: target.at for each in renewed if (target := targets[each]) is not None and target.chosen}
             if chosen:
                 begun = {each: self._offsets.place(queues[each], at, deadline) for each, at in chosen.items()}
                 self._claim(begun, read_up_to, deadline)
                 continue
-            if all(partition in stands for partition in wishes):
-                self._publish_before({each for each, wish in wishes.items() if wish is None}, deadline)
-                return self._found(wishes, stands, renewed, queues, deadline)
+            if all(partition in stands for partition in targets):
+                self._publish_before({each for each, target in targets.items() if target is None}, deadline)
+                return self._found(targets, stands, renewed, queues, deadline)
             # In this order: what the broker was told before stands in the log by now.
             told = {each: self._offsets.known(self._group, queues[each], deadline) for each in queues}
             stands, read_up_to = self._places(deadline)
@@ -196,10 +203,10 @@ class GroupStarts:
             begun = {}
             lost = renewed
             for partition, queue in queues.items():
-                if partition in stands or not (partition in wishes or partition in new):
+                if partition in stands or not (partition in targets or partition in new):
                     continue
-                if (wish := wishes.get(partition)) is not None:
-                    begun[partition] = self._offsets.place(queue, wish.at, deadline)
+                if (target := targets.get(partition)) is not None:
+                    begun[partition] = self._offsets.place(queue, target.at, deadline)
                 elif (at := told[partition]) is not None:
                     lost[partition] = at, self._lost(partition, at)
                 elif partition in new:
@@ -208,37 +215,45 @@ class GroupStarts:
                     begun[partition] = self._offsets.place(queue, self._offsets.begin(queue, deadline), deadline)
             if begun and not self._claim(begun, read_up_to, deadline):
                 continue
-            self._publish_before({each for each, wish in wishes.items() if wish is None and each in stands}, deadline)
-            return self._found(wishes, {**stands, **begun}, lost, queues, deadline)
+            self._publish_before(
+                {each for each, target in targets.items() if target is None and each in stands}, deadline
+            )
+            return self._found(targets, {**stands, **begun}, lost, queues, deadline)
 
     def _found(
         self,
-        wishes: Mapping[Partition, Wish | None],
-        stands: Mapping[Partition, Place],
+        targets: Mapping[Partition, SeekTarget | None],
+        stands: Mapping[Partition, AnchoredPosition],
         lost: Mapping[Partition, tuple[int, PositionLost]],
         queues: Queues,
         deadline: Deadline,
-    ) -> Found:
+    ) -> ResolvedPositions:
         known = {
-            each: self._further(stands[each], wish, queues[each], deadline)
-            for each, wish in wishes.items()
+            each: self._further(stands[each], target, queues[each], deadline)
+            for each, target in targets.items()
             if each in stands and each not in lost
         }
-        return Found(known, {each: lost[each] for each in wishes if each in lost})
+        return ResolvedPositions(known, {each: lost[each] for each in targets if each in lost})
 
-    def _further(self, stands: Place, wish: Wish | None, queue: Queue, deadline: Deadline) -> Place:
-        if wish is None or wish.at <= stands.next:
+    def _further(
+        self, stands: AnchoredPosition, target: SeekTarget | None, queue: Queue, deadline: Deadline
+    ) -> AnchoredPosition:
+        if target is None or target.at <= stands.next:
             return stands
-        return self._offsets.place(queue, wish.at, deadline) if wish.chosen else Place(wish.at, stands.anchor)
+        return (
+            self._offsets.place(queue, target.at, deadline)
+            if target.chosen
+            else AnchoredPosition(target.at, stands.anchor)
+        )
 
     def _renewed(
-        self, stands: Mapping[Partition, Place], queues: Queues, deadline: Deadline
+        self, stands: Mapping[Partition, AnchoredPosition], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
         """Those of these partitions that are not what the group has read: their topics were made anew."""
         found = {}
         for partition, (at, anchor) in stands.items():
             if anchor is not None and not self._offsets.has(queues[partition], anchor, deadline):
-                found[partition] = at, made_anew(f"the position of group {self._group!r}", partition, at, anchor)
+                found[partition] = at, topic_recreated(f"the position of group {self._group!r}", partition, at, anchor)
         return found
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
@@ -250,7 +265,7 @@ class GroupStarts:
         for transaction, claim in dict(decided[each] for each in partitions if each in decided).items():
             publish_decided(self._ender, transaction, claim, deadline)
 
-    def _claim(self, begun: Mapping[Partition, Place], read_up_to: Position, deadline: Deadline) -> bool:
+    def _claim(self, begun: Mapping[Partition, AnchoredPosition], read_up_to: Position, deadline: Deadline) -> bool:
         """Decide where the group begins; False if another member has moved it meanwhile."""
         acks = [Ack(self._group, each, (place.next,), place.position, read_up_to) for each, place in begun.items()]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):

@@ -1,4 +1,4 @@
-"""What a bridge to RocketMQ was told, once."""
+"""The options of a bridge to RocketMQ, and the settings made of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from txnbridge.errors import InvalidOption
 from txnbridge.spi import Context, Option, Url
 from txnbridge_rocketmq.settings.names import decoded, encoded, group_name, topic_name
 
-if TYPE_CHECKING:  # the declaration of the options is read by everybody, the client only used by those who connect
+if TYPE_CHECKING:  # the options are read by every process, the client only by processes that connect
     import ssl
 
-    from txnbridge_rocketmq import client as remoting
+    from txnbridge_rocketmq.client.security import Credentials
 
-_PORT = 9876  # of a name server without one, as everywhere with RocketMQ
+_PORT = 9876  # the default port of name servers
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that the rest of the backend asks about how to reach and use a cluster."""
+class RocketMQSettings:
+    """How to reach and use a cluster, for all parts of the backend."""
 
     name_servers: tuple[str, ...]  # "host:port"
     timeout: float  # the bridge's default deadline in seconds
     hold: float | None
     application: str
-    create_topics: int  # partitions of a missing topic; 0: never create
-    prefix: str = "_txnbridge-"  # of every topic of our own
+    create_topics: int  # partitions of a topic that is created on first use; 0: topics are never created
+    prefix: str = "_txnbridge-"  # of the names of all topics of the bridge's own
     access_key: str = ""
     secret_key: str = field(default="", repr=False)
     security_token: str = field(default="", repr=False)
@@ -40,20 +40,26 @@ class Settings:
     tls_verify_hostname: bool = True
 
     def log_topic(self, application: str) -> str:
-        """The topic of a decision log. Raises `InvalidOption` for an application whose name is too long."""
+        """Return the topic of a decision log. Raise `InvalidOption` for an application whose name is too long."""
         return topic_name(f"{self.prefix}log-{encoded(application)}")
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record names the cluster; with '-' behind it, how the topics begin that repeat it."""
+        """The topic whose first record holds the cluster's id.
+
+        The topics that repeat the id add '-' and more to this name.
+        """
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
-        """The empty topic that notes that the cluster has a broker; too long a name for one where the broker's is."""
+        """Return the name of the empty topic that records a broker of the cluster.
+
+        It may be too long for a long broker name.
+        """
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
-        """The broker that such a topic notes; None for other topics."""
+        """Return the broker that a topic records; None for other topics."""
         begin = self._broker_topics
         return decoded(topic.removeprefix(begin)) if topic.startswith(begin) else None
 
@@ -63,19 +69,22 @@ class Settings:
 
     @property
     def producer_group(self) -> str:
-        """Whose members brokers ask what became of a half."""
+        """The producer group of the application, to whose members brokers send check-backs."""
         return group_name(encoded(self.application))
 
     def half_group(self, group: str) -> str:
-        """The same for our half messages of this group. Raises `InvalidOption` for names that are too long."""
+        """Return the producer group of half messages of this group.
+
+        Raise `InvalidOption` for names that are too long.
+        """
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def shared_half_group(self, group: str) -> str:
-        """The producer group of half messages that were stored before it named the application."""
+        """Return the producer group of half messages that were stored before producer groups named the application."""
         return group_name(f"{self._half_groups}{encoded(group)}")
 
     def group_of_halves(self, producer_group: str) -> tuple[str | None, str] | None:
-        """The application, if it is named, and the group whose half messages are sent so; None for other ones."""
+        """Return application (None in old names) and group of a producer group of half messages; None for others."""
         if not producer_group.startswith(self._half_groups):
             return None
         *application, group = map(decoded, producer_group.removeprefix(self._half_groups).split("|"))
@@ -87,18 +96,18 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """Without secrets; for commands that a message tells to type."""
+        """The URL without secrets, for commands in error texts."""
         return f"rocketmq://{','.join(self.name_servers)}"
 
-    def credentials(self) -> remoting.Credentials | None:
-        from txnbridge_rocketmq import client as remoting
+    def credentials(self) -> Credentials | None:
+        from txnbridge_rocketmq.client.security import Credentials
 
         if not self.access_key:
             return None
-        return remoting.Credentials(self.access_key, self.secret_key, self.security_token or None)
+        return Credentials(self.access_key, self.secret_key, self.security_token or None)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """For connections to name servers and brokers. Raises `InvalidOption`."""
+        """Return the TLS context for name servers and brokers; None without TLS. Raise `InvalidOption`."""
         import ssl
 
         if not self.tls:
@@ -107,7 +116,7 @@ class Settings:
             context = ssl.create_default_context(cafile=self.tls_ca or None)
             if self.tls_certificate:
                 context.load_cert_chain(self.tls_certificate, self.tls_key or None)
-        except OSError as error:  # ssl.SSLError is one
+        except OSError as error:  # `ssl.SSLError` is a subclass
             raise InvalidOption(
                 f"the files of tls_ca, tls_certificate and tls_key are not PEM files that fit together: {error}"
             ) from error
@@ -120,7 +129,7 @@ class Settings:
         raise TypeError("settings hold secrets; they are not pickled")
 
 
-_DEFAULTS = Settings((), 0, None, "", 0)
+_DEFAULTS = RocketMQSettings((), 0, None, "", 0)
 
 OPTIONS: Mapping[str, Option] = {
     "prefix": Option(str, _DEFAULTS.prefix, "how the names of our own topics begin"),
@@ -137,18 +146,18 @@ OPTIONS: Mapping[str, Option] = {
     ),
 }
 
-# A topic has 127 characters at most, and the name of an application follows the prefix.
+# The name of an application follows the prefix, and a topic has 127 characters at most.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,60}")
 _ONLY_WITH_TLS = ("tls_ca", "tls_certificate", "tls_key")
 
 
-def read(url: Url, options: Mapping[str, Any], context: Context) -> Settings:
-    """What a URL and our options say together. Raises `InvalidOption`."""
+def parse_settings(url: Url, options: Mapping[str, Any], context: Context) -> RocketMQSettings:
+    """Return the settings for a URL and its options. Raise `InvalidOption`."""
     for name in context.client_options:
         raise InvalidOption(
             f"the RocketMQ backend has no option {name!r}: its client is its own, and has none of its own"
         )
-    settings = Settings(
+    settings = RocketMQSettings(
         name_servers=_name_servers(url),
         timeout=context.timeout,
         hold=context.hold,
@@ -168,7 +177,7 @@ def _name_servers(url: Url) -> tuple[str, ...]:
     return tuple(f"{f'[{name}]' if ':' in name else name}:{port or _PORT}" for name, port in url.hosts)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: RocketMQSettings) -> None:
     if not _PREFIX.fullmatch(settings.prefix):
         raise InvalidOption("option 'prefix' is 1 to 60 letters, digits, '_' and '-'")
     if bool(settings.access_key) != bool(settings.secret_key):

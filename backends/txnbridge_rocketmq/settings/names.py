@@ -1,4 +1,4 @@
-"""Names: topics of our own, and any text as part of one."""
+"""Names of topics and groups, and the encoding of any text as part of such a name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from urllib.parse import quote, unquote
 from txnbridge.errors import InvalidOption
 from txnbridge_rocketmq.client.sending import check_group, check_topic
 
-# Topics and groups of RocketMQ's own.
+# RocketMQ's system topics and groups.
 _SYSTEM = ("RMQ_SYS_", "SCHEDULE_TOPIC_", "%RETRY%", "%DLQ%", "rmq_sys_", "CID_RMQ_SYS_")
 _SYSTEM_TOPICS = {"TBW102", "BenchmarkTest", "SELF_TEST_TOPIC", "OFFSET_MOVED_EVENT", "TRANS_CHECK_MAX_TIME_TOPIC"}
 
 
 def encoded(text: str) -> str:
-    """Any text as part of a name, one to one: letters, digits, '_', '-', and '%' with two digits."""
+    """Encode any text, reversibly, as letters, digits, '_', '-', and '%' with two digits."""
     return quote(text, safe="", errors="surrogatepass").replace(".", "%2E").replace("~", "%7E")
 
 
 def decoded(text: str) -> str:
-    """What was encoded so."""
+    """Decode a text that `encoded` has made."""
     return unquote(text, errors="surrogatepass")
 
 
 def topic_name(name: str) -> str:
-    """The name, if a topic can have it. Raises `InvalidOption`."""
+    """Return the name if it is valid for a topic. Raise `InvalidOption`."""
     try:
         return check_topic(name)
     except ValueError as error:
@@ -31,7 +31,7 @@ def topic_name(name: str) -> str:
 
 
 def group_name(name: str) -> str:
-    """The name, if a group can have it. Raises `InvalidOption`."""
+    """Return the name if it is valid for a group. Raise `InvalidOption`."""
     try:
         return check_group(name)
     except ValueError as error:
@@ -39,5 +39,5 @@ def group_name(name: str) -> str:
 
 
 def is_system_topic(name: str) -> bool:
-    """Whether it is one of those that a broker makes for itself, or for groups that deliver again."""
+    """Return whether a topic is a broker's own, or holds redeliveries of a group."""
     return name.startswith(_SYSTEM) or name in _SYSTEM_TOPICS

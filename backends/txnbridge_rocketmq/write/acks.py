@@ -16,27 +16,27 @@ from collections.abc import Callable, Mapping, Sequence
 
 from txnbridge.errors import Conflict
 from txnbridge.spi import Ack, Deadline, Partition, Position
-from txnbridge_rocketmq.read.partition import Cursor
-from txnbridge_rocketmq.read.start_positions import GroupStarts
+from txnbridge_rocketmq.read.partition import QueueReader
+from txnbridge_rocketmq.read.start_positions import GroupPositions
 
-Tell = Callable[[Cursor, int], object]
+Tell = Callable[[QueueReader, int], object]
 
 
-class AckContext:
-    """Which deliveries of a reader can be acknowledged. Any thread may call, also while another one polls."""
+class RocketMQAckContext:
+    """The deliveries of a reader that can be acknowledged. Safe for use by several threads, also while one polls."""
 
     def __init__(
         self,
         group: str,
-        starts: GroupStarts,
-        cursors: Mapping[Partition, Cursor],
+        starts: GroupPositions,
+        readers: Mapping[Partition, QueueReader],
         guard: threading.Lock,
         tell: Tell,
         timeout: float,
     ) -> None:
         self.group = group
         self._starts = starts
-        self._cursors = cursors
+        self._readers = readers
         self._guard = guard
         self._tell = tell
         self._timeout = timeout
@@ -49,43 +49,43 @@ class AckContext:
         *,
         so_far: Sequence[Ack] = (),
     ) -> list[Ack]:
-        """What a COMMIT claim carries for these positions, which follow one another in each partition.
+        """Return the acks that a COMMIT claim carries for these positions, which are consecutive in each partition.
 
-        `so_far` is what the same transaction has of this reader already, and part of the answer. Raises `Conflict` for
-        a partition that is not with the reader any more, or on which the group has been moved by somebody else, or by
-        an earlier transaction of which it is not known yet whether it was.
+        `so_far` are the acks of the same transaction for this reader; they are part of the result. Raise `Conflict` for
+        a partition that the reader has lost, and for a partition on which another member has moved the group, or an
+        earlier transaction of this reader is still undecided.
         """
         self.was_used = True
         before = {ack.partition: ack for ack in so_far}
         with self._guard:
-            cursors = {partition: self._here(partition) for partition in (*before, *positions)}
+            readers = {partition: self._here(partition) for partition in (*before, *positions)}
         stands, read_up_to = self._starts.positions(deadline or Deadline(self._timeout))
         found: dict[Partition, Ack] = {}
         with self._guard:
-            for partition, cursor in cursors.items():
-                if self._cursors.get(partition) is not cursor:
+            for partition, reader in readers.items():
+                if self._readers.get(partition) is not reader:
                     raise _has_left(partition)
                 earlier, given = before.get(partition), positions.get(partition)
                 first = earlier.first if earlier else given[0] if given else ()
-                end = cursor.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
+                end = reader.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
                 at = (stands.get(partition, -1),)
-                cursor.claims = [claim for claim in cursor.claims if claim[1] > at[0]]
-                others = [claim for claim in cursor.claims if earlier is None or claim[0] != earlier.first[0]]
+                reader.claims = [claim for claim in reader.claims if claim[1] > at[0]]
+                others = [claim for claim in reader.claims if earlier is None or claim[0] != earlier.first[0]]
                 if at < (0,) or at > first or others or (earlier and at != earlier.first):
-                    cursor.overtaken = True
+                    reader.overtaken = True
                     raise _moved(self.group, partition)
                 found[partition] = Ack(self.group, partition, at, end, read_up_to)
             for partition, ack in found.items():
-                cursors[partition].claims = [(ack.first[0], ack.end[0])]
+                readers[partition].claims = [(ack.first[0], ack.end[0])]
         for partition, ack in found.items():
-            self._tell(cursors[partition], ack.first[0])
+            self._tell(readers[partition], ack.first[0])
         return list(found.values())
 
-    def _here(self, partition: Partition) -> Cursor:
-        cursor = self._cursors.get(partition)
-        if cursor is None:
+    def _here(self, partition: Partition) -> QueueReader:
+        reader = self._readers.get(partition)
+        if reader is None:
             raise _has_left(partition)
-        return cursor
+        return reader
 
 
 def _has_left(partition: Partition) -> Conflict:

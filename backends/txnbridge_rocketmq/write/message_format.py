@@ -1,4 +1,4 @@
-"""Messages as RocketMQ has them: a body that is never empty, and properties of text with names of their own."""
+"""The encoding of messages: RocketMQ bodies are never empty, and properties are text with unique names."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from typing import Any
 
 from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Property, Record
+from txnbridge_rocketmq.client.codes import Property
+from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.sending import WireMessage
 
-# Our own properties begin so; what the bridge needs around a message is never among a user's headers.
+# The prefix of the bridge's own properties. They are never shown among a user's headers.
 OWN = "txnbridge."
-# A header whose value is not text, or empty (which brokers drop), is kept in base64 under this and its name.
+# The prefix of headers in base64: those whose value is not text, or empty, because brokers drop empty properties.
 _BASE64 = "txnbridge-b64."
-# A key that is not one word: such a word stands among RocketMQ's own keys, where its other clients have theirs.
+# The property of a key that is not one printable word. Other keys are RocketMQ keys, as with other clients.
 _KEY = f"{OWN}key"
-# What stands for a value that is none, or empty: brokers fail on a message without any byte.
+# The property that marks a value as None or empty, because brokers fail on an empty body.
 _VALUE = f"{OWN}value"
 _NONE, _EMPTY = "none", "empty"
 _PLACEHOLDER = b"\x00"
-# The timestamp that a user set. The time of birth cannot be it: brokers ask about old halves by that.
+# The property of the user's timestamp. It cannot be the born time, by which brokers judge the age of a half.
 _TIMESTAMP = f"{OWN}timestamp"
-# The headers' names in order, where there are several: brokers keep each name once, and in an order of their own.
+# The property with the order of the headers: brokers keep each name once, in an order of their own.
 _ORDER = f"{OWN}headers"
 
-# Brokers take 32 KB of properties with their own; transactions and questions about them add some.
+# The limit for properties. Brokers accept 32 KB, and add their own properties for transactions and check-backs.
 _PROPERTY_BYTES = 30_000
 _WORD = re.compile(r"[!-~]{1,255}")
 _KEYS_REMEMBERED = 10_000
 
-# What RocketMQ takes for its own, and some of it acts upon.
+# The names of RocketMQ's own properties, some of which change how brokers treat a message.
 _NAMES = """
 KEYS WAIT DELAY RETRY_TOPIC REAL_TOPIC REAL_QID TRAN_MSG PGROUP MIN_OFFSET MAX_OFFSET BUYER_ID ORIGIN_MESSAGE_ID
 TRANSFER_FLAG CORRECTION_FLAG MQ2_FLAG RECONSUME_TIME MSG_REGION TRACE_ON UNIQ_KEY EXTEND_UNIQ_INFO
@@ -61,10 +62,10 @@ def to_wire(
     *,
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
-) -> remoting.Message:
-    """A message as it is sent, plain or as a half; `own` are properties of ours besides, named `txnbridge.…`.
+) -> WireMessage:
+    """Return a message to send, plain or as a half. `own` are additional properties, named `txnbridge.…`.
 
-    Raises `InvalidOption` for headers that RocketMQ has no room for.
+    Raise `InvalidOption` for headers that RocketMQ cannot store.
     """
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
@@ -78,24 +79,27 @@ def to_wire(
         properties[_TIMESTAMP] = str(timestamp)
     tags = _put_headers(properties, headers or ())
     _check_size(properties, own or {})
-    return remoting.Message(topic, body, {**properties, **(own or {})}, keys, tags, unique_key)
+    return WireMessage(topic, body, {**properties, **(own or {})}, keys, tags, unique_key)
 
 
 def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
-    """A body for a value, and the properties that say what it stands for."""
+    """Return the body for a value, and the properties that mark None and an empty value."""
     if value:
         return value, {}
     return _PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY}
 
 
 def _word(key: bytes) -> str | None:
-    """A key as RocketMQ's own clients have it, if it is one: brokers join several by spaces."""
+    """Return a key as a RocketMQ key if it is one printable word: brokers separate keys by spaces.
+
+    Otherwise return None.
+    """
     text = key.decode("ascii", "replace")
     return text if _WORD.fullmatch(text) else None
 
 
 def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
-    """Adds the headers to the properties; returns the tag, which RocketMQ keeps apart."""
+    """Add the headers to the properties. Return the tag, which RocketMQ stores apart."""
     tags: str | None = None
     seen: dict[str, int] = {}
     for name, value in headers:
@@ -118,7 +122,7 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
 
 
 def _numbered(name: str, count: int) -> str:
-    """The property for a name's first, second, … value."""
+    """Return the property for the first, second, … value of a name."""
     return name if count == 1 else f"{OWN}{count}.{name}"
 
 
@@ -167,8 +171,8 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 # --- in ---------------------------------------------------------------------------------------------------------------
 
 
-def from_wire(record: Record, topic: str, partition: int, source: Any = None) -> Message:
-    """A stored message of ours or of any other client. Raises `remoting.CannotDecompress`."""
+def from_wire(record: StoredMessage, topic: str, partition: int, source: Any = None) -> Message:
+    """Return the message in a record that any client may have stored. Raise `CannotDecompress`."""
     properties = record.properties
     return Message(
         topic,
@@ -183,8 +187,8 @@ def from_wire(record: Record, topic: str, partition: int, source: Any = None) ->
     )
 
 
-def unpack_value(record: Record) -> bytes | None:
-    """The value that a body stands for. Raises `remoting.CannotDecompress`."""
+def unpack_value(record: StoredMessage) -> bytes | None:
+    """Return the value in the body of a record. Raise `CannotDecompress`."""
     stands_for = record.properties.get(_VALUE)
     if stands_for is None:
         return record.payload()
@@ -192,15 +196,15 @@ def unpack_value(record: Record) -> bytes | None:
 
 
 def _key(properties: Mapping[str, str]) -> bytes | None:
-    """Ours, or the keys that another client gave it, several with spaces between them."""
+    """Return the bridge's key, or the RocketMQ keys of another client, separated by spaces."""
     if (packed := properties.get(_KEY)) is not None:
         return _unpacked(packed)
     keys = properties.get(Property.KEYS)
     return None if keys is None else keys.encode("utf-8", "surrogateescape")
 
 
-def timestamp_of(record: Record) -> int:
-    """What the sender set, else when the broker stored it."""
+def timestamp_of(record: StoredMessage) -> int:
+    """Return the sender's timestamp, or the store time if there is none."""
     text = record.properties.get(_TIMESTAMP, "")
     return int(text) if re.fullmatch(r"-?\d+", text) else record.stored_time
 
@@ -224,7 +228,7 @@ def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
             if (text := left.pop(each, None)) is not None:
                 yield name, _header(each, text)[1]
                 break
-    for name, text in left.items():  # in no order, or put there by somebody on the way
+    for name, text in left.items():  # headers without an order, or added on the way
         yield _header(name, text)
 
 
@@ -243,7 +247,7 @@ def _header(name: str, text: str) -> tuple[str, bytes]:
 
 
 def _unpacked(text: str) -> bytes | None:
-    """The bytes in base64; None if it is none."""
+    """Decode base64. Return None for text that is not base64."""
     if text == "=":
         return b""
     try:
@@ -256,13 +260,13 @@ def _unpacked(text: str) -> bytes | None:
 
 
 def partition_of(key: bytes, partitions: int) -> int:
-    """What RocketMQ's Java client picks by `SelectMessageQueueByHash` for the key as text (in base64 if it is none)."""
+    """Return the queue that Java's `SelectMessageQueueByHash` picks for the key as text, or for its base64 form."""
     return key_hash(key) % partitions
 
 
 @lru_cache(_KEYS_REMEMBERED)
 def key_hash(key: bytes) -> int:
-    """The distance from zero of the hash that Java has for text."""
+    """Return the absolute value of Java's hash of a text."""
     try:
         text = key.decode()
     except UnicodeDecodeError:

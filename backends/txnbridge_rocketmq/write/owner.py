@@ -1,4 +1,4 @@
-"""This process as the owner of a transactional id, or of a name that it made up for itself."""
+"""The process's ownership of a transactional id, or of a name that it made for itself."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ from collections.abc import Sequence
 
 from txnbridge.errors import DeadlineExceeded, Fenced
 from txnbridge.spi import Deadline, Identity, Ledger, Writer
-from txnbridge_rocketmq.cluster import Cluster
-from txnbridge_rocketmq.outcome.end_transaction import Ender
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.write.writer import PreparedWriter, RocketMQWriter
+from txnbridge_rocketmq.write.prepared import RocketMQPreparedWriter
+from txnbridge_rocketmq.write.writer import RocketMQWriter
 
 
-class Owner:
-    """Opens the id in the decision log. From then on older owners cannot commit any more.
+class RocketMQOwner:
+    """Opens a transactional id in the decision log. From then on older owners cannot commit any more.
 
-    The new owner first publishes the transactions that the owner before it committed and did not come to publish.
-    Undecided ones are aborted when the broker asks about them; nobody waits for that, because undecided halves hold
-    nothing back.
+    The new owner first publishes the transactions that its predecessor committed and did not publish. Undecided
+    transactions are aborted after the broker's check-back. The owner does not wait for that, because undecided halves
+    hold nothing back.
 
-    A name that the bridge made up for itself is opened only for what has to outlive it: nobody else can hold it.
+    A name that the bridge made for itself is opened only for prepared transactions and half messages, because no other
+    process can own it.
     """
 
-    def __init__(self, cluster: Cluster, identity: Identity, ledger: Ledger, ender: Ender) -> None:
+    def __init__(self, cluster: RocketMQCluster, identity: Identity, ledger: Ledger, ender: HalfEnder) -> None:
         self.cluster = cluster
         self.ledger = ledger
         self.ender = ender
-        self.opening: str | None = None  # by which this process is the owner; None before
+        self.opening: str | None = None  # the opening by which this process is the owner; None before it
         self._identity = identity
         self._lock = threading.Lock()
 
     def open_writers(self, count: int, deadline: Deadline) -> Sequence[Writer]:
-        """Fence every older owner, and be ready to write."""
+        """Return writers. For a transactional id this fences every older owner."""
         if self._identity.owned:
             self.open(deadline)
         return [RocketMQWriter(self, number) for number in range(count)]
 
     def prepare_writer(self, deadline: Deadline) -> Writer:
-        """A writer for one transaction. Raises `Fenced` if a newer owner exists, as far as is known here."""
+        """Return a writer for one prepared transaction. Raise `Fenced` if a newer owner is known."""
         self.open(deadline)
-        return PreparedWriter(self, 0)
+        return RocketMQPreparedWriter(self, 0)
 
     def open(self, deadline: Deadline) -> None:
-        """Once: a second opening would fence the first."""
+        """Open the id once. A second opening would fence the first."""
         if not self._lock.acquire(timeout=deadline.left()):
             raise DeadlineExceeded(
                 f"another thread opened {self._identity.name} for longer than {deadline.seconds:g} s"
@@ -60,15 +62,16 @@ class Owner:
             self._lock.release()
 
     def _finish(self, deadline: Deadline) -> None:
-        """Publish the last commits of the owner before us; that owner had done the same before its first commit.
+        """Publish the last commits of the previous owner.
 
-        Each of its writers published one transaction before it began the next.
+        Earlier commits need no look: each writer publishes one transaction before it begins the next, and each owner
+        does this before its first commit.
         """
         for transaction, claim in self.ledger.claims(deadline):
             publish_decided(self.ender, transaction, claim, deadline)
 
     def check(self, deadline: Deadline) -> None:
-        """Raise `Fenced` if somebody has opened the id since."""
+        """Raise `Fenced` if another process has opened the id since."""
         if self.opening is None:
             return
         newest = self.ledger.newest_opening(deadline)

@@ -1,4 +1,4 @@
-"""Sends without a transaction: each message once, and each partition's in order."""
+"""Sending without a transaction: each message once, and in order within a partition."""
 
 from __future__ import annotations
 
@@ -21,47 +21,50 @@ from txnbridge.errors import (
     NotSupported,
 )
 from txnbridge.spi import Deadline, Publisher, RawHeaders
-from txnbridge_rocketmq import client as remoting
-from txnbridge_rocketmq.client import Queue, reading, send
-from txnbridge_rocketmq.cluster import Cluster
+from txnbridge_rocketmq.client import reading
+from txnbridge_rocketmq.client.connection import Call
+from txnbridge_rocketmq.client.errors import NotDurable, RemotingError
+from txnbridge_rocketmq.client.groups import Queue
+from txnbridge_rocketmq.client.sending import SendResult, WireMessage, send
+from txnbridge_rocketmq.cluster import RocketMQCluster
 from txnbridge_rocketmq.errors import translate
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
 
-# Brokers want a name in every request; nobody is asked about what this group sends.
+# The producer group in the publisher's requests. Brokers send no check-backs about it.
 GROUP = "txnbridge-publisher"
-# What is taken and not yet stored; the next message waits.
+# Limits for messages that were taken and are not stored yet. `send` waits while they are reached.
 _MOST_MESSAGES, _MOST_BYTES = 1000, 64 << 20
-# A broker that lives answers within milliseconds, or says within some seconds that it is busy.
+# Timeout of one request. A live broker responds within milliseconds, or says within seconds that it is busy.
 _ANSWER_SECONDS = 10.0
-# A broker that is away, or busy, is asked again so soon.
+# The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
-# How long a message whose answer was lost is looked for, once the broker says that it is not there: what brokers store
-# they index a moment later, and a request may have waited before it was carried out (waitTimeMillsInSendQueue).
+# How long a message without a response is looked for after the broker's first negative answer: brokers index messages a
+# moment later, and a request may have waited in the broker before it was carried out (waitTimeMillsInSendQueue).
 _LOOK_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class _Line:
-    """One queue's messages: they go out one after another, because requests may overtake each other."""
+class _QueueSender:
+    """The messages of one queue. Only one is in flight, because requests may overtake each other."""
 
     queue: Queue
-    waiting: deque[remoting.Message] = field(default_factory=deque)
-    call: remoting.Call[remoting.Stored] | None = None
+    waiting: deque[WireMessage] = field(default_factory=deque)
+    call: Call[SendResult] | None = None
     again_at: float = 0.0
 
 
 class RocketMQPublisher(Publisher):
-    """Sends from a thread of its own. After a failure nothing more is taken, and nothing more is sent.
+    """Sends from a thread of its own. After a failure it takes and sends nothing more.
 
-    RocketMQ keeps whatever comes twice. So what has no answer is looked for by its own id, and where it is not found,
-    the publisher fails rather than send it again.
+    RocketMQ stores a repeated message twice. Therefore a message without a response is looked up by its unique id. If
+    it is not found, the publisher fails rather than send it again.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: RocketMQCluster) -> None:
         self._cluster = cluster
         self._changed = threading.Condition()
-        self._lines: dict[Queue, _Line] = {}
-        self._messages = self._bytes = 0  # taken and not yet stored
+        self._senders: dict[Queue, _QueueSender] = {}
+        self._messages = self._bytes = 0  # taken and not stored yet
         self._turns = itertools.count(secrets.randbelow(1 << 16))
         self._failed: DeliveryFailed | AccessDenied | None = None
         self._closed = False
@@ -84,7 +87,7 @@ class RocketMQPublisher(Publisher):
             raise _no_sequences()
         self._check()
         queues = self._cluster.topics.require(topic, partition, deadline)
-        most = self._cluster.brokers.known(queues[0].broker, deadline).message_bytes
+        most = self._cluster.brokers.config(queues[0].broker, deadline).message_bytes
         if len(value or b"") > most:
             raise InvalidOption(f"a message to {topic} has {len(value or b'')} bytes; the broker takes {most}")
         message = to_wire(topic, value, key, headers, timestamp, unique_key=uuid.uuid4().hex.upper())
@@ -94,12 +97,12 @@ class RocketMQPublisher(Publisher):
     def _chosen(self, key: bytes | None, count: int) -> int:
         return next(self._turns) % count if key is None else partition_of(key, count)
 
-    def _take(self, message: remoting.Message, queue: Queue, deadline: Deadline) -> None:
+    def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or self._has_room(message), deadline.left()):
                 raise DeadlineExceeded(f"there was no room for a message to {queue.topic} for {deadline.seconds:g} s")
             self._check()
-            self._lines.setdefault(queue, _Line(queue)).waiting.append(message)
+            self._senders.setdefault(queue, _QueueSender(queue)).waiting.append(message)
             self._messages += 1
             self._bytes += len(message.body)
             if self._thread is None:
@@ -111,7 +114,7 @@ class RocketMQPublisher(Publisher):
     def _ended(self) -> bool:
         return self._closed or self._failed is not None
 
-    def _has_room(self, message: remoting.Message) -> bool:
+    def _has_room(self, message: WireMessage) -> bool:
         if self._messages == 0:
             return True
         return self._messages < _MOST_MESSAGES and self._bytes + len(message.body) <= _MOST_BYTES
@@ -125,7 +128,7 @@ class RocketMQPublisher(Publisher):
     # --- what became of it --------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
-        """As the contract says. What is not stored by the deadline is tried further."""
+        """Return when all messages taken are stored. Those that are not stored by the deadline are still tried."""
         with self._changed:
             self._check()
             self._settle(deadline)
@@ -141,7 +144,7 @@ class RocketMQPublisher(Publisher):
         raise _no_sequences()
 
     def close(self, deadline: Deadline) -> None:
-        """As the contract says. Raises what `flush` raises; what is not stored then is given up."""
+        """Close the publisher. Raise the same errors as `flush`; messages that are not stored then are given up."""
         with self._changed:
             if self._closed:
                 return
@@ -161,86 +164,91 @@ class RocketMQPublisher(Publisher):
                 if self._ended:
                     return
                 due = self._due()
-            for line in due:
+            for sender in due:
                 try:
-                    self._look_after(line)
-                except _Failure as failure:
+                    self._look_after(sender)
+                except _PublishFailure as failure:
                     self._fail(failure)
                     return
 
-    def _due(self) -> list[_Line]:
-        """The lines in which something can be done."""
+    def _due(self) -> list[_QueueSender]:
+        """Return the senders that can proceed now."""
         now = time.monotonic()
         return [
-            line
-            for line in self._lines.values()
-            if (line.call.done() if line.call is not None else line.waiting and line.again_at <= now)
+            sender
+            for sender in self._senders.values()
+            if (sender.call.done() if sender.call is not None else sender.waiting and sender.again_at <= now)
         ]
 
     def _next_due(self) -> float | None:
-        """Seconds until a line may be tried again; None if none waits for that."""
-        waits = [line.again_at for line in self._lines.values() if line.call is None and line.waiting]
+        """Return the seconds until a paused sender may try again; None if none is paused."""
+        waits = [sender.again_at for sender in self._senders.values() if sender.call is None and sender.waiting]
         return max(0.0, min(waits) - time.monotonic()) if waits else None
 
-    def _look_after(self, line: _Line) -> None:
+    def _look_after(self, sender: _QueueSender) -> None:
         try:
-            if line.call is None:
-                request = send(line.waiting[0], GROUP, line.queue.queue)
-                line.call = self._cluster.client.submit(line.queue.broker, request, _ANSWER_SECONDS)
-                line.call.when_done(self._wake)
+            if sender.call is None:
+                request = send(sender.waiting[0], GROUP, sender.queue.queue)
+                sender.call = self._cluster.client.submit(sender.queue.broker, request, _ANSWER_SECONDS)
+                sender.call.when_done(self._wake)
                 return
-            call, line.call = line.call, None
+            call, sender.call = sender.call, None
             call.result()
-        except remoting.RemotingError as error:
-            if not self._is_stored_all_the_same(line, error):
-                line.again_at = time.monotonic() + _PAUSE
+        except RemotingError as error:
+            if not self._is_stored_all_the_same(sender, error):
+                sender.again_at = time.monotonic() + _PAUSE
                 return
-        self._stored(line)
+        self._stored(sender)
 
     def _wake(self, call: Any) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _stored(self, line: _Line) -> None:
+    def _stored(self, sender: _QueueSender) -> None:
         with self._changed:
-            message = line.waiting.popleft()
+            message = sender.waiting.popleft()
             self._messages -= 1
             self._bytes -= len(message.body)
             self._changed.notify_all()
 
-    def _is_stored_all_the_same(self, line: _Line, error: remoting.RemotingError) -> bool:
-        """Whether a message is there although its sending failed; if not, it may be sent again. Raises `_Failure`."""
-        if isinstance(error, remoting.NotDurable):
-            raise _Failure(error, "a message is stored, but not as safely as the broker is set to")
+    def _is_stored_all_the_same(self, sender: _QueueSender, error: RemotingError) -> bool:
+        """Return whether the broker stored a message whose sending failed; if not, it is safe to send it again.
+
+        Raise `_PublishFailure` where this cannot be known, or where sending again cannot succeed.
+        """
+        if isinstance(error, NotDurable):
+            raise _PublishFailure(error, "a message is stored, but not as safely as the broker is set to")
         if error.may_have_had_effect:
-            self._find(line, error)
+            self._find(sender, error)
             return True
-        # Not certainly worth a failure: the broker is away, starting, or busy.
+        # The broker is down, starting, or busy, which is no reason to fail.
         if type(translate(error, "")) in (BrokerUnavailable, DeadlineExceeded):
             return False
-        raise _Failure(error, "a message was refused")
+        raise _PublishFailure(error, "a message was refused")
 
-    def _find(self, line: _Line, error: remoting.RemotingError) -> None:
-        """Return if the message is there. Raises `_Failure` if it is not."""
-        message = line.waiting[0]
+    def _find(self, sender: _QueueSender, error: RemotingError) -> None:
+        """Return if the message is stored. Raise `_PublishFailure` otherwise."""
+        message = sender.waiting[0]
         assert message.unique_key is not None
-        request = reading.by_unique_key(line.queue.topic, message.unique_key)
+        request = reading.by_unique_key(sender.queue.topic, message.unique_key)
         until: float | None = None
         while until is None or time.monotonic() < until:
             if self._closed:
                 break
             try:
-                if self._cluster.client.call(line.queue.broker, request, _ANSWER_SECONDS):
+                if self._cluster.client.call(sender.queue.broker, request, _ANSWER_SECONDS):
                     return
                 until = until or time.monotonic() + _LOOK_SECONDS
-            except remoting.RemotingError as refused:
+            except RemotingError as refused:
                 if isinstance(translate(refused, ""), AccessDenied):
-                    raise _Failure(refused, "no answer came for a message, and it may not be looked for") from error
-                # Else nobody knows until the broker is back.
+                    raise _PublishFailure(
+                        refused, "no answer came for a message, and it may not be looked for"
+                    ) from error
+                # Otherwise nothing is known until the broker is back.
             time.sleep(_PAUSE)
-        raise _Failure(error, "no answer came for a message, and it was not found, though it may yet come")
+        raise _PublishFailure(error, "no answer came for a message, and it was not found, though it may yet come")
 
-    def _fail(self, failure: _Failure) -> None:
+    def _fail(self, failure: _PublishFailure) -> None:
         kind = AccessDenied if isinstance(translate(failure.cause, ""), AccessDenied) else DeliveryFailed
         with self._changed:
             self._failed = kind(f"{failure}; nothing after it in its partition is stored: {failure.cause}")
@@ -248,10 +256,10 @@ class RocketMQPublisher(Publisher):
             self._changed.notify_all()
 
 
-class _Failure(Exception):
-    """What ends a publisher; `cause` is the client's own error."""
+class _PublishFailure(Exception):
+    """The failure that ends a publisher; `cause` is the client's error."""
 
-    def __init__(self, cause: remoting.RemotingError, what: str) -> None:
+    def __init__(self, cause: RemotingError, what: str) -> None:
         super().__init__(what)
         self.cause = cause
 

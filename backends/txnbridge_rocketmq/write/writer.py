@@ -1,4 +1,4 @@
-"""One writer: at most one transaction at a time."""
+"""A writer, which has at most one transaction at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from txnbridge.errors import (
     AccessDenied,
@@ -30,6 +30,7 @@ from txnbridge.spi import (
     Decision,
     Evidence,
     Item,
+    Ledger,
     LedgerClaim,
     Partition,
     Position,
@@ -37,61 +38,73 @@ from txnbridge.spi import (
     Writer,
     encode_item,
 )
-from txnbridge_rocketmq.backend import RocketMQBackend
-from txnbridge_rocketmq.outcome.end_transaction import NotThere
-from txnbridge_rocketmq.outcome.outcome import PREPARE, Prepared, publish_alone
-from txnbridge_rocketmq.write.acks import AckContext
-from txnbridge_rocketmq.write.half_batch import Halves, Part, Target, parts_as_json, parts_from_json
+from txnbridge_rocketmq.capabilities import LIMITS
+from txnbridge_rocketmq.cluster import RocketMQCluster
+from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, PublishedMessageMissing
+from txnbridge_rocketmq.outcome.outcome import publish_exclusively
+from txnbridge_rocketmq.write.acks import RocketMQAckContext
+from txnbridge_rocketmq.write.half_batch import HalfBatch, HalfTarget, TopicPart, parts_as_json, parts_from_json
 from txnbridge_rocketmq.write.message_format import partition_of, to_wire
-from txnbridge_rocketmq.write.transaction_properties import Mark, Origin, properties, unique_key
-
-if TYPE_CHECKING:
-    from txnbridge_rocketmq.write.owner import Owner
+from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
 _log = logging.getLogger("txnbridge")
 
-_MOST_MESSAGES = RocketMQBackend.limits.transaction_messages or 0
-# A transaction whose time is over must still be told aborted: for that an abort may go on for so long.
+_MOST_MESSAGES = LIMITS.transaction_messages or 0
+# The least time for an abort, so that also a transaction whose deadline is past is aborted in the log.
 _ABORT_GRACE = 2.0
-# Halves on their way when a transaction aborts get so long for their answers, which say what is to be dropped. The
-# broker asks about the others.
+# How long an abort waits for outstanding responses, which tell the halves to drop. The broker asks about the others.
 _SETTLE_BEFORE_ABORT = 0.5
 
 
-class RocketMQWriter(Writer):
-    """Sends halves, has the decision log decide, and then has the halves published.
+class Opening(Protocol):
+    """The owner of a transactional id, as far as its writers use it."""
 
-    From the decision on nothing can go back: other processes publish, when the broker asks, what this one does not.
+    cluster: RocketMQCluster
+    ledger: Ledger
+    ender: HalfEnder
+    opening: str | None
+
+    def check(self, deadline: Deadline) -> None:
+        """Raise `Fenced` if another process has opened the id since."""
+
+
+class RocketMQWriter(Writer):
+    """Sends halves, lets the decision log decide, and then has the broker publish the halves.
+
+    A decision cannot be undone: what this process does not publish, other processes publish after the broker's
+    check-back.
     """
 
-    def __init__(self, owner: Owner, number: int) -> None:
+    def __init__(self, owner: Opening, number: int) -> None:
         self._owner = owner
         self._number = number
-        self._unpublished: tuple[str, Sequence[Part]] | None = None  # of the transaction before, which is committed
+        self._unpublished: tuple[str, Sequence[TopicPart]] | None = (
+            None  # the previous transaction, if it is committed and not published
+        )
         self._cluster = owner.cluster
         self._turns = itertools.count(secrets.randbelow(1 << 16))
         self._begun = Begin("", Deadline(0), False, None)
         self._forget()
 
     def _forget(self) -> None:
-        self._halves = Halves(self._cluster.client, self._cluster.settings.producer_group)
-        self._acks: dict[AckContext, list[Ack]] = {}
+        self._halves = HalfBatch(self._cluster.client, self._cluster.settings.producer_group)
+        self._acks: dict[RocketMQAckContext, list[Ack]] = {}
         self.messages = 0
 
     # --- one transaction ----------------------------------------------------------------------------------------------
 
     def begin(self, begin: Begin) -> None:
-        if self._unpublished is not None:  # the next owner of the id looks at our last transaction alone
-            publish_alone(self._owner.ender, *self._unpublished, begin.deadline)
+        if self._unpublished is not None:  # the next owner of the id publishes only the last transaction of each writer
+            publish_exclusively(self._owner.ender, *self._unpublished, begin.deadline)
             self._unpublished = None
         self._forget()
         self._begun = begin
         self._seconds = self._lifetime(begin)
         self._expires_at = int((time.time() + self._seconds) * 1000)
-        self._origin = Origin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
+        self._origin = HalfOrigin(self._owner.ledger.begin(begin.deadline), self._expires_at, self._owner.opening)
 
     def _lifetime(self, begin: Begin) -> float:
-        """For how many seconds nobody else may abort it."""
+        """Return for how many seconds no other process may abort the transaction."""
         return begin.deadline.left()
 
     def send(
@@ -110,9 +123,9 @@ class RocketMQWriter(Writer):
         deadline = self._begun.deadline
         deadline.check("the transaction")
         target = self._target(topic, partition, deadline)
-        mark = Mark(self._begun.transaction, target.count)
-        own = properties(mark, self._origin)
-        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, mark))
+        slot = TransactionSlot(self._begun.transaction, target.count)
+        own = properties(slot, self._origin)
+        message = to_wire(topic, value, key, headers, timestamp, own=own, unique_key=unique_key(topic, slot))
         number = partition if partition is not None else self._chosen(key, len(target.queues))
         self._halves.take(target, target.queues[number], message, deadline)
         self.messages += 1
@@ -120,21 +133,21 @@ class RocketMQWriter(Writer):
     def _chosen(self, key: bytes | None, count: int) -> int:
         return next(self._turns) % count if key is None else partition_of(key, count)
 
-    def _target(self, topic: str, partition: int | None, deadline: Deadline) -> Target:
-        """Once a transaction for each topic the broker is asked how many partitions it has."""
+    def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
+        """Return the state of a topic. The broker is asked for its queues once in each transaction."""
         found = self._halves.targets.get(topic)
         if found is None or (partition is not None and not 0 <= partition < len(found.queues)):
             queues = self._cluster.topics.require(topic, partition, deadline)
             if found is None:
-                settings = self._cluster.brokers.known(queues[0].broker, deadline)
-                if self._seconds > settings.longest:
+                settings = self._cluster.brokers.config(queues[0].broker, deadline)
+                if self._seconds > settings.longest_transaction:
                     raise InvalidOption(
-                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and {settings.longest:g} s are"
-                        f" allowed: broker {settings.name} discards halves after {settings.patience:g} s"
-                        " (transactionCheckMax x transactionCheckInterval), and has to ask about them before. Take"
-                        " shorter timeouts, or let an administrator change that"
+                        f"a transaction to {topic} may take {self._seconds:.0f} s here, and"
+                        f" {settings.longest_transaction:g} s are allowed: broker {settings.name} discards halves"
+                        f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
+                        " and has to ask about them before. Take shorter timeouts, or have that changed"
                     )
-                found = self._halves.targets[topic] = Target(queues, settings)
+                found = self._halves.targets[topic] = HalfTarget(queues, settings)
             found.queues = queues
         return found
 
@@ -144,13 +157,13 @@ class RocketMQWriter(Writer):
             self.send(topic, value, key, headers, None, None)
 
     def ack(self, context: object, positions: Mapping[Partition, Sequence[Position]]) -> None:
-        assert isinstance(context, AckContext)
+        assert isinstance(context, RocketMQAckContext)
         deadline = self._begun.deadline
         deadline.check("the transaction")
         self._acks[context] = context.acks(positions, deadline, so_far=self._acks.get(context, ()))
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when everything taken so far is stored. Raises `DeliveryFailed`, `AccessDenied`."""
+        """Return when all messages taken so far are stored. Raise `DeliveryFailed` or `AccessDenied`."""
         with self._cluster.context.events.step("step:store", self._begun.transaction, messages=self.messages):
             self._halves.flush(deadline)
 
@@ -166,14 +179,14 @@ class RocketMQWriter(Writer):
         self._store(deadline)
         if not (self.messages or self._acks):
             return
-        # From before the decision on: the thread that answers the broker would publish the transaction at once.
+        # From before the decision on, so that this process does not answer a check-back by publishing the same halves.
         with self._owner.ender.as_owner(self._begun.transaction):
             all_published = self._decide_and_publish(deadline)
         if not all_published:
             self._publish_rest(deadline)
 
     def _decide_and_publish(self, deadline: Deadline) -> bool:
-        """Whether nothing is left to be published."""
+        """Decide and publish. Return whether nothing is left to publish."""
         try:
             claim = self._claim(Decision.COMMIT, deadline, self._all_acks())
         except (Conflict, Fenced):
@@ -190,14 +203,14 @@ class RocketMQWriter(Writer):
                 if not self._owner.ender.publish_fresh(halves, deadline):
                     return False
                 self._owner.ender.look_once(halves, deadline)
-            except NotThere as error:
+            except PublishedMessageMissing as error:
                 raise self._doubt(error) from error
             except TxnBridgeError:
                 return False
             return True
 
     def _doubt(self, error: TxnBridgeError) -> OutcomeUnknown:
-        """The transaction is committed, and nobody has seen that all of it is published."""
+        """Return the error for a committed transaction that may be unpublished, and remember to publish it later."""
         self._unpublished = self._begun.transaction, self._halves.parts
         return OutcomeUnknown(
             "it is committed, and may not be published; any bridge of its application publishes what is not, when the"
@@ -215,17 +228,17 @@ class RocketMQWriter(Writer):
         return claim
 
     def _publish_rest(self, deadline: Deadline) -> None:
-        """Publish what could not be published directly. Raises `OutcomeUnknown` and `EvidenceLost`."""
+        """Publish the halves that could not be ended directly. Raise `OutcomeUnknown` or `EvidenceLost`."""
         transaction = self._begun.transaction
         try:
-            publish_alone(self._owner.ender, transaction, self._halves.parts, deadline)
+            publish_exclusively(self._owner.ender, transaction, self._halves.parts, deadline)
         except EvidenceLost:
             raise
         except TxnBridgeError as error:
             raise self._doubt(error) from error
 
     def _store(self, deadline: Deadline) -> None:
-        """Return when the broker has everything; if it never will, the transaction is aborted here."""
+        """Return when every half is stored. Abort the transaction and raise if that fails."""
         deadline.check("the transaction")
         try:
             self.flush(deadline)
@@ -234,7 +247,7 @@ class RocketMQWriter(Writer):
             raise
 
     def _abort_quietly(self, deadline: Deadline) -> None:
-        """The commit does not count, or was never claimed: the transaction ends aborted, also if this fails."""
+        """Abort a transaction that cannot commit. It also ends aborted if this request fails."""
         try:
             self.abort(deadline)
         except TxnBridgeError as error:
@@ -263,13 +276,16 @@ class RocketMQWriter(Writer):
     # --- the writer itself --------------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        """As the contract says. What is committed of the transaction before is published before the next one begins."""
+        """Make the writer usable again.
+
+        A commit of the previous transaction is published before the next one begins.
+        """
         self._owner.check(deadline)
         self._settle(deadline)
         self._forget()
 
     def _settle(self, deadline: Deadline) -> None:
-        """Decide the transaction before by a claim: its commit may stand in the log already, or be on its way."""
+        """Decide the previous transaction by an ABORT claim. Its commit may stand in the log, or be on its way."""
         if not (self.messages or self._acks):
             return
         transaction = self._begun.transaction
@@ -286,29 +302,4 @@ class RocketMQWriter(Writer):
                 self._drop(deadline)
 
     def close(self) -> None:
-        """Nothing is held: halves that nobody ended are asked about."""
-
-
-class PreparedWriter(RocketMQWriter):
-    """Carries one transaction, which is prepared or aborted, and is then let go of."""
-
-    def _lifetime(self, begin: Begin) -> float:
-        if begin.hold is not None:
-            return begin.deadline.left() + begin.hold
-        home = self._cluster.brokers.known(self._cluster.topics.home, begin.deadline)
-        return min(home.longest, home.kept)
-
-    def prepare(self, deadline: Deadline) -> None:
-        self._store(deadline)
-        transaction = self._begun.transaction
-        prepared = Prepared(self._halves.parts, self._all_acks(), self._expires_at)
-        try:
-            with self._cluster.context.events.step("step:record", transaction):
-                self._owner.ledger.record(PREPARE, transaction, prepared.as_json(), deadline)
-        except BaseException:
-            # It may be stored all the same; but nobody has a token of it.
-            self._abort_quietly(deadline)
-            raise
-
-    def commit(self, deadline: Deadline) -> None:
-        raise InvalidState("a prepared transaction is committed by its token")
+        """Do nothing: the broker asks about halves that were not ended."""

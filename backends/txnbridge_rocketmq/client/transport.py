@@ -1,4 +1,4 @@
-"""A TCP connection, plain or TLS, that one thread reads while others write, and on which nobody waits too long."""
+"""A TCP or TLS connection that one thread reads and several threads write, in which every operation has a deadline."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import threading
 import time
 from contextlib import suppress
 
-from txnbridge_rocketmq.client.errors import TimedOut, Unreachable
+from txnbridge_rocketmq.client.errors import ResponseTimeout, Unreachable
 
-# A read takes what is there, up to this: some answers of 256 KB.
+# The size of one read. Pull responses have up to 256 KB.
 _CHUNK = 256 << 10
-# What encryption waits to read, the reading thread may have taken: then there is nothing to wait for.
+# The bytes that TLS waits for may already have been read by the reading thread, so the wait is short.
 _LOOK_AGAIN = 0.05
 
 
-class Wire:
-    """A connected socket. `receive` belongs to one thread, `send` to any, `close` to any.
+class Transport:
+    """A connected socket. One thread calls `receive`; any thread may call `send` and `close`.
 
     Times are points of `time.monotonic()`.
     """
@@ -27,26 +27,26 @@ class Wire:
         sock.setblocking(False)
         self._socket = sock
         self._encrypted = isinstance(sock, ssl.SSLSocket)
-        # A TLS connection is one state for both directions, which two threads may not touch at once.
+        # A TLS connection has one state for both directions, which two threads must not use at once.
         self._touching = threading.Lock()
-        # A frame is written whole before the next begins.
+        # A frame is written completely before the next one begins.
         self._sending = threading.Lock()
         self._closed = False
 
     def send(self, data: bytes, until: float) -> None:
-        """Write all of it.
+        """Write a whole frame. Raise `ResponseTimeout` or `OSError`.
 
-        Raises `TimedOut` or `OSError`. Then some of it may be on its way, but never all: the other side never has a
-        whole frame. A connection on which a frame was begun is closed then.
+        After an error the peer may have received a part of the frame, but never all of it. If a part was written, the
+        connection is closed.
         """
         if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimedOut("no time was left to send the request")
+            raise ResponseTimeout("no time was left to send the request")
         try:
             if not self._send(memoryview(data), until):
-                raise TimedOut("the broker took no more bytes within the call's time")
-        except TimedOut:
+                raise ResponseTimeout("the broker took no more bytes within the call's time")
+        except ResponseTimeout:
             raise
-        except BaseException:  # also an interrupt in the middle of a frame
+        except BaseException:  # including an interrupt in the middle of a frame
             self.close()
             raise
         finally:
@@ -65,13 +65,14 @@ class Wire:
                 event = select.POLLIN
             self._wait(event, min(until, time.monotonic() + _LOOK_AGAIN))
             if time.monotonic() >= until:
-                if len(left) < size or self._encrypted:  # of an encrypted record some may be sent unseen
+                # a part of a TLS record may be sent even if no byte was reported
+                if len(left) < size or self._encrypted:
                     self.close()
                 return False
         return True
 
     def receive(self, until: float) -> bytes | None:
-        """The bytes that come next, empty at the end, None if none came in time. Raises `OSError`."""
+        """Return the next bytes, b"" at the end of the stream, None if none came in time. Raise `OSError`."""
         while True:
             try:
                 with self._touching:
@@ -84,7 +85,7 @@ class Wire:
                 return None
 
     def _wait(self, event: int, until: float) -> bool:
-        """Whether it came about in time; also if the connection ended."""
+        """Return whether the socket became ready in time, or the connection ended."""
         if self._closed:
             raise OSError("the connection is closed")
         poll = select.poll()
@@ -92,22 +93,23 @@ class Wire:
         return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
 
     def close(self) -> None:
-        """End the connection; whoever waits on it is woken. May be called again."""
+        """Close the connection and wake the threads that wait on it. Safe to repeat."""
         self._closed = True
-        with suppress(OSError):  # it may have ended by itself
-            # The plain one: that of a TLS socket drops the encryption under the threads that still use it.
+        with suppress(OSError):  # the connection may have ended by itself
+            # The plain socket's method: that of a TLS socket would drop the encryption while other threads still use
+            # it.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Give the socket back, after `close`, when no thread receives any more."""
+        """Free the socket. Call it after `close`, when no thread receives any more."""
         with self._sending, self._touching:
             self._socket.close()
 
 
-def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Wire:
-    """Connect to "host:port". Raises `Unreachable`.
+def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Transport:
+    """Connect to "host:port". Raise `Unreachable`.
 
-    Looking up a name waits for the machine's resolver, however long that takes.
+    Name resolution is not bounded by `until`.
     """
     reason: Exception | str = "no time was left"
     try:
@@ -127,7 +129,7 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Wi
             if tls is not None:
                 sock.settimeout(max(0.001, until - time.monotonic()))
                 sock = tls.wrap_socket(sock, server_hostname=host)
-            return Wire(sock)
+            return Transport(sock)
         except (OSError, ValueError) as error:
             sock.close()
             reason = error
@@ -135,7 +137,7 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Wi
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[v6]:port". Raises `ValueError`."""
+    """Return host and port of "host:port" or "[v6]:port". Raise `ValueError`."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(f"{address!r} is no address; write host:port")
