@@ -11,10 +11,7 @@ from txnbridge_rocketmq.settings import OPTIONS, parse_settings
 
 
 class RocketMQBackend(Backend):
-    """Apache RocketMQ 5.0 and later.
-
-    The client is our own, because Apache's Python client cannot look up sent messages.
-    """
+    """Apache RocketMQ 5.0 and later. The client is ours: Apache's Python client cannot look up sent messages."""
 
     name = "rocketmq"
     schemes = ("rocketmq",)

@@ -1,4 +1,4 @@
-"""What RocketMQ can promise through the bridge, its limits, and what some brokers' settings take away."""
+"""The capabilities of RocketMQ through the bridge, its limits, and those that some brokers' settings take away."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _NAME = re.compile(r"([0-9a-f]{32})-(.+)")
 
 @dataclass(frozen=True)
 class RocketMQCluster:
-    """What all parts of a bridge to one cluster share."""
+    """The objects that all parts of a bridge to one cluster share."""
 
     id: str  # stable and unique
     settings: RocketMQSettings
@@ -55,37 +55,34 @@ class RocketMQCluster:
 
 def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadline) -> RocketMQCluster:
     """Connect to a cluster. Raise `InvalidOption`, `BrokerUnavailable` or `AccessDenied`."""
-    questions = CheckBackRouter()
+    router = CheckBackRouter()
     try:
         client = RemotingClient(
-            settings.name_servers,
-            credentials=settings.credentials(),
-            tls=settings.tls_context(),
-            on_checks=questions.ask,
+            settings.name_servers, credentials=settings.credentials(), tls=settings.tls_context(), on_checks=router.ask
         )
     except ValueError as error:
         raise InvalidOption(str(error)) from error
     try:
-        named = identify_cluster(settings, client, deadline)
-        noted = record_brokers(settings, client, named.home, deadline)
+        identity = identify_cluster(settings, client, deadline)
+        noted = record_brokers(settings, client, identity.home, deadline)
     except BaseException:
         client.close()
         raise
-    topics = RocketMQTopics(settings, client, named.home, noted)
+    topics = RocketMQTopics(settings, client, identity.home, noted)
     return RocketMQCluster(
-        named.id, settings, client, topics, BrokerConfigs(client), ProducerGroups(client, questions), context
+        identity.id, settings, client, topics, BrokerConfigs(client), ProducerGroups(client, router), context
     )
 
 
 @dataclass(frozen=True)
-class ClusterIdentity:
+class ClusterId:
     """A cluster's id, stable and unique, and the home broker, which holds the bridge's own topics."""
 
     id: str
     home: str
 
 
-def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterIdentity:
+def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId:
     """Return the identity of the cluster. Create one if the cluster has none.
 
     The first record of the cluster topic holds the id, so that processes that connect at the same time agree. Brokers
@@ -93,8 +90,7 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
     topic on every broker. While any broker is up, the home broker is known; if the home broker is down, no process
     takes the cluster for a new one.
 
-    Raise `StorageFailed` if the identity is lost or if there are two, and `InvalidOption` if the server is not a name
-    server.
+    Raise `StorageFailed` if the identity is lost or ambiguous, and `InvalidOption` if no name server answers.
     """
     try:
         brokers = _brokers(settings, client, deadline)
@@ -104,13 +100,13 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
             f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy; a URL names the name servers,"
             " which tell where the brokers are, and those must be reached themselves"
         ) from error.__cause__
-    found = _repeated(settings, client, deadline)
+    found = _identity_on_brokers(settings, client, deadline)
     if found is None:
-        found = _agreed(settings, client, brokers[0], deadline)
-        _repeat(found, settings, client, found.home, deadline)
-        if _repeated(settings, client, deadline) != found:
+        found = _identity_in_log(settings, client, brokers[0], deadline)
+        _store_on(found, settings, client, found.home, deadline)
+        if _identity_on_brokers(settings, client, deadline) != found:
             raise BrokerUnavailable("this cluster was named a moment ago, and not everybody knows it yet")
-    _repeat_everywhere(found, settings, client, brokers, deadline)
+    _store_on_all(found, settings, client, brokers, deadline)
     return found
 
 
@@ -122,20 +118,17 @@ def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str
     """
     topics = all_topics(client, deadline)
     noted = {name for topic in topics if (name := settings.noted_broker(topic)) is not None}
-    there = set(BrokerConfigs(client).names(deadline)) - {home}
-    for broker in sorted(there - noted):
+    running = set(BrokerConfigs(client).names(deadline)) - {home}
+    for broker in sorted(running - noted):
         try:
             create_topic_on(client, home, settings.broker_topic(broker), 1, "NORMAL", deadline)
         except TxnBridgeError as error:
             _log.warning("broker %s is not noted: while it is away its topics look as if deleted: %s", broker, error)
-    return frozenset({home} | noted | there)
+    return frozenset({home} | noted | running)
 
 
 def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> list[str]:
-    """Return the names of the brokers.
-
-    Wait for the first one: a broker that restarts is not registered until it is up.
-    """
+    """Return the brokers' names. Wait for the first broker, which may be restarting."""
     while not (names := BrokerConfigs(client).names(deadline)):
         if deadline.left() <= _PAUSE:
             servers = ", ".join(settings.name_servers)
@@ -144,10 +137,10 @@ def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadl
     return names
 
 
-def _repeated(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterIdentity | None:
+def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId | None:
     begin = f"{settings.cluster_topic}-"
     told = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
-    names = {ClusterIdentity(found[1], decoded(found[2])) for text in told if (found := _NAME.fullmatch(text))}
+    names = {ClusterId(found[1], decoded(found[2])) for text in told if (found := _NAME.fullmatch(text))}
     if len(names) > 1:
         raise StorageFailed(
             f"this cluster has several names, each in the name of a topic that begins with {begin}: brokers were used"
@@ -156,16 +149,16 @@ def _repeated(settings: RocketMQSettings, client: RemotingClient, deadline: Dead
     return names.pop() if names else None
 
 
-def _agreed(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> ClusterIdentity:
+def _identity_in_log(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> ClusterId:
     """Return the identity in the first record of the cluster topic. Write the record if there is none."""
     queue = Queue(settings.cluster_topic, home, 0)
     others = [name for name in all_topics(client, deadline) if name.startswith(settings.prefix)]
     ensure_single_queue(client, queue, deadline)
     log = RocketMQDecisionLog(client, queue)
     used = log.was_used(deadline)
-    named = _first(log, home, deadline)
-    if named is not None:
-        return named
+    identity = _first_record(log, home, deadline)
+    if identity is not None:
+        return identity
     if used or any(name != queue.topic for name in others):
         raise StorageFailed(
             f"the record that names this cluster is gone from {queue.topic}, and so is the topic that repeats it:"
@@ -173,13 +166,13 @@ def _agreed(settings: RocketMQSettings, client: RemotingClient, home: str, deadl
         )
     with suppress(OutcomeUnknown):
         log.append(json.dumps({"v": _VERSION, "cluster": uuid.uuid4().hex}).encode(), deadline)
-    named = _first(log, home, deadline)
-    if named is None:
+    identity = _first_record(log, home, deadline)
+    if identity is None:
         raise BrokerUnavailable(f"the record that names this cluster could not be written to {queue.topic}")
-    return named
+    return identity
 
 
-def _first(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> ClusterIdentity | None:
+def _first_record(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> ClusterId | None:
     begin = log.begin(deadline)
     if begin is None:
         return None
@@ -190,27 +183,27 @@ def _first(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> ClusterId
         found = ""
     if not re.fullmatch("[0-9a-f]{32}", found):
         raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix")
-    return ClusterIdentity(found, home)
+    return ClusterId(found, home)
 
 
-def _repeat(
-    named: ClusterIdentity, settings: RocketMQSettings, client: RemotingClient, broker: str, deadline: Deadline
+def _store_on(
+    identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, broker: str, deadline: Deadline
 ) -> None:
-    topic = topic_name(f"{settings.cluster_topic}-{named.id}-{encoded(named.home)}")
+    topic = topic_name(f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}")
     create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
     while (found := route_of(client, topic, deadline)) is None or broker not in found.masters:
         deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
 
 
-def _repeat_everywhere(
-    named: ClusterIdentity, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
+def _store_on_all(
+    identity: ClusterId, settings: RocketMQSettings, client: RemotingClient, brokers: list[str], deadline: Deadline
 ) -> None:
     """Repeat the identity on all brokers that are up. The next bridge repeats it on the others."""
-    topic = f"{settings.cluster_topic}-{named.id}-{encoded(named.home)}"
+    topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
     found = route_of(client, topic, deadline)
     for broker in brokers:
         if found is None or broker not in found.masters:
             try:
-                _repeat(named, settings, client, broker, deadline)
+                _store_on(identity, settings, client, broker, deadline)
             except TxnBridgeError as error:
                 _log.warning("broker %s does not repeat the cluster's name: %s", broker, error)

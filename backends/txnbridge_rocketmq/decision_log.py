@@ -170,8 +170,7 @@ class RocketMQDecisionLog(DecisionLog):
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Note for all readers where the log begins.
 
-        The broker drops records only by age. Until then the records before that position can still be read by their
-        positions.
+        The broker drops records only by age. Until then the records before that position can still be read.
         """
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
         self._again(lambda: self._call(request, deadline), "noting where it begins", deadline)

@@ -31,7 +31,7 @@ from txnbridge.spi import (
 )
 from txnbridge_rocketmq.admin.open_halves import OpenHalves, list_open, resume_check_backs
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.sending import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import PREPARE, PrepareRecord, end_prepared
@@ -45,7 +45,7 @@ _log = logging.getLogger("txnbridge")
 
 # The broker asks about each half of a transaction in each round. While a resolver works on the transaction, or for this
 # long if it does not respond, all these check-backs count as one question.
-_LENT_SECONDS = 30.0
+_IN_WORK_SECONDS = 30.0
 # The maximum number of transactions that wait for a resolver. Brokers ask again about those that are dropped here.
 _REMEMBERED = 10_000
 
@@ -58,8 +58,8 @@ class RocketMQHalfStore(HalfStore):
         self._cluster = ender.cluster
         self._changed = threading.Condition()
         # By group and transaction: the newest check-back about each half.
-        self._asked: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
-        self._lent: dict[str, float] = {}  # transactions that a resolver works on, and until when
+        self._check_backs: dict[str, OrderedDict[str, dict[str, CheckBack]]] = {}
+        self._in_work: dict[str, float] = {}  # transactions that a resolver works on, and until when
         self._owners: dict[str, RocketMQOwner] = {}
 
     def put(self, half: Half, deadline: Deadline) -> Half:
@@ -99,36 +99,34 @@ class RocketMQHalfStore(HalfStore):
         if decision is Decision.UNDECIDED:
             claim = ledger.decided(half.transaction, deadline, log=log)
             if claim is None:
-                self._give_back(half.transaction)
+                self._release(half.transaction)
                 return Outcome.UNKNOWN
             decision = claim.decision  # the process that decided may have died before it ended the halves
         token = Token("rocketmq", self._cluster.id, half.transaction, {}, True, None, len(half.messages), None, log)
         outcome = end_prepared(self._ender, token, decision, ledger, deadline)
-        self._give_back(half.transaction)
+        self._release(half.transaction)
         return outcome
 
     # --- questions --------------------------------------------------------------------------------------------------
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
-        self._be_asked(group, deadline)
+        self._join(group, deadline)
         found: list[Half] = []
         while not found and not deadline.expired:
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
                 # A transaction that takes long, because a broker or a log is down, leaves time for the others.
-                patience = Deadline(_LENT_SECONDS / len(taken))
-                half = self._half_or_none(group, transaction, checks, patience)
+                patience = Deadline(_IN_WORK_SECONDS / len(taken))
+                half = self._try_half(group, transaction, checks, patience)
                 if half is not None:
                     found.append(half)
                 else:
-                    self._give_back(transaction)
+                    self._release(transaction)
         if not found and not self._cluster.client.is_member:
             raise BrokerUnavailable(f"no broker can be reached that could ask about half messages of {group!r}")
         return found
 
-    def _half_or_none(
-        self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline
-    ) -> Half | None:
+    def _try_half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
         """Return the half message; None and a warning if its state cannot be read, so that the others go on."""
         try:
             return self._half(group, transaction, checks, deadline)
@@ -136,17 +134,17 @@ class RocketMQHalfStore(HalfStore):
             _log.warning("half-message transaction %s is not asked about now: %s", transaction, error)
             return None
 
-    def _be_asked(self, group: str, deadline: Deadline) -> None:
+    def _join(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            if group in self._asked:
+            if group in self._check_backs:
                 return
-            self._asked[group] = OrderedDict()
+            self._check_backs[group] = OrderedDict()
         try:
             names = self._producer_groups(group)
-            self._cluster.producer_groups.join(names, lambda checks: self._hear(group, checks), deadline)
+            self._cluster.producer_groups.join(names, lambda checks: self._note_check_backs(group, checks), deadline)
         except BaseException:
             with self._changed:
-                del self._asked[group]
+                del self._check_backs[group]
             raise
 
     def _producer_groups(self, group: str) -> list[str]:
@@ -155,14 +153,14 @@ class RocketMQHalfStore(HalfStore):
 
     def leave(self, group: str, deadline: Deadline) -> None:
         with self._changed:
-            left = self._asked.pop(group, None)
+            left = self._check_backs.pop(group, None)
         if left is not None:
             self._cluster.producer_groups.leave(self._producer_groups(group), deadline)
 
-    def _hear(self, group: str, checks: Sequence[CheckBack]) -> None:
+    def _note_check_backs(self, group: str, checks: Sequence[CheckBack]) -> None:
         """Note check-backs. Brokers repeat those that get no response."""
         with self._changed:
-            asked = self._asked.get(group, OrderedDict())
+            asked = self._check_backs.get(group, OrderedDict())
             for check in checks:
                 if (slot := slot_of(check.record)) is not None and self._is_own(check.record):
                     check = replace(check, record=replace(check.record, body=b""))  # thousands of check-backs may wait
@@ -171,11 +169,8 @@ class RocketMQHalfStore(HalfStore):
                         asked.popitem(last=False)
             self._changed.notify_all()
 
-    def _is_own(self, record: StoredMessage) -> bool:
-        """Return whether the half belongs to this application.
-
-        A shared producer group also has halves of other applications.
-        """
+    def _is_own(self, record: MessageExt) -> bool:
+        """Return whether the half is this application's. Shared producer groups have halves of others, too."""
         application, origin = self._cluster.settings.application, origin_of(record)
         return origin is not None and origin.log.get("log", application) == application
 
@@ -184,19 +179,19 @@ class RocketMQHalfStore(HalfStore):
         with self._changed:
             while True:
                 now = time.monotonic()
-                self._lent = {transaction: until for transaction, until in self._lent.items() if until > now}
-                asked = self._asked.get(group, OrderedDict())
-                free = [item for item in asked.items() if item[0] not in self._lent][:limit]
+                self._in_work = {transaction: until for transaction, until in self._in_work.items() if until > now}
+                asked = self._check_backs.get(group, OrderedDict())
+                free = [item for item in asked.items() if item[0] not in self._in_work][:limit]
                 if free or not self._changed.wait(deadline.left()):
                     break
             for transaction, _ in free:
                 del asked[transaction]
-                self._lent[transaction] = now + _LENT_SECONDS
+                self._in_work[transaction] = now + _IN_WORK_SECONDS
             return [(transaction, list(checks.values())) for transaction, checks in free]
 
-    def _give_back(self, transaction: str) -> None:
+    def _release(self, transaction: str) -> None:
         with self._changed:
-            self._lent.pop(transaction, None)
+            self._in_work.pop(transaction, None)
 
     def _half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
         """Return the half message to resolve; None if it is settled or was not completely stored.
@@ -215,23 +210,23 @@ class RocketMQHalfStore(HalfStore):
         noted = _prepare_record(ledger, transaction, origin, deadline)
         if claim is None and noted is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
-        if claim is not None and not self._is_left(transaction, claim, deadline):
+        if claim is not None and not self._is_unpublished(transaction, claim, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
-        return None if noted is None else self._shown(group, transaction, record, origin, noted, deadline)
+        return None if noted is None else self._as_half(group, transaction, record, origin, noted, deadline)
 
-    def _is_left(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
+    def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
         """Return whether a transaction is committed and not completely published."""
         if claim.decision is Decision.ABORT:
             return False
         return bool(self._ender.missing(transaction, parts_from_json(claim.data), deadline))
 
-    def _shown(
+    def _as_half(
         self,
         group: str,
         transaction: str,
-        record: StoredMessage,
+        record: MessageExt,
         origin: HalfOrigin,
         prepared: PrepareRecord,
         deadline: Deadline,
@@ -265,7 +260,7 @@ class RocketMQHalfStore(HalfStore):
         )
         if origin is None or prepared is None:
             return None
-        return self._shown(group, found.name, record, origin, prepared, deadline)
+        return self._as_half(group, found.name, record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the discarded half messages of a group, of all applications."""
@@ -319,7 +314,7 @@ def _prepare_record(ledger: Ledger, transaction: str, origin: HalfOrigin, deadli
     return None
 
 
-def _message(record: StoredMessage) -> HalfMessage:
+def _message(record: MessageExt) -> HalfMessage:
     topic = record.properties.get(Property.REAL_TOPIC, record.topic)
     number = record.properties.get("REAL_QID", "0")
     message = from_wire(record, topic, int(number) if number.isdigit() else 0)

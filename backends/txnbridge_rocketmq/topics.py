@@ -60,18 +60,14 @@ class RocketMQTopics:
     def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
         """Return the readable queues of a topic, by partition.
 
-        Create a missing topic if `create` and the settings allow that.
-
-        The route is cached for a moment, unless it has fewer than `at_least` queues. Raise `NotFound`, `InvalidOption`,
-        or `NotSupported` for a topic on several brokers.
+        Create a missing topic if `create` and the settings allow that. The route is cached for a moment, unless it has
+        fewer than `at_least` queues. Raise `NotFound`, `InvalidOption`, or `NotSupported` for a topic on several
+        brokers.
         """
         return self._route(topic, deadline, at_least, create).readable
 
     def require(self, topic: str, partition: int | None, deadline: Deadline) -> tuple[Queue, ...]:
-        """Return the writable queues of a topic. If `partition` is not None, that partition is among them.
-
-        Raise the same errors as `queues`, and `NotFound` for a missing partition.
-        """
+        """Return the writable queues of a topic. Raise as `queues`, and `NotFound` for a missing partition."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
         found = self._route(topic, deadline, (partition or 0) + 1).writable
@@ -90,7 +86,6 @@ class RocketMQTopics:
         return () if found is None else _on_one_broker(found).readable
 
     def all(self, deadline: Deadline) -> list[str]:
-        """Return the names of all topics that the name server knows."""
         return all_topics(self._client, deadline)
 
     def _look(self, topic: str, deadline: Deadline) -> TopicRoute | None:
@@ -103,13 +98,11 @@ class RocketMQTopics:
         A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted.
         """
         while (found := self._look(topic, deadline)) is None:
-            there = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
+            running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
             if (found := self._look(topic, deadline)) is not None:
                 break
             brokers = self._brokers | self._client.seen_brokers
-            away = sorted(
-                broker for broker in brokers if broker not in there or self._may_have(broker, topic, deadline)
-            )
+            away = sorted(each for each in brokers if each not in running or self._may_have(each, topic, deadline))
             if not away:
                 break
             if deadline.left() <= _AWAY_PAUSE:
@@ -170,7 +163,7 @@ class RocketMQTopics:
         return created
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        """Add partitions to a topic. Raise `NotFound`, or `InvalidOption` for fewer partitions than the topic has."""
+        """Add partitions. Raise `NotFound`, or `InvalidOption` for fewer partitions than there are."""
         found = self.look(topic, deadline)
         if not found:
             raise NotFound(f"there is no topic {topic!r}")
@@ -223,7 +216,6 @@ class RocketMQTopics:
 
 
 def all_topics(client: RemotingClient, deadline: Deadline) -> list[str]:
-    """Return the names of all topics that the name server knows."""
     return retry(lambda: client.ask_name_server(routes.topics(), deadline.left()), "listing topics", deadline)
 
 
@@ -236,8 +228,7 @@ def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRou
 def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:
     """Create a topic with this one queue if it is missing, and return when it exists.
 
-    Raise `InvalidOption` for a topic with other queues, and `AccessDenied` with the command that an administrator has
-    to run.
+    Raise `InvalidOption` for a topic with other queues, and `AccessDenied` with the administrator's command.
     """
     topic, broker = topic_name(queue.topic), queue.broker
     found = route_of(client, topic, deadline)
@@ -250,9 +241,8 @@ def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline
             deadline.check(f"waiting until the name server knows topic {topic!r}")
             time.sleep(_LOOK_SECONDS)
     if {*found.readable, *found.writable} != {queue} or not (found.readable and found.writable):
-        places = ", ".join(
-            f"{each.broker}[{each.queue}]" for each in sorted({*found.readable, *found.writable}, key=str)
-        )
+        queues = sorted({*found.readable, *found.writable}, key=str)
+        places = ", ".join(f"{each.broker}[{each.queue}]" for each in queues)
         raise InvalidOption(
             f"the topic {topic} must have one queue, on broker {broker}, to read and to write: a log has one order. It"
             f" has {places or 'none that may be used'}; let an administrator mend that, or choose another prefix"

@@ -18,7 +18,7 @@ from typing import Any
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.sending import WireMessage, send
 from txnbridge_rocketmq.cluster import RocketMQCluster, open_cluster
@@ -242,10 +242,10 @@ BROKER = "broker-1"
 LONG = 30.0
 
 
-def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[StoredMessage]:
+def read_all(client: RemotingClient, topic: str, broker: str = BROKER) -> list[MessageExt]:
     """Everything in a topic's first queue, up to a marker that is sent now."""
     marker = client.call(broker, send(WireMessage(topic, b"marker"), "markers", 0), LONG).queue_offset
-    found: list[StoredMessage] = []
+    found: list[MessageExt] = []
     at = client.call(broker, reading.min_offset(topic, 0), LONG)
     while at <= marker:
         pulled = client.call(broker, reading.pull(topic, 0, at, "markers"), LONG)

@@ -13,7 +13,7 @@ from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end, half_handle, send, send_half
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.read.reader import RocketMQReader
-from txnbridge_rocketmq.read.rebalance import GroupMember
+from txnbridge_rocketmq.read.rebalance import Rebalancer
 from txnbridge_rocketmq.write.half_batch import parts_as_json
 from txnbridge_rocketmq.write.message_format import to_wire
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
@@ -87,9 +87,9 @@ class Member(Polling):
         )
 
     @property
-    def sharing(self) -> GroupMember:
-        assert self.reader._member is not None
-        return self.reader._member
+    def sharing(self) -> Rebalancer:
+        assert self.reader._rebalancer is not None
+        return self.reader._rebalancer
 
     def up_to(self, marker):
         """The values before a message with this value, which is waited for."""

@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.errors import ProtocolViolation
-from txnbridge_rocketmq.client.frames import LARGEST_ANSWER, LARGEST_FRAME, FrameReader, RemotingCommand, decode, encode
+from txnbridge_rocketmq.client.frames import (
+    LARGEST_ANSWER,
+    LARGEST_FRAME,
+    FrameDecoder,
+    RemotingCommand,
+    decode,
+    encode,
+)
 
 from tests.rocketmq.kit import around, binary_frame, frame
 
@@ -33,7 +40,7 @@ commands = st.builds(
 
 
 def fed(chunks: list[bytes]) -> list[RemotingCommand]:
-    frames = FrameReader()
+    frames = FrameDecoder()
     return [command for chunk in chunks for command in frames.feed(chunk)]
 
 

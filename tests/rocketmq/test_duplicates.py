@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import OffsetId, StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt, OffsetId
 from txnbridge_rocketmq.read import duplicates
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, slot_of, unique_key
@@ -22,7 +22,7 @@ ORIGIN = HalfOrigin({"at": [0], "id": "x"}, 0)
 class Queue:
     """A queue as a broker fills it: halves stand in the same commit log as what is published from them."""
 
-    records: list[StoredMessage] = field(default_factory=list)
+    records: list[MessageExt] = field(default_factory=list)
     log: int = 0
     halves: dict[int, list[int]] = field(default_factory=dict)  # where the copies of each half stand, oldest first
 
@@ -45,7 +45,7 @@ class Queue:
             if copy:
                 told[Property.CHECKS] = str(copy)
         self.records.append(
-            StoredMessage(
+            MessageExt(
                 topic="t",
                 queue=0,
                 queue_offset=len(self.records),

@@ -400,7 +400,7 @@ def test_an_open_bridge_looks_again_at_what_was_discarded_while_it_could_not_tel
         raise ZeroDivisionError if looks["log"] == 1 else BrokerUnavailable("not now")
 
     log.end = away
-    looking = threading.Thread(target=other.checks._look_after_discarded)
+    looking = threading.Thread(target=other.checks._end_discarded_halves)
     looking.start()
     try:
         assert becomes_true(lambda: looks["log"] > 1)
@@ -758,11 +758,11 @@ class Asker(RocketMQHalfStore):
     def __init__(self, process: Process, broker: HalfBroker) -> None:
         super().__init__(process.ender)
         self._broker = broker
-        self._asked["shop"] = OrderedDict()
+        self._check_backs["shop"] = OrderedDict()
 
     def ask(self) -> list[str]:
         """The broker asks; those that the application is asked about."""
-        self._hear("shop", self._broker.ask())
+        self._note_check_backs("shop", self._broker.ask())
         return [each.transaction for each in self.checks("shop", 4, Deadline(0.1))]
 
 
@@ -776,7 +776,7 @@ def test_a_half_message_of_which_nobody_can_tell_anything_holds_up_no_other(owne
 
 
 def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(owner, other, broker, monkeypatch):
-    monkeypatch.setattr(half_store, "_LENT_SECONDS", 1.0)
+    monkeypatch.setattr(half_store, "_IN_WORK_SECONDS", 1.0)
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     for number in (1, 2, 3):
         store.put(half(number, 60), Deadline(60))
@@ -788,8 +788,8 @@ def test_a_half_message_whose_answers_do_not_come_leaves_time_for_the_others(own
 def test_of_half_messages_that_wait_to_be_asked_about_only_the_broker_keeps_the_bodies(owner, other, broker):
     store, asker = RocketMQHalfStore(owner.ender), Asker(other, broker)
     store.put(half(1, 60), Deadline(60))
-    asker._hear("shop", broker.ask())
-    [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._asked.values()]
+    asker._note_check_backs("shop", broker.ask())
+    [[(check, *_)]] = [[list(asked.values()) for asked in found.values()] for found in asker._check_backs.values()]
     assert check.record.body == b""
     [found] = asker.checks("shop", 1, Deadline(60))
     assert [message.value for message in found.messages] == [b"1"]
@@ -820,7 +820,7 @@ def test_half_messages_whose_owner_may_yet_do_the_work_are_not_dropped(
         return append(record, deadline)
 
     stored, done = threading.Event(), threading.Event()
-    monkeypatch.setattr(half_store, "_noted", note_and_sleep)
+    monkeypatch.setattr(half_store, "_prepare_record", note_and_sleep)
     log.append = store_the_record
     with ThreadPoolExecutor(1) as pool:
         put = RocketMQHalfStore(owner.ender).put(wanted, Deadline(60))
@@ -841,7 +841,7 @@ def test_whatever_is_lost_and_whoever_dies_what_is_decided_is_published_once_and
 def test_without_a_look_first_messages_come_twice(monkeypatch):
     def publish(self, transaction, parts, deadline, *, first=False):
         lines = self._sequences(end_transaction._expected(transaction, parts), deadline)
-        self._run(lines, True, deadline)
+        self._commit_halves(lines, True, deadline)
 
     monkeypatch.setattr(end_transaction.HalfEnder, "publish", publish)
     assert any(what_went_wrong(seed) for seed in range(40))

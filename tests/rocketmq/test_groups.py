@@ -20,7 +20,7 @@ from txnbridge_rocketmq.client.frames import RemotingCommand
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.decision_log import RocketMQDecisionLog
 from txnbridge_rocketmq.read import rebalance, start_positions
-from txnbridge_rocketmq.read.rebalance import assign_queues
+from txnbridge_rocketmq.read.rebalance import assign
 
 from tests.core.reading_kit import SOON, values
 from tests.in_time import paused, within
@@ -98,7 +98,7 @@ def test_of_members_that_begin_at_once_one_decides_where(join: Join, client: Rem
 
     def settle(starts: Any) -> None:
         barrier.wait()
-        known = starts.settle(wishes, queues, Deadline(SOON)).known
+        known = starts.resolve(wishes, queues, Deadline(SOON)).known
         found.append({partition: place.next for partition, place in known.items()})
 
     threads = [threading.Thread(target=settle, args=(starts,)) for starts in both]
@@ -344,8 +344,8 @@ def test_consume_transform_produce_of_two_members_at_once_happens_once(
     def work(bridge: Bridge) -> None:
         with bridge.consumer(source, group) as consumer:
             reader: Any = consumer._reader
-            me = reader._member.client.client_id
-            reader._member._members = lambda broker, deadline: [me]  # neither knows of the other
+            me = reader._rebalancer.client.client_id
+            reader._rebalancer._members = lambda broker, deadline: [me]  # neither knows of the other
             while len(done) < 30:
                 for message in consumer.poll(3, timeout=0.2):
                     try:
@@ -399,7 +399,7 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
     queues = [Queue("orders", BROKER, number) for number in range(10)]
     for count in (1, 2, 3, 7, 12):
         readers = [f"m{number:02}" for number in range(count)]
-        found = assign_queues(queues, readers)
+        found = assign(queues, readers)
         assert sorted(each.queue for mine in found.values() for each in mine) == list(range(10))
         sizes = [len(found.get(each, ())) for each in readers]
         assert max(sizes) - min(sizes) <= 1
@@ -408,10 +408,10 @@ def test_partitions_are_shared_out_evenly_and_all_of_them() -> None:
 def test_for_members_that_sleep_the_one_before_them_reads() -> None:
     queues = [Queue("orders", BROKER, number) for number in range(4)]
     readers = ["a", "b", "c", "d"]
-    awake, asleep = assign_queues(queues, readers), assign_queues(queues, readers, {"c", "d"})
+    awake, asleep = assign(queues, readers), assign(queues, readers, {"c", "d"})
     assert asleep["a"] == awake["a"]
     assert sorted(map(str, asleep["b"])) == sorted(map(str, awake["b"] + awake["c"] + awake["d"]))
-    assert assign_queues(queues, readers, set(readers)) == {}
+    assert assign(queues, readers, set(readers)) == {}
 
 
 def test_a_new_member_gets_its_share_and_all_when_the_others_leave(
@@ -525,7 +525,7 @@ def test_a_lock_that_nobody_gives_up_holds_a_member_up_for_seconds_only(
     one = join(topic, group)
     one.has(2)
     queues = [Queue(topic, BROKER, number) for number in range(2)]
-    one.sharing.let_go(queues)
+    one.sharing.release(queues)
     assert becomes_true(lambda: len(client.call(BROKER, groups.lock(group, "a ghost", queues), LONG)) == 2)
     two = join(topic, group)
     two.has(1)

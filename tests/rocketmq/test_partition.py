@@ -11,10 +11,10 @@ from txnbridge_rocketmq.client.codes import Property, RequestCode
 from txnbridge_rocketmq.client.errors import Disconnected, ErrorResponse
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.reading import PullResult, PullStatus
-from txnbridge_rocketmq.client.records import StoredMessage, decode_records
+from txnbridge_rocketmq.client.records import MessageExt, decode_records
 from txnbridge_rocketmq.read import partition as module
 from txnbridge_rocketmq.read import pull
-from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition
+from txnbridge_rocketmq.read.anchored_offset import Anchor, AnchoredOffset
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, TransactionSlot, properties, unique_key
 
@@ -24,14 +24,14 @@ from txnbridge.errors import AccessDenied, NotFound, NotSupported, PositionLost
 pytestmark = pytest.mark.offline
 
 
-def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> StoredMessage:
+def record(offset: int, body: bytes = b"x", properties: str = "", **more: Any) -> MessageExt:
     (found,) = decode_records(
         stored(body, "orders", properties, queue=0, queue_offset=offset, log_offset=1000 + offset, **more)
     )
     return found
 
 
-def found(*records: StoredMessage, begin: int = 0, end: int = 100) -> PullResult:
+def found(*records: MessageExt, begin: int = 0, end: int = 100) -> PullResult:
     return PullResult(PullStatus.FOUND, records[-1].queue_offset + 1, begin, end, list(records))
 
 
@@ -81,7 +81,7 @@ class Broker:
 
 def reading(*pulls: Any, at: int = 0, lookups: Any = ()) -> tuple[QueueReader, Broker]:
     cursor, broker = QueueReader(("orders", 0), Queue("orders", "broker-1", 0)), Broker(list(pulls), list(lookups))
-    cursor.go_on(AnchoredPosition(at))
+    cursor.continue_at(AnchoredOffset(at))
     return cursor, broker
 
 
@@ -89,9 +89,9 @@ def go(cursor: QueueReader, broker: Broker, rounds: int = 20) -> list[Any]:
     """Ask and take in what comes, and hand it out."""
     messages = []
     for _ in range(rounds):
-        cursor.ask(broker.submit)
-        cursor.take_in()
-        while cursor.has_some and (message := cursor.hand_out()) is not None:
+        cursor.send_pulls(broker.submit)
+        cursor.process_responses()
+        while cursor.has_message and (message := cursor.hand_out()) is not None:
             messages.append((message.position[0], message.value, message.deliveries))
     return messages
 
@@ -198,7 +198,7 @@ def test_a_queue_that_has_become_shorter_is_believed_when_it_stays_so():
 def test_a_seek_ends_a_fault():
     cursor, broker = reading(PullResult(PullStatus.OUT_OF_RANGE, 7, 7, 20, []), at=3)
     go(cursor, broker)
-    cursor.go_on(AnchoredPosition(7))
+    cursor.continue_at(AnchoredOffset(7))
     broker.pulls.append(found(record(7), begin=7, end=8))
     assert go(cursor, broker) == [(7, b"x", 1)]
 
@@ -206,15 +206,15 @@ def test_a_seek_ends_a_fault():
 def test_what_is_handed_out_again_is_counted():
     cursor, broker = reading(found(record(0), record(1), end=2))
     go(cursor, broker)
-    cursor.go_on(AnchoredPosition(0))
+    cursor.continue_at(AnchoredOffset(0))
     broker.pulls.append(found(record(0), record(1), end=2))
     assert go(cursor, broker) == [(0, b"x", 2), (1, b"x", 2)]
 
 
 def test_an_answer_to_a_request_from_before_a_seek_counts_for_nothing():
     cursor, broker = reading(None)
-    cursor.ask(broker.submit)
-    cursor.go_on(AnchoredPosition(5))
+    cursor.send_pulls(broker.submit)
+    cursor.continue_at(AnchoredOffset(5))
     broker.pulls.append(found(record(5), end=6))
     assert go(cursor, broker) == [(5, b"x", 1)]
 
@@ -241,14 +241,14 @@ def test_nothing_is_handed_out_that_was_read_in_a_topic_made_anew():
     broker.anchors = [1001, 5001]
     assert go(cursor, broker) == [(0, b"x", 1), (1, b"x", 1)]
     assert isinstance(cursor.fault, PositionLost) and "made anew" in str(cursor.fault)
-    cursor.go_on(AnchoredPosition(0))
+    cursor.continue_at(AnchoredOffset(0))
     broker.pulls.append(found(record(0), end=1))
     assert go(cursor, broker) == [(0, b"x", 1)]  # it is another message than was handed out before
 
 
 def test_a_message_before_the_position_that_retention_has_dropped_says_nothing():
     cursor, broker = reading(found(record(5), begin=5, end=6), at=5)
-    cursor.go_on(AnchoredPosition(5, Anchor(4, 1004)))
+    cursor.continue_at(AnchoredOffset(5, Anchor(4, 1004)))
     broker.anchors, broker.begin = [None], 5
     assert go(cursor, broker) == [(5, b"x", 1)]
     assert cursor.fault is None
@@ -269,11 +269,11 @@ def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(m
     monkeypatch.setattr(module, "_ANCHORS", 8)
     cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
     go(cursor, broker)
-    assert cursor.place(32) == AnchoredPosition(32, Anchor(31, 1031))
+    assert cursor.place(32) == AnchoredOffset(32, Anchor(31, 1031))
     for end in range(1, 33):
         place = cursor.place(end)
         assert place.anchor is not None and place.anchor.log_offset == 1000 + place.anchor.offset
-        assert AnchoredPosition.of(place.position) == place
+        assert AnchoredOffset.of(place.position) == place
 
 
 # --- bodies -----------------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_a_body_that_cannot_be_unpacked_holds_its_place_until_a_seek_goes_on_beh
     cursor, broker = reading(found(record(0), lz4, record(2), end=3))
     assert go(cursor, broker) == [(0, b"x", 1)]
     assert isinstance(cursor.fault, NotSupported) and "LZ4" in str(cursor.fault) and "(2,)" in str(cursor.fault)
-    cursor.go_on(AnchoredPosition(2))
+    cursor.continue_at(AnchoredOffset(2))
     broker.pulls.append(found(record(2), end=3))
     assert go(cursor, broker) == [(2, b"x", 1)]
 
@@ -295,7 +295,7 @@ def test_the_messages_of_a_batch_have_places_of_their_own():
     assert batch.holds_several
     cursor, broker = reading(found(batch, record(6), end=7), at=4)
     assert go(cursor, broker) == [(4, b"one", 1), (5, b"two", 1), (6, b"x", 1)]
-    cursor.go_on(AnchoredPosition(5))
+    cursor.continue_at(AnchoredOffset(5))
     broker.pulls.append(found(batch, end=6))
     assert [value for _, value, _ in go(cursor, broker)] == [b"two"]
 

@@ -11,7 +11,7 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_conformance.looking import eventually, send, take, values
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
 
 from tests.core.reading_kit import SOON
@@ -197,7 +197,7 @@ def test_a_group_goes_on_behind_a_message_that_retention_has_dropped(
             assert values(take(consumer, 40 - first)) == contents[first:]
 
 
-def first_of_the_last_file(records: list[StoredMessage]) -> int:
+def first_of_the_last_file(records: list[MessageExt]) -> int:
     last = records[-1].log_offset // _FILE_BYTES
     return next(each.queue_offset for each in records if each.log_offset // _FILE_BYTES == last)
 

@@ -12,7 +12,7 @@ from txnbridge_conformance.brokers.plugin import StartRocketMQ
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, ROCKSDB_HALF_TOPIC
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 
@@ -114,12 +114,12 @@ def test_what_was_decided_and_then_given_up_is_lost_until_a_restart_with_more_pa
     ]
     asked = Counter[str]()
 
-    def stay_silent(checks: CheckBackHandler, transaction: str, halves: Sequence[StoredMessage]) -> bool:
+    def stay_silent(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
         asked[transaction] += 1
         return False
 
     with monkeypatch.context() as patched:
-        patched.setattr(CheckBackHandler, "_settles", stay_silent)
+        patched.setattr(CheckBackHandler, "_settle_quietly", stay_silent)
         later = prepared(open_bridge(timeout=2), client)
         # It was asked once more than that; and so was what is older, though nobody heard it.
         assert becomes_true(lambda: asked[later] == 11)

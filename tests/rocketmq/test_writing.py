@@ -16,7 +16,7 @@ from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, ResponseCode
 from txnbridge_rocketmq.client.errors import NotDurable, ResponseTimeout
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.sending import WireMessage, send
 from txnbridge_rocketmq.outcome.check_back import CheckBackHandler
 from txnbridge_rocketmq.outcome.end_transaction import EndSequence, HalfEnder
@@ -222,9 +222,9 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
 ) -> None:
     bridge = open_bridge(application=unique("alone"))  # of whose halves nobody else is asked
     answered: list[bool] = []
-    settles = CheckBackHandler._settles
+    settles = CheckBackHandler._settle_quietly
 
-    def settle(checks: CheckBackHandler, transaction: str, halves: Sequence[StoredMessage]) -> bool:
+    def settle(checks: CheckBackHandler, transaction: str, halves: Sequence[MessageExt]) -> bool:
         answered.append(settles(checks, transaction, halves))
         return answered[-1]
 
@@ -232,7 +232,7 @@ def test_while_an_owner_publishes_its_process_answers_no_question_about_it(
         assert becomes_true(lambda: len(answered) > 1)
         return False  # what was stored so long ago is no owner's alone
 
-    monkeypatch.setattr(CheckBackHandler, "_settles", settle)
+    monkeypatch.setattr(CheckBackHandler, "_settle_quietly", settle)
     with monkeypatch.context() as patched:
         patched.setattr(HalfEnder, "publish_fresh", be_asked)
         with bridge.transaction() as txn:
@@ -572,7 +572,7 @@ def test_a_first_commit_that_was_answered_and_not_carried_out_is_unknown_until_i
             line.halves.clear()
 
     with monkeypatch.context() as patched:
-        patched.setattr(HalfEnder, "_end_lines", swallow)
+        patched.setattr(HalfEnder, "_commit_halves", swallow)
         unknown = pytest.raises(OutcomeUnknown, match="may not be published")
         with unknown as caught, bridge.transaction(timeout=2) as txn:
             txn.send_many(one, numbered(3))

@@ -8,7 +8,7 @@ from txnbridge_rocketmq.broker import RocketMQBroker
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.codes import HALF_TOPIC, Property
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.write.transaction_properties import TransactionSlot, unique_key
 from txnbridge_rocketmq.write.writer import RocketMQWriter
 
@@ -42,7 +42,7 @@ def flush(txn: Transaction) -> None:
     txn._writer.flush(txn._begin.deadline)
 
 
-def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[StoredMessage]:
+def copies(client: RemotingClient, topic: str, transaction: str, number: int = 0) -> list[MessageExt]:
     """The half of a message and its copies, in the order in which they were stored."""
     key = unique_key(topic, TransactionSlot(transaction, number))
     return client.call(BROKER, reading.by_unique_key(HALF_TOPIC, key), LONG)

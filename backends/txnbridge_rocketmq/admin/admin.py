@@ -1,4 +1,4 @@
-"""Topics, and the doctor."""
+"""Administration of topics and open transactions, and the doctor's checks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.settings.names import is_system_topic
 from txnbridge_rocketmq.topics import route_of
 
-# Each cluster and each broker has a topic of its own name; a cluster's has another beside it.
+# Each cluster and each broker has a system topic of its own name. A cluster has another one with this suffix.
 _REPLY = "_REPLY_TOPIC"
 
 
 class RocketMQAdmin(Admin):
-    """Works on the topics of the whole cluster."""
+    """Administration of the whole cluster."""
 
     def __init__(self, ender: HalfEnder) -> None:
         self._ender = ender
@@ -37,7 +37,7 @@ class RocketMQAdmin(Admin):
         retention_seconds: float | None = None,
         retention_bytes: int | None = None,
     ) -> bool:
-        """As the contract says; on the broker that also holds our own topics. Raises `NotSupported` for a retention."""
+        """Create a topic on the home broker. Raise `NotSupported` for a retention."""
         if retention_seconds is not None or retention_bytes is not None:
             raise NotSupported(
                 f"topic {name!r}: RocketMQ keeps the messages of all topics for the same time (fileReservedTime of the"
@@ -57,7 +57,7 @@ class RocketMQAdmin(Admin):
         found = []
         for name in names:
             route = route_of(self._cluster.client, name, deadline)
-            if route is not None:  # it may be gone by now
+            if route is not None:  # the topic may have been deleted meanwhile
                 internal = name in systems or self._is_internal(name)
                 found.append(TopicInfo(name, len(route.readable), internal, kept))
         return found
@@ -99,12 +99,12 @@ class RocketMQAdmin(Admin):
     # --- transactions -------------------------------------------------------------------------------------------------
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
-        """As the contract says; also the halves of other clients, and what the broker has discarded."""
+        """Return the open transactions, including halves of other clients, and halves that a broker has discarded."""
         found = open_halves.list_open(self._cluster, deadline)
         return [open_halves.as_open_transaction(self._cluster, each) for each in found if each.owner.startswith(owners)]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
-        """As the contract says. A half of another client's goes by its unique key."""
+        """End an open transaction. A half of another client is named by its unique key."""
         if decision is Decision.UNDECIDED:
             raise InvalidOption("a transaction is ended by COMMIT or ABORT")
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
@@ -116,7 +116,7 @@ class RocketMQAdmin(Admin):
         raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
-        """Have the broker ask again about halves that it has given up. Raises `NotFound`, `InvalidState`."""
+        """Have the broker ask again about discarded halves. Raise `NotFound` or `InvalidState`."""
         found = self._named(transaction, deadline)
         count = open_halves.resume_check_backs(self._cluster, found, deadline)
         if not count:

@@ -1,4 +1,4 @@
-"""What weakens a promise on a RocketMQ cluster."""
+"""Checks for settings and states of a RocketMQ cluster that weaken a promise."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from txnbridge_rocketmq.settings import RocketMQSettings
 from txnbridge_rocketmq.settings.broker_config import BrokerConfig
 from txnbridge_rocketmq.topics import route_of
 
-# Halves that were ended at once were asked about all the same where brokers looked at those of 0.3 s, and were not
-# where these were a second old.
+# The least age of a half at the first check-back. Brokers set to 0.3 s asked about halves that were ended at once, and
+# brokers set to one second did not.
 _YOUNGEST_SECONDS = 1.0
-# For so long an application may be down without a half being given up: its repair may take until the next morning.
+# The outage of an application that halves should survive: a repair may take until the next morning.
 _OUTAGE_SECONDS = 12 * 3600
-# What brokers keep as they come. An application that stands still for longer loses what only its log knew.
+# The default retention of brokers. An application that stands still for longer loses what only its log knew.
 _KEPT_SECONDS = 72 * 3600
-# By how much longer than needed records are kept, for clocks that differ: what the decision log allows, too.
+# The margin in retention for clocks that differ, as in the decision log.
 _SKEW_SECONDS = 300
-# Where brokers begin to look for what they may drop, and where they drop what they should keep.
+# The disk use at which brokers begin to drop old files, and at which they drop files within retention.
 _NEARLY_FULL, _DROPS = 0.75, 0.85
-# So long after its deadline a transaction should have been aborted: brokers look every half minute as they come.
+# How long after its deadline a transaction counts as stuck: brokers run a round of check-backs every half minute.
 _LATE_SECONDS = 90
 _Named = tuple[str | None, str] | None
-# A note names ends by offsets of up to some 12 characters; so it holds 20 and more.
+# The least size of an op message. It names halves by offsets of up to 12 characters, so it holds 20 and more.
 _LEAST_NOTE_BYTES = 256
 _HOW = "mqadmin updateBrokerConfig -b ADDRESS -k {key} -v {value}, and in the broker's file"
 
 
 def check_settings(config: BrokerConfig, settings: RocketMQSettings) -> Iterator[Advice]:
-    """What a broker was told."""
+    """Yield advice about a broker's settings."""
     yield from _check_switches(config)
     yield from _check_intervals(config)
     yield from _check_patience(config, settings)
@@ -66,7 +66,11 @@ def _check_switches(config: BrokerConfig) -> Iterator[Advice]:
 
 
 def _check_intervals(config: BrokerConfig) -> Iterator[Advice]:
-    """The broker asks again about a half whose end it has not noted yet; whoever answers then publishes it twice."""
+    """Yield advice about the timing of check-backs.
+
+    A broker asks again about a half whose op message it has not written yet. A resolver that does not look first then
+    publishes the message twice.
+    """
     least = max(2 * config.op_message_interval, _YOUNGEST_SECONDS)
     if config.transaction_timeout < least:
         yield _problem(
@@ -179,7 +183,7 @@ def _check_copies(config: BrokerConfig) -> Iterator[Advice]:
 
 
 def check_places(cluster: RocketMQCluster, topics: Iterable[str], deadline: Deadline) -> Iterator[Advice]:
-    """Topics that are spread over brokers."""
+    """Yield advice about topics that are spread over several brokers."""
     for name in topics:
         route = route_of(cluster.client, name, deadline)
         brokers = sorted({queue.broker for queue in route.readable + route.writable}) if route else []
@@ -193,7 +197,7 @@ def check_places(cluster: RocketMQCluster, topics: Iterable[str], deadline: Dead
 
 
 def check_disk(broker: str, full: float) -> Iterator[Advice]:
-    """How full a broker's disk is, from 0 to 1."""
+    """Yield advice about a broker's disk. `full` is the used share, from 0 to 1."""
     if full >= _NEARLY_FULL:
         yield Advice(
             "problem" if full >= _DROPS else "warning",
@@ -205,7 +209,7 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
 
 
 def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
-    """What nobody ends."""
+    """Yield advice about transactions that no process ends."""
     parked: Counter[str] = Counter()
     for found in transactions:
         named = settings.group_of_halves(found.owner)
@@ -223,7 +227,7 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
 
 
 def _check_transaction(found: OpenTransaction, named: _Named) -> Iterator[Advice]:
-    """One transaction; `named` are the application, if it is known, and the group whose half messages these are."""
+    """Yield advice about one transaction. `named` holds application (if known) and group if it is a half message."""
     now = time.time() * 1000
     if found.state == "discarded":
         yield Advice(

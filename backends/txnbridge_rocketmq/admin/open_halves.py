@@ -1,4 +1,4 @@
-"""Halves that wait for their end, or that the broker has given up: listed, ended by hand, and asked about again."""
+"""Open and discarded halves: listed, ended by hand, and asked about again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge.errors import BrokerUnavailable, EvidenceLost, InvalidState, Inva
 from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim, OpenTransaction, Outcome, Partition, Token
 from txnbridge_rocketmq.client import administration, groups, reading
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, HALF_TOPIC, Property
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import look_up_by_key, retry_call
 from txnbridge_rocketmq.client.sending import HalfEnd, end
@@ -27,32 +27,33 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# Where the broker itself goes on looking at halves, and at its notes which of them have ended.
+# The group of the broker's own check-back service, and the topic of its op messages, which name halves that have ended.
 _BROKERS_GROUP, _NOTES_TOPIC = "CID_RMQ_SYS_TRANS", "RMQ_SYS_TRANS_OP_HALF_TOPIC"
-# Brokers want a name in every request; nobody is a member of this group.
+# The group in these requests, which has no members.
 _GROUP = "txnbridge-listing"
 _NOTED = re.compile(rb"\d+")
-# Among its notes, each about one half or several, the broker may stand a little further than among the halves.
+# How far before the broker's offset reading of op messages begins: each names one half or several, so the broker may be
+# a little further among them than among the halves.
 _NOTES_BACK = 1024
-# What was decided just now is still being published, and noted.
+# How long a decided transaction is not listed, because it is still being published.
 _JUST_NOW = 1.0
 _AGAIN_SECONDS = 0.01
-# How long after an end was noted a broker may write a copy of the half: its look rests for a second in between.
+# How long after the op message a broker may still copy the half: it pauses for a second within a round.
 _LOOK_LASTS = 2.0
 _COPIES_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class PendingHalf:
-    """A half that has not ended, as its newest copy stands in the broker; or what the broker has made of it."""
+    """The newest copy of a half that has not ended, or the record of a discarded half."""
 
     broker: str
-    record: StoredMessage
+    record: MessageExt
     discarded: bool = False
 
     @property
     def partition(self) -> Partition:
-        """Where it would be published."""
+        """The partition in which the message would be published."""
         properties = self.record.properties
         number = properties.get("REAL_QID", "0")
         return properties.get(Property.REAL_TOPIC, self.record.topic), int(number) if number.isdigit() else 0
@@ -60,29 +61,29 @@ class PendingHalf:
 
 @dataclass(frozen=True)
 class OpenHalves:
-    """A transaction with halves that have not ended. Of another client's, each half is one, named by its unique key."""
+    """A transaction with open halves. Each half of another client counts as one, named by its unique key."""
 
     name: str
-    # "open", "prepared", "ending" (decided, and not all of it published or dropped), "discarded" (by the broker), or
-    # "lost" (nothing tells any more what became of it)
+    # "open", "prepared", "ending" (decided, but not completely published or dropped), "discarded" (by the broker), or
+    # "lost" (its outcome cannot be known any more)
     state: str
     halves: Sequence[PendingHalf]
-    origin: HalfOrigin | None = None  # none: another client's
+    origin: HalfOrigin | None = None  # None for another client's half
     prepared: PrepareRecord | None = None
 
     @property
     def owner(self) -> str:
-        """The transactional id; empty for another client's."""
+        """The transactional id; empty for another client's half."""
         return self.name.rsplit("/", 2)[0] if self.origin is not None else ""
 
     @property
     def may_be_published(self) -> bool:
-        """Nobody is asked any more about another client's half that was discarded, nor tells whether it was aborted."""
+        """Return False for a discarded half of another client, about which no broker asks any more."""
         return self.origin is not None or self.state != "discarded"
 
     @property
     def messages(self) -> int:
-        """How many are known."""
+        """The number of known messages."""
         return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)
 
 
@@ -90,12 +91,12 @@ class OpenHalves:
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
-    """All that has not ended, on all brokers, with all that was discarded and nobody has ended since."""
+    """Return all open transactions on all brokers, and all discarded ones that have not ended since."""
     waiting: dict[str, list[PendingHalf]] = {}
     for broker in cluster.brokers.names(deadline):
         for each in _newest([*_discarded(cluster, broker, deadline), *_waiting(cluster, broker, deadline)]):
             waiting.setdefault(_name_of(each), []).append(each)
-    listed = (_found(cluster, name, halves, deadline) for name, halves in waiting.items())
+    listed = (_state(cluster, name, halves, deadline) for name, halves in waiting.items())
     return sorted((each for each in listed if each is not None), key=lambda each: each.halves[0].record.born_time)
 
 
@@ -105,19 +106,19 @@ def _name_of(half: PendingHalf) -> str:
 
 
 def _newest(halves: Sequence[PendingHalf]) -> list[PendingHalf]:
-    """Of several copies the last: the broker goes on with that one."""
+    """Return the last copy of each half, with which the broker continues."""
     by_key = {(each.record.unique_key, each.partition): each for each in halves}
     return list(by_key.values())
 
 
 def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """From where the broker stands with its own looking; what has ended since it has noted elsewhere."""
-    halves = _stands(cluster, broker, HALF_TOPIC, deadline)
+    """Yield open halves from the broker's own offset on, without those that an op message names."""
+    halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
     found = [PendingHalf(broker, replace(record, body=b"")) for record in records]
     if not found:
         return
-    notes = _stands(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
+    notes = _service_offset(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
     ended = {
         int(offset)
         for record in _records(cluster, broker, _NOTES_TOPIC, notes, deadline)
@@ -127,7 +128,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
-    """Those that were published all the same, by their token, are left out."""
+    """Yield discarded halves, without those whose messages were published later by their tokens."""
     records = _records(cluster, broker, DISCARDED_TOPIC, 0, deadline)
     discarded = _newest([PendingHalf(broker, replace(record, body=b""), discarded=True) for record in records])
     asked = [(broker, half.partition[0], half.record.unique_key or "") for half in discarded]
@@ -135,15 +136,13 @@ def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Ite
     yield from (half for half, found in zip(discarded, published, strict=True) if found is None)
 
 
-def _stands(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
-    """Where the broker itself goes on in such a topic."""
+def _service_offset(cluster: RocketMQCluster, broker: str, topic: str, deadline: Deadline) -> int:
+    """Return the offset of the broker's check-back service in one of its topics."""
     return _ask(cluster, broker, groups.committed_offset(_BROKERS_GROUP, topic, 0), deadline) or 0
 
 
-def _records(
-    cluster: RocketMQCluster, broker: str, topic: str, first: int, deadline: Deadline
-) -> Iterator[StoredMessage]:
-    """What stands in the one queue of such a topic, from there on."""
+def _records(cluster: RocketMQCluster, broker: str, topic: str, first: int, deadline: Deadline) -> Iterator[MessageExt]:
+    """Yield the records in the only queue of one of the broker's topics, from an offset on."""
     at = max(first, 0, _ask(cluster, broker, reading.min_offset(topic, 0), deadline))
     end = _ask(cluster, broker, reading.max_offset(topic, 0), deadline)
     while at < end:
@@ -159,8 +158,8 @@ def _ask(cluster: RocketMQCluster, broker: str, request: RpcRequest[T], deadline
     return retry_call(cluster.client, broker, request, f"looking for halves on broker {broker}", deadline)
 
 
-def _found(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
-    """What a transaction is now; None for one that has ended just now, so that the broker has not noted it yet."""
+def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], deadline: Deadline) -> OpenHalves | None:
+    """Return the state of a transaction; None if it has ended just now, before the broker wrote its op message."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
     found = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
@@ -173,8 +172,8 @@ def _found(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
             return _decided(cluster, found, claim, deadline)
         entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
     except EvidenceLost:
-        return replace(found, state="lost")  # with the record that would decide it
-    except (OutcomeUnknown, InvalidToken):  # its log cannot be read now, or is kept elsewhere
+        return replace(found, state="lost")  # the record that would decide it is gone
+    except (OutcomeUnknown, InvalidToken):  # the log cannot be read now, or is in another store
         return found
     if entries:
         found = replace(found, prepared=PrepareRecord.from_json(entries[0].data))
@@ -182,7 +181,7 @@ def _found(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
 
 
 def _decided(cluster: RocketMQCluster, found: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
-    """Those that were decided long ago are listed too: their owner died, and nobody of their application is there."""
+    """Return a decided transaction that is still open, its owner having died; None if decided just now."""
     if claim.decision is Decision.ABORT and found.state == "discarded":
         return None
     noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in found.halves)
@@ -192,14 +191,14 @@ def _decided(cluster: RocketMQCluster, found: OpenHalves, claim: LedgerClaim, de
 
 
 def ledger_of(cluster: RocketMQCluster, found: OpenHalves) -> Ledger:
-    """Where a transaction of ours is decided."""
+    """Return the ledger in which one of the bridge's transactions is decided."""
     assert found.origin is not None
     application = str(found.origin.log.get("log") or cluster.settings.application)
     return cluster.context.ledger(application, found.owner)
 
 
 def as_open_transaction(cluster: RocketMQCluster, found: OpenHalves) -> OpenTransaction:
-    """As an administrator sees it."""
+    """Return the transaction as the administrator's interface shows it."""
     record = found.halves[0].record
     prepared = found.prepared
     return OpenTransaction(
@@ -217,7 +216,7 @@ def as_open_transaction(cluster: RocketMQCluster, found: OpenHalves) -> OpenTran
 
 
 def token_of(cluster: RocketMQCluster, found: OpenHalves) -> Token | None:
-    """A prepared transaction's token; None for another one."""
+    """Return the token of a prepared transaction; None for other transactions."""
     if found.prepared is None or found.origin is None:
         return None
     return Token(
@@ -236,7 +235,7 @@ def token_of(cluster: RocketMQCluster, found: OpenHalves) -> Token | None:
 
 
 def end_open(ender: HalfEnder, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """End a transaction as an administrator; the true outcome. Raises `InvalidState`, `EvidenceLost`."""
+    """End a transaction for an administrator. Return the true outcome. Raise `InvalidState` or `EvidenceLost`."""
     if found.origin is None:
         return _end_foreign(ender.cluster, found, decision, deadline)
     ledger = ledger_of(ender.cluster, found)
@@ -253,9 +252,9 @@ def end_open(ender: HalfEnder, found: OpenHalves, decision: Decision, deadline: 
 
 
 def _drop_all(ender: HalfEnder, found: OpenHalves, deadline: Deadline) -> None:
-    """Drop all copies of halves that have ended, also those made after they were listed; of what is published nothing.
+    """Drop all copies of ended halves, including copies made after the halves were listed. Published messages stay.
 
-    A broker that looks at a half before it has noted its end writes one copy more, of which nobody may ever be asked.
+    A broker that checks a half before it has written the op message makes another copy, about which it may never ask.
     """
     cluster, brokers = ender.cluster, {half.broker for half in found.halves}
     noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
@@ -291,7 +290,7 @@ def _end_unprepared(
 
 
 def _parts(found: OpenHalves) -> list[TopicPart]:
-    """The messages that are known of."""
+    """Return the known messages by topic."""
     counts: dict[tuple[str, str], int] = {}
     for half in found.halves:
         slot = slot_of(half.record)
@@ -302,7 +301,7 @@ def _parts(found: OpenHalves) -> list[TopicPart]:
 
 
 def _end_foreign(cluster: RocketMQCluster, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
-    """One half of another client's: what becomes of it, its own producers know, who are asked as well."""
+    """Abort one half of another client. Only that client's producers can know whether it is to be committed."""
     (half,) = found.halves
     if decision is Decision.COMMIT:
         raise InvalidState(f"half {found.name!r} is another client's: only that can commit it")
@@ -316,7 +315,7 @@ def _end_foreign(cluster: RocketMQCluster, found: OpenHalves, decision: Decision
 
 
 def resume_check_backs(cluster: RocketMQCluster, found: OpenHalves, deadline: Deadline) -> int:
-    """Have the broker ask about discarded halves again, from the start; how many there were."""
+    """Have the broker ask again about discarded halves, counting from zero. Return the number of halves."""
     discarded = [half for half in found.halves if half.discarded]
     for half in discarded:
         _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)

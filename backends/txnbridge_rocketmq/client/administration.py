@@ -45,7 +45,7 @@ def delete_topic(topic: str) -> RpcRequest[None]:
 
 
 def forget_topic(topic: str) -> RpcRequest[None]:
-    """Delete the route of a topic. This request goes to a name server."""
+    """Delete the route of a topic, on a name server."""
     return RpcRequest(
         f"forgetting topic {topic}", RequestCode.DELETE_TOPIC_IN_NAME_SERVER, nothing, fields(topic=topic)
     )
@@ -136,10 +136,7 @@ def producers(group: str) -> RpcRequest[list[str]]:
 
 
 def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
-    """Have the broker send check-backs again for a half that it had discarded, by its address in the discarded topic.
-
-    The broker takes any record of that topic, also one whose half has ended long ago, and asks about its half.
-    """
+    """Have the broker ask again about a discarded half. It accepts any record of the discarded topic."""
     what = "resuming a discarded half"
     return RpcRequest(
         what, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)

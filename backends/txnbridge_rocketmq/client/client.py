@@ -19,7 +19,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import TypeVar
 
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
@@ -76,7 +75,7 @@ class RemotingClient:
         on_members: Callable[[str], None] | None = None,
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
     ) -> None:
-        """Connect to nothing yet. Raise `ValueError` for a malformed address."""
+        """Create a client that is not connected yet. Raise `ValueError` for a malformed address."""
         for address in name_servers:
             split(address)
         if not name_servers:
@@ -128,10 +127,7 @@ class RemotingClient:
         return self._connection(address, until).call(request, until - time.monotonic())
 
     def ask_name_server(self, request: RpcRequest[T], timeout: float) -> T:
-        """Send an idempotent request to the name servers in turn until one responds.
-
-        Raise the last error if none does.
-        """
+        """Send an idempotent request to the name servers in turn until one responds, or raise the last error."""
         until = time.monotonic() + timeout
         last: RemotingError | None = None
         for number, address in enumerate(list(self._name_servers)):
@@ -185,14 +181,13 @@ class RemotingClient:
         """Join exactly these groups with every broker of the cluster, and leave all others.
 
         Every broker that can be reached has been told when the method returns. Brokers that cannot be reached, and
-        brokers that restart, are told as soon as possible until `close`. Raise the last error if no broker could be
-        told.
+        brokers that restart, are told as soon as possible until `close`. Raise the last error if none could be told.
         """
         until = time.monotonic() + timeout
         with self._lock:
             before, self._membership = self._membership, membership
             if not self._threads:
-                self._threads = [_start(self._look_after), _start(self._call_back)]
+                self._threads = [_start(self._send_heartbeats), _start(self._call_back)]
         self._leave(before.without(membership))
         names = self.brokers(timeout)
         failures = []
@@ -211,10 +206,7 @@ class RemotingClient:
             return any(connection.is_open for connection, _ in self._heartbeats.values())
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
-        """Leave the groups and close all connections; waiting calls raise `Disconnected`. Safe to repeat.
-
-        A callback that is still running after `timeout` is abandoned.
-        """
+        """Leave the groups and close all connections; waiting calls raise `Disconnected`. Abandon slow callbacks."""
         if self._closed.is_set():
             return
         until = time.monotonic() + timeout
@@ -232,9 +224,7 @@ class RemotingClient:
     def __enter__(self) -> RemotingClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     # --- connections --------------------------------------------------------------------------------------------------
@@ -309,12 +299,12 @@ class RemotingClient:
         with self._lock:
             self._heartbeats[broker] = connection, time.monotonic()
 
-    def _look_after(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats when they are due, and at once on a new connection, where no membership is known yet."""
         while not self._closed.wait(_RECONNECT_SECONDS):
             if self._membership.is_empty:
                 continue
-            for name in self._known():
+            for name in self._known_brokers():
                 connection, sent_at = self._heartbeats.get(name, (None, 0.0))
                 is_known = connection is not None and connection.is_open
                 if is_known and time.monotonic() - sent_at < self._heartbeat_seconds:
@@ -324,7 +314,7 @@ class RemotingClient:
                 except RemotingError as error:
                     _log.debug("no heartbeat to broker %s: %s", name, error)
 
-    def _known(self) -> list[str]:
+    def _known_brokers(self) -> list[str]:
         """Return the names of the known brokers. Ask a name server for new and moved brokers from time to time."""
         if time.monotonic() >= self._list_again_at:
             self._list_again_at = time.monotonic() + _LIST_SECONDS

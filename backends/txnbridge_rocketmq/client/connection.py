@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from txnbridge_rocketmq.client.errors import Disconnected, ProtocolViolation, RemotingError, ResponseTimeout
-from txnbridge_rocketmq.client.frames import ANSWER, FrameReader, RemotingCommand, encode
+from txnbridge_rocketmq.client.frames import ANSWER, FrameDecoder, RemotingCommand, encode
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.security import Credentials
 from txnbridge_rocketmq.client.transport import connect
@@ -79,10 +79,7 @@ class Call(Generic[T]):
         return self._ended.is_set()
 
     def when_done(self, callback: Callable[[Call[T]], None]) -> None:
-        """Run a callback when the call ends, or now if it has ended.
-
-        The callback may run on the thread that reads the connection, so it must neither wait nor submit.
-        """
+        """Run a callback when the call ends, or now. The reading thread may run it, so it must not wait or submit."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -132,7 +129,6 @@ class RemotingConnection:
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests can be sent."""
         return self._ended is None
 
     def call(self, request: RpcRequest[T], timeout: float) -> T:
@@ -167,10 +163,7 @@ class RemotingConnection:
         return call
 
     def answer(self, request: RemotingCommand, code: int, remark: str = "") -> None:
-        """Send a response to a request of the broker.
-
-        A lost connection is no error, because nothing waits for the response.
-        """
+        """Respond to a request of the broker. A lost connection is no error: no caller waits for this response."""
         if not request.wants_answer:
             return
         try:
@@ -238,10 +231,10 @@ class RemotingConnection:
             self._end(Disconnected(f"{self.address}: reading failed", may_have_had_effect=True))
             raise
         finally:
-            self._tell_all()
+            self._end_all()
 
     def _read_on(self) -> None:
-        frames = FrameReader()
+        frames = FrameDecoder()
         next_look = time.monotonic() + _LOOK_SECONDS
         while self._ended is None:
             data = self._wire.receive(next_look)
@@ -250,12 +243,12 @@ class RemotingConnection:
             if data:
                 self._heard_at = time.monotonic()
                 for command in frames.feed(data):
-                    self._take(command)
+                    self._dispatch(command)
             if time.monotonic() >= next_look:
-                self._give_up_late_ones()
+                self._give_up_expired()
                 next_look = time.monotonic() + _LOOK_SECONDS
 
-    def _take(self, command: RemotingCommand) -> None:
+    def _dispatch(self, command: RemotingCommand) -> None:
         if command.is_answer:
             with self._lock:
                 call = self._waiting.pop(command.opaque, None)
@@ -264,14 +257,14 @@ class RemotingConnection:
         elif self._on_request is not None:
             self._on_request(self, command)
 
-    def _give_up_late_ones(self) -> None:
+    def _give_up_expired(self) -> None:
         now = time.monotonic()
         with self._lock:
             late = [call for call in self._waiting.values() if call.until <= now]
         for call in late:
             self.give_up(call)
 
-    def _tell_all(self) -> None:
+    def _end_all(self) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
             reason = self._ended

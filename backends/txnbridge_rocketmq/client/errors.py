@@ -9,10 +9,7 @@ from txnbridge_rocketmq.client.codes import WITHOUT_EFFECT, ResponseCode
 
 
 class RemotingError(Exception):
-    """The base class of all errors of this package.
-
-    `may_have_had_effect` is False only where the request was certainly not carried out.
-    """
+    """The base error. `may_have_had_effect` is False only if the request was certainly not carried out."""
 
     def __init__(self, message: str, *, may_have_had_effect: bool = False) -> None:
         super().__init__(message)
@@ -54,10 +51,7 @@ class ErrorResponse(RemotingError):
 
 
 class NotDurable(ErrorResponse):
-    """The broker stored the message, but did not flush or replicate it as its settings ask.
-
-    `offset_id` is the address of the message, as in the response to a message that is stored safely.
-    """
+    """The message is stored at `offset_id`, but not flushed or replicated as the broker's settings ask."""
 
     def __init__(self, code: int, remark: str, what: str, offset_id: str) -> None:
         super().__init__(code, remark, what)
@@ -69,7 +63,6 @@ class CannotDecompress(RemotingError):
 
 
 def code_name(code: int) -> str:
-    """Return a response code as text."""
     try:
         return f"{ResponseCode(code).name} ({code})"
     except ValueError:

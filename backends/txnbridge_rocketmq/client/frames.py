@@ -42,12 +42,10 @@ class RemotingCommand:
 
     @property
     def is_answer(self) -> bool:
-        """Return whether this is a response."""
         return bool(self.flag & ANSWER)
 
     @property
     def wants_answer(self) -> bool:
-        """Return whether this is a request whose sender waits for a response."""
         return not self.flag & (ANSWER | ONE_WAY)
 
 
@@ -71,7 +69,7 @@ def encode(command: RemotingCommand) -> bytes:
     return struct.pack(">ii", length, _JSON << 24 | len(head)) + head + command.body
 
 
-class FrameReader:
+class FrameDecoder:
     """Splits a stream into commands. It buffers at most one incomplete frame."""
 
     def __init__(self) -> None:

@@ -39,7 +39,6 @@ class Membership:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there are no groups."""
         return not self.producers and not self.consumers
 
     def without(self, other: Membership) -> Membership:
@@ -68,7 +67,6 @@ def heartbeat(client_id: str, membership: Membership) -> RpcRequest[None]:
 
 
 def unregister(client_id: str, *, producer: str | None = None, consumer: str | None = None) -> RpcRequest[None]:
-    """Leave a producer group or a consumer group."""
     return RpcRequest(
         f"leaving group {producer or consumer}",
         RequestCode.UNREGISTER_CLIENT,
@@ -78,7 +76,7 @@ def unregister(client_id: str, *, producer: str | None = None, consumer: str | N
 
 
 def members(group: str) -> RpcRequest[list[str]]:
-    """Return the client ids in a consumer group, in order; an empty list if it has no members."""
+    """Return the client ids in a consumer group, in order; [] if it has no members."""
 
     what = f"listing the members of group {group}"
 
@@ -130,10 +128,7 @@ def commit_offset(group: str, topic: str, queue: int, offset: int) -> RpcRequest
 
 
 def lock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[set[Queue]]:
-    """Lock queues of one broker for a member of a group, or renew the locks. Return the locks that the member holds.
-
-    The lock is only a hint: the broker keeps it in memory, for one minute.
-    """
+    """Lock queues for a member, or renew its locks; return them. A broker forgets its locks after a minute."""
 
     def read(answer: RemotingCommand) -> set[Queue]:
         held = document(answer).get("lockOKMQSet") or []
@@ -143,7 +138,6 @@ def lock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[se
 
 
 def unlock(group: str, client_id: str, queues: Collection[Queue]) -> RpcRequest[None]:
-    """Unlock queues of one broker."""
     return RpcRequest(
         "unlocking queues", RequestCode.UNLOCK_BATCH_MQ, nothing, body=_lock_body(group, client_id, queues)
     )

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from txnbridge_rocketmq.client.codes import RequestCode, ResponseCode
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.records import StoredMessage, decode_records
+from txnbridge_rocketmq.client.records import MessageExt, decode_records
 from txnbridge_rocketmq.client.requests import OR_ABSENT, RpcRequest, document, fields, is_absent
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class PullResult:
     next_offset: int
     min_offset: int
     max_offset: int
-    records: list[StoredMessage] = field(repr=False)
+    records: list[MessageExt] = field(repr=False)
 
 
 def pull(
@@ -114,10 +114,7 @@ def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
 
 
 def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
-    """Return the commit log offset of the message at a queue offset, from the queue's index.
-
-    Return None where the queue has no message at that offset.
-    """
+    """Return the commit log offset of the message at a queue offset; None without such a message."""
     what = f"looking up offset {offset} of queue {queue} of topic {topic}"
 
     def read(answer: RemotingCommand) -> int | None:
@@ -130,7 +127,7 @@ def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]
     return RpcRequest(what, RequestCode.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
 
 
-def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[StoredMessage]]:
+def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
     """Return the messages of a topic with this unique key, in the order in which they were stored.
 
     A broker returns at most `defaultQueryMaxNum` (32) of them, the newest ones. They come in one response with their
@@ -143,7 +140,7 @@ def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[StoredMessage]
 class NewestByKey:
     """The newest message with a unique key; None if the broker's response held none."""
 
-    record: StoredMessage | None
+    record: MessageExt | None
     may_have_more: bool
     """Return whether the broker's index has older entries that were not returned. The message may be among them."""
 
@@ -155,7 +152,7 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
     with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its body.
     """
 
-    def read(records: list[StoredMessage], found: int) -> NewestByKey:
+    def read(records: list[MessageExt], found: int) -> NewestByKey:
         if not records:
             return NewestByKey(None, found >= count)
         return NewestByKey(records[-1] if body else replace(records[-1], body=b""), False)
@@ -164,7 +161,7 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
 
 
 def _look_up(
-    topic: str, unique_key: str, count: int, read: Callable[[list[StoredMessage], int], T], **more: object
+    topic: str, unique_key: str, count: int, read: Callable[[list[MessageExt], int], T], **more: object
 ) -> RpcRequest[T]:
     """Look up messages by key. `read` receives those with this key, oldest first, and the number of index entries."""
 
@@ -179,13 +176,10 @@ def _look_up(
     )
 
 
-def at_log_offset(topic: str, log_offset: int) -> RpcRequest[StoredMessage]:
-    """Return the message at a commit log offset, whatever message it is.
+def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
+    """Read the message at a commit log offset. The result raises `ErrorResponse` (SYSTEM_ERROR) without one."""
 
-    The result raises `ErrorResponse` with SYSTEM_ERROR where no message begins.
-    """
-
-    def read(answer: RemotingCommand) -> StoredMessage:
+    def read(answer: RemotingCommand) -> MessageExt:
         (record,) = decode_records(answer.body)
         return record
 

@@ -50,12 +50,11 @@ class OffsetId:
 
     @property
     def address(self) -> str:
-        """The broker's address as "host:port"."""
         return f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
-class StoredMessage:
+class MessageExt:
     """One message as the broker stores it.
 
     `offset_id` is its address. `prepared_offset` is the commit log offset of the half from which it was published, or
@@ -77,22 +76,18 @@ class StoredMessage:
 
     @property
     def log_offset(self) -> int:
-        """The message's offset in the broker's commit log."""
         return self.offset_id.log_offset
 
     @property
     def unique_key(self) -> str | None:
-        """The unique id that the sender gave to the message."""
         return self.properties.get(Property.UNIQUE_KEY)
 
     @property
     def keys(self) -> list[str]:
-        """The keys by which the message can be looked up."""
         return self.properties.get(Property.KEYS, "").split()
 
     @property
     def tags(self) -> str | None:
-        """The tag by which subscriptions filter."""
         return self.properties.get(Property.TAGS)
 
     @property
@@ -106,16 +101,13 @@ class StoredMessage:
         return bool(self.system_flag & SystemFlag.NEEDS_UNWRAPPING and self.system_flag & SystemFlag.INNER_BATCH)
 
     def payload(self, most: int = LARGEST_INFLATED) -> bytes:
-        """Return the unpacked body.
-
-        Raise `CannotDecompress` for an algorithm other than zlib, or above `most` bytes.
-        """
+        """Return the unpacked body. Raise `CannotDecompress` for algorithms other than zlib and above `most` bytes."""
         if not self.system_flag & SystemFlag.COMPRESSED:
             return self.body
         return _inflate(self.body, (self.system_flag & SystemFlag.COMPRESSION) >> 8, most)
 
 
-def decode_records(data: bytes) -> list[StoredMessage]:
+def decode_records(data: bytes) -> list[MessageExt]:
     """Decode consecutive records. Raise `ProtocolViolation` if a record is incomplete."""
     records, at = [], 0
     while at < len(data):
@@ -130,7 +122,7 @@ def decode_records(data: bytes) -> list[StoredMessage]:
     return records
 
 
-def _record(data: bytes) -> StoredMessage:
+def _record(data: bytes) -> MessageExt:
     _size, magic, _crc, queue, flag, queue_offset, log_offset, system_flag, born = struct.unpack_from(
         ">iiiiiqqiq", data
     )
@@ -144,7 +136,7 @@ def _record(data: bytes) -> StoredMessage:
     width = 1 if magic == _SHORT_TOPIC else 2
     topic, at = _part(data, at + width, int.from_bytes(_part(data, at, width)[0], "big"))
     properties, _ = _part(data, at + 2, int.from_bytes(_part(data, at, 2)[0], "big"))
-    return StoredMessage(
+    return MessageExt(
         topic=_text(topic),
         queue=queue,
         queue_offset=queue_offset,
@@ -160,7 +152,7 @@ def _record(data: bytes) -> StoredMessage:
     )
 
 
-def unwrap(record: StoredMessage) -> Iterator[StoredMessage]:
+def unwrap(record: MessageExt) -> Iterator[MessageExt]:
     """Yield the messages in a batch (`holds_several`), each at its own queue offset. Raise `ProtocolViolation`."""
     data, at, number = record.payload(), 0, 0
     while at < len(data):

@@ -46,24 +46,21 @@ class RpcRequest(Generic[T]):
 
 
 def fields(**given: object) -> dict[str, str]:
-    """Return the header fields as text, without those that are None."""
+    """Return header fields as text, without those that are None."""
     return {name: text(value) for name, value in given.items() if value is not None}
 
 
 def text(value: object) -> str:
-    """Return a field's value as text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(int(value)) if isinstance(value, int) else str(value)
 
 
 def as_body(document: object) -> bytes:
-    """Return a JSON body."""
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def document(answer: RemotingCommand) -> dict[str, Any]:
-    """Return the JSON object in the body of a response."""
     read = json.loads(answer.body)
     if not isinstance(read, dict):
         raise TypeError("not an object")
@@ -71,10 +68,7 @@ def document(answer: RemotingCommand) -> dict[str, Any]:
 
 
 def is_absent(answer: RemotingCommand, words: str, what: str) -> bool:
-    """Return whether the response says, by SYSTEM_ERROR and these words, that the thing does not exist.
-
-    Raise `ErrorResponse` for any other error.
-    """
+    """Return whether SYSTEM_ERROR with these words says that a thing is missing. Raise other `ErrorResponse`s."""
     if answer.code == ResponseCode.SUCCESS:
         return False
     if words in answer.remark:

@@ -12,7 +12,7 @@ from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.client import RemotingClient
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import RemotingError, Unreachable
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.errors import translate
 
@@ -77,11 +77,8 @@ def retry_calls(
 
 def look_up_by_key(
     client: RemotingClient, wanted: Sequence[tuple[str, str, str]], what: str, deadline: Deadline, body: bool = False
-) -> list[StoredMessage | None]:
-    """Return the newest message for each (broker, topic, unique key), None where there is none. Requests are retried.
-
-    Raise `EvidenceLost` where the broker's index cannot tell whether there is such a message.
-    """
+) -> list[MessageExt | None]:
+    """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if unknown."""
     asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
     answers = retry_calls(client, asked, what, deadline, _LOOKED_UP_AT_ONCE)
     return [
@@ -92,7 +89,7 @@ def look_up_by_key(
 
 def _look_further(
     client: RemotingClient, wanted: tuple[str, str, str], what: str, deadline: Deadline, body: bool
-) -> StoredMessage | None:
+) -> MessageExt | None:
     """Look behind newer messages whose keys have the same hash as the wanted key."""
     broker, topic, key = wanted
     count = 1

@@ -54,7 +54,6 @@ def masters() -> RpcRequest[dict[str, str]]:
 
 
 def topics() -> RpcRequest[list[str]]:
-    """Return the names of all topics that the name server knows."""
     return RpcRequest(
         "listing topics",
         RequestCode.GET_ALL_TOPIC_LIST_FROM_NAME_SERVER,
@@ -84,10 +83,7 @@ def _masters(brokers: Any) -> dict[str, str]:
 
 
 def _number(count: object) -> int:
-    """Return the number of queues.
-
-    Raise `ValueError` for a number that no broker allows, before a list of that length is made.
-    """
+    """Return the number of queues. Raise `ValueError` for more than any broker allows."""
     number = int(str(count))
     if not 0 <= number <= 65_536:
         raise ValueError("a topic with an unlikely number of queues")

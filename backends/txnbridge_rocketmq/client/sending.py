@@ -12,7 +12,7 @@ from enum import IntEnum
 from txnbridge_rocketmq.client.codes import STORED_BUT, Property, RequestCode, ResponseCode, SystemFlag
 from txnbridge_rocketmq.client.errors import NotDurable, ProtocolViolation
 from txnbridge_rocketmq.client.frames import RemotingCommand
-from txnbridge_rocketmq.client.records import OffsetId, StoredMessage, decode_records, pack_properties
+from txnbridge_rocketmq.client.records import MessageExt, OffsetId, decode_records, pack_properties
 from txnbridge_rocketmq.client.requests import RpcRequest, fields, nothing
 
 # The names that brokers accept: topics up to 127 characters, groups up to 120.
@@ -78,7 +78,7 @@ class CheckBack:
     """A check-back: the handle of the half's newest copy, and the message itself."""
 
     half: HalfHandle
-    record: StoredMessage
+    record: MessageExt
     broker: str
     """The name of the broker that asks; empty if the broker did not send it."""
 
@@ -96,8 +96,7 @@ def send(message: WireMessage, group: str, queue: int) -> RpcRequest[SendResult]
 def send_half(message: WireMessage, group: str, queue: int, immunity: int | None = None) -> RpcRequest[SendResult]:
     """Store a half message, which no reader sees before `end` commits it. `half_handle` makes its handle of the result.
 
-    For `immunity` seconds the broker sends no check-back for the half. A later `end` with `from_check=False` is
-    refused.
+    For `immunity` seconds the broker sends no check-back for the half. Later it refuses `from_check=False`.
     """
     if refused := _NOT_FOR_HALVES & message.properties.keys():
         raise ValueError(f"{sorted(refused)[0]}: a half that is to be delivered late would be lost")

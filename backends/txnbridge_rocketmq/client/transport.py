@@ -17,11 +17,8 @@ _CHUNK = 256 << 10
 _LOOK_AGAIN = 0.05
 
 
-class Transport:
-    """A connected socket. One thread calls `receive`; any thread may call `send` and `close`.
-
-    Times are points of `time.monotonic()`.
-    """
+class RemotingTransport:
+    """A connected socket. One thread calls `receive`, any the other methods. Times are monotonic."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -106,11 +103,8 @@ class Transport:
             self._socket.close()
 
 
-def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Transport:
-    """Connect to "host:port". Raise `Unreachable`.
-
-    Name resolution is not bounded by `until`.
-    """
+def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> RemotingTransport:
+    """Connect to "host:port" or raise `Unreachable`. Name resolution is not bounded by `until`."""
     reason: Exception | str = "no time was left"
     try:
         host, port = split(address)
@@ -129,7 +123,7 @@ def connect(address: str, until: float, tls: ssl.SSLContext | None = None) -> Tr
             if tls is not None:
                 sock.settimeout(max(0.001, until - time.monotonic()))
                 sock = tls.wrap_socket(sock, server_hostname=host)
-            return Transport(sock)
+            return RemotingTransport(sock)
         except (OSError, ValueError) as error:
             sock.close()
             reason = error

@@ -1,4 +1,4 @@
-"""Answers what brokers ask about halves whose owner has not ended them: from the decision log, for the application."""
+"""Responses to check-backs, from the decision log, for halves that their owner has not ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from txnbridge.spi import Deadline, Decision, Ledger, LedgerClaim
 from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.codes import DISCARDED_TOPIC, Property
 from txnbridge_rocketmq.client.reading import PullResult
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.client.sending import CheckBack
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
@@ -23,23 +23,23 @@ from txnbridge_rocketmq.write.transaction_properties import HalfOrigin, is_over,
 
 _log = logging.getLogger("txnbridge")
 
-# The bridge answers for one transaction at a time; a broker repeats each question that it gets no answer to. An answer
-# may have to publish thousands of messages, one after another.
+# The deadline of one response, which may have to publish thousands of messages one after another. The bridge handles
+# one transaction at a time, and brokers repeat a check-back without a response.
 _ANSWER_SECONDS = 30.0
-# So many transactions are remembered that are settled, or whose evidence is lost: brokers ask about each half of them.
+# The number of settled and lost transactions that are remembered, because brokers ask about each half of them.
 _REMEMBERED = 10_000
-# The bridge looks again after this at discarded halves that it could not end: mostly a log that was away is back by
-# then, or another process has ended them.
+# The time before discarded halves that could not be ended are tried again. By then a log that was down is mostly up
+# again, or another process has ended them.
 _AGAIN_SECONDS = 60.0
-# They are never looked for more often than this, however soon a broker discards.
+# The least time between two looks for discarded halves, even with a broker that discards soon.
 _LEAST_PAUSE = 1.0
 
 
 class CheckBackHandler:
-    """The bridge's answers. Silence means "undecided": the broker asks again.
+    """Ends halves after check-backs. No response means "undecided", and the broker asks again.
 
-    Nobody answers that a half is aborted because nothing is known of it: that is first written down, and not before the
-    half's own deadline, or before somebody else has become the owner of its transactional id.
+    No half is aborted because nothing is known about it. An abort is first written to the decision log, and only after
+    the half's own deadline, or after another process has opened the owner's transactional id.
     """
 
     def __init__(self, ender: HalfEnder) -> None:
@@ -48,17 +48,17 @@ class CheckBackHandler:
         self._group = ender.cluster.settings.producer_group
         self._lock = threading.Lock()
         self._settled: OrderedDict[str, None] = OrderedDict()
-        self._lost: OrderedDict[str, None] = OrderedDict()  # of which it was said that nobody can tell
+        self._lost: OrderedDict[str, None] = OrderedDict()  # transactions that were reported as lost
         self._deadlines: set[Deadline] = set()
         self._closed = threading.Event()
 
     def start(self, deadline: Deadline) -> None:
-        """Be asked from now on about halves of this application, and look after those that are not asked about."""
+        """Join the application's producer group, and start the thread that looks for discarded halves."""
         self._cluster.producer_groups.join([self._group], self.answer, deadline)
-        threading.Thread(target=self._look_after_discarded, name="txnbridge-rocketmq-discarded", daemon=True).start()
+        threading.Thread(target=self._end_discarded_halves, name="txnbridge-rocketmq-discarded", daemon=True).start()
 
     def close(self) -> None:
-        """Answer nothing more; an answer that is under way is given up at once."""
+        """Respond to nothing more, and end a response that is under way."""
         with self._lock:
             self._closed.set()
             for deadline in self._deadlines:
@@ -80,10 +80,10 @@ class CheckBackHandler:
     # --- halves that are asked about ----------------------------------------------------------------------------------
 
     def answer(self, checks: Sequence[CheckBack]) -> None:
-        """What brokers have asked meanwhile. Never raises an error of ours.
+        """End the halves of check-backs. Log errors instead of raising them.
 
-        They ask about each half of a transaction, and again about each copy that they made when they asked: thousands
-        of questions, for which one look at the log is enough.
+        Brokers ask about each half of a transaction, and about each copy that they made in earlier rounds. One look at
+        the decision log suffices for thousands of check-backs.
         """
         asked: dict[str, list[CheckBack]] = {}
         for check in checks:
@@ -92,14 +92,14 @@ class CheckBackHandler:
             else:
                 _log.debug("a half of this application that no bridge has sent")
         for transaction, own in asked.items():
-            if self._settles(transaction, [check.record for check in own]):
-                # These may be copies of halves whose messages were published before; published messages stay.
+            if self._settle_quietly(transaction, [check.record for check in own]):
+                # They may be copies of halves whose messages were published before. Published messages stay.
                 copies = [(check.broker or self._cluster.topics.home, check.half) for check in own]
                 with self._in_time() as deadline:
                     self._ender.drop(copies, deadline)
 
-    def _settles(self, transaction: str, halves: Sequence[StoredMessage]) -> bool:
-        """Carry out the decision about a transaction; whether nothing is left to be published from these halves."""
+    def _settle_quietly(self, transaction: str, halves: Sequence[MessageExt]) -> bool:
+        """Carry out the decision. Return whether none of these halves has to be published any more."""
         try:
             with self._in_time() as deadline:
                 return transaction in self._settled or self._settle(transaction, halves, deadline)
@@ -111,7 +111,7 @@ class CheckBackHandler:
             _log.debug("the broker asks again about transaction %s: %s", transaction, error)
         return False
 
-    def _settle(self, transaction: str, halves: Sequence[StoredMessage], deadline: Deadline) -> bool:
+    def _settle(self, transaction: str, halves: Sequence[MessageExt], deadline: Deadline) -> bool:
         claim = self._decided(transaction, halves[0], deadline)
         if claim is None:
             return False
@@ -119,7 +119,7 @@ class CheckBackHandler:
         if claim.decision is Decision.ABORT:
             self._remember(self._settled, transaction)
             return True
-        if not any(_has(parts, half) for half in halves):
+        if not any(_is_decided_half(parts, half) for half in halves):
             return True
         with self._ender.exclusively(transaction, deadline) as turn:
             if turn is not LockHolder.CALLER:
@@ -129,7 +129,7 @@ class CheckBackHandler:
         self._remember(self._settled, transaction)
         return True
 
-    def _decided(self, transaction: str, half: StoredMessage, deadline: Deadline) -> LedgerClaim | None:
+    def _decided(self, transaction: str, half: MessageExt, deadline: Deadline) -> LedgerClaim | None:
         origin = origin_of(half)
         if origin is None:
             return None
@@ -138,13 +138,13 @@ class CheckBackHandler:
         claim = ledger.decided(transaction, deadline, log=origin.log)
         if claim is not None or not self._is_own(half):
             return claim
-        if is_over(origin.deadline) or _is_left(ledger, transaction, origin, deadline):
+        if is_over(origin.deadline) or _is_abandoned(ledger, transaction, origin, deadline):
             with self._cluster.context.events.step("step:decide", transaction, decision="abort", asked=True):
                 claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         return claim
 
-    def _is_own(self, half: StoredMessage) -> bool:
-        """Return whether this is asked about it; about half messages of applications these are asked themselves."""
+    def _is_own(self, half: MessageExt) -> bool:
+        """Return whether the half belongs to this application's own group. Resolvers are asked about half messages."""
         return half.properties.get(Property.GROUP) == self._group
 
     def _remember(self, known: OrderedDict[str, None], transaction: str) -> None:
@@ -155,18 +155,17 @@ class CheckBackHandler:
 
     # --- and those that are not, any more -----------------------------------------------------------------------------
 
-    def _look_after_discarded(self) -> None:
-        while not self._closed.wait(self._look_at_discarded()):
+    def _end_discarded_halves(self) -> None:
+        while not self._closed.wait(self._end_discarded_once()):
             pass
 
-    def _look_at_discarded(self) -> float:
-        """A broker that has asked often enough puts a half aside, also if no bridge was there to answer.
+    def _end_discarded_once(self) -> float:
+        """End discarded halves. Return the seconds until the next look.
 
-        The decision about its transaction still holds. The bridge ends the half's copies in the half topic: the record
-        here stands in another queue, and a broker that is told to end that would end the half of the same offset. Half
-        messages of applications about which nothing was decided wait to be resumed, or ended, by hand.
-
-        Returns for how many seconds that is enough.
+        A broker moves a half to its discarded topic after the last check-back, also if no bridge was there to respond.
+        The decision about its transaction still holds. The bridge ends the copies in the half topic and never the
+        discarded record: a broker told to end that record would end the half at the same offset of the half topic.
+        Undecided half messages of applications wait until they are resumed or ended by hand.
         """
         pause = _AGAIN_SECONDS
         try:
@@ -177,16 +176,18 @@ class CheckBackHandler:
                 transaction
                 for broker in brokers
                 for transaction, half in self._discarded(broker)
-                if not self._settles(transaction, [half]) and transaction not in self._lost and self._is_own(half)
+                if not self._settle_quietly(transaction, [half])
+                and transaction not in self._lost
+                and self._is_own(half)
             ]
             if not left:
                 pause = patience / 3
-        except Exception as error:  # whatever it is, the next look may succeed
+        except Exception as error:  # whatever the error, the next look may succeed
             _log.debug("discarded halves are looked at again later: %s", error)
         return max(_LEAST_PAUSE, pause)
 
-    def _discarded(self, broker: str) -> Iterator[tuple[str, StoredMessage]]:
-        """One half of each transaction that has some, of this application and of its half messages."""
+    def _discarded(self, broker: str) -> Iterator[tuple[str, MessageExt]]:
+        """Yield one discarded half of each transaction of this application and of its half messages."""
         groups = {self._group, *self._cluster.producer_groups.groups}
         seen: set[str] = set()
         at: int | None = 0
@@ -206,14 +207,14 @@ class CheckBackHandler:
             return retry_call(self._cluster.client, broker, request, what, deadline)
 
 
-def _has(parts: Sequence[TopicPart], half: StoredMessage) -> bool:
-    """Return whether a half of a transaction is one of those that were decided on."""
+def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:
+    """Return whether a half is among those of the decision."""
     slot, topic = slot_of(half), half.properties.get(Property.REAL_TOPIC, half.topic)
     return any(slot is not None and part.topic == topic and slot.number < part.count for part in parts)
 
 
-def _is_left(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
-    """Return whether nobody can commit it any more: a newer owner has opened its id, and it was not prepared."""
+def _is_abandoned(ledger: Ledger, transaction: str, origin: HalfOrigin, deadline: Deadline) -> bool:
+    """Return whether the transaction cannot commit: it was not prepared, and a newer owner has opened the id."""
     if origin.opening is None:
         return False
     newest = ledger.newest_opening(deadline)

@@ -1,8 +1,8 @@
-"""Ending halves: directly by their owner while they are fresh, by everybody else with a look first.
+"""Ending halves: directly by their owner while they are fresh, and by other processes after a look-up.
 
-A broker publishes a half each time it is told to, and keeps no record of that. So a process that is not certain to be
-the first to tell the broker looks whether the message is there, has the broker publish the newest copy of the half, and
-looks again.
+A broker publishes a half each time it receives a commit, and keeps no record of that. Therefore a process that may not
+be the first to send the commit looks the message up by its key, commits the newest copy of the half only if the message
+is missing, and looks again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from txnbridge_rocketmq.client.codes import HALF_TOPIC, ROCKSDB_HALF_TOPIC, Prop
 from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import AT_ONCE, look_up_by_key, retry_call
 from txnbridge_rocketmq.client.sending import HalfEnd, HalfHandle, end
@@ -39,31 +39,31 @@ T = TypeVar("T")
 
 _log = logging.getLogger("txnbridge")
 
-# A published message can be looked up a moment later: a millisecond mostly, 67 at most on a busy machine. Where a look
-# finds nothing, and another process may have told the broker a moment ago, the second look comes after this.
+# A published message can be looked up after a millisecond mostly, and after 67 on a busy machine. Where another process
+# may have sent the commit just now, a second look follows after this time.
 _INDEX_SECONDS = 0.25
-# After that much more a message that the broker claims to have published should be there.
+# How much longer a message is looked for that the broker claims to have published.
 _SURELY_INDEXED = 10.0
 _LOOK_SECONDS = 0.01
-# A process that publishes may fall asleep, and others take it for dead when no message has come for some seconds. So a
-# look that is older than this is repeated before the broker is told to publish.
+# How long a look-up stays valid. A process may be suspended while it publishes, and others take over from a process
+# that publishes nothing for some seconds. Therefore it looks again before it sends a commit on an older look-up.
 _LOOK_HOLDS = 1.0
-# So many are published between two looks, each of which is mostly much shorter than it holds.
+# The number of messages published between two looks, which takes much less time than a look stays valid.
 _PUBLISHED_AT_ONCE = 64
-# A broker that is away, or busy, is asked again so soon.
+# The time before a request is repeated to a broker that is down or busy.
 _PAUSE = 0.05
-# The locks that keep two resolvers from publishing the same transaction at once are hints: a broker forgets them a
-# minute after they were taken or renewed, and when it restarts.
+# The group of the locks that keep two resolvers from publishing the same transaction at once. The locks are hints: a
+# broker forgets them a minute after the last renewal, and when it restarts.
 _LOCK_GROUP = "txnbridge-resolver"
 _REAL_QUEUE = "REAL_QID"
 
 
 class PublishedMessageMissing(BrokerUnavailable):
-    """A message is missing that its broker claims to have published."""
+    """A message is missing that the broker claims to have published."""
 
 
 class LockHolder(Enum):
-    """The thread or process that ends a transaction now."""
+    """The thread or process that has the right to end a transaction now."""
 
     CALLER = "whoever asks"
     OTHER_THREAD = "another thread of this process"
@@ -72,34 +72,31 @@ class LockHolder(Enum):
 
 @dataclass
 class EndSequence:
-    """One queue's halves in their order: each is ended when the one before it has been."""
+    """The halves of one queue, which are ended one after another."""
 
     queue: Queue
     halves: deque[HalfHandle]
     call: Call[None] | None = None
-    stopped: RemotingError | None = None  # by it the line ended early
+    stopped: RemotingError | None = None  # the error that ended the sequence early
 
 
 @dataclass
 class HalfEnder:
-    """Ends halves for one bridge. Any thread may call."""
+    """Ends halves for one bridge. Safe for use by several threads."""
 
     cluster: RocketMQCluster
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _under_way: set[str] = field(default_factory=set)
-    _trusted: set[str] = field(default_factory=set)  # brokers that have published what they said they had
+    _trusted: set[str] = field(default_factory=set)  # brokers whose published messages were seen
 
     # --- one at a time ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
-        """Keep others from ending this transaction meanwhile, as far as others can be known of."""
+        """Keep others from ending this transaction, as far as the locks tell. Yield the lock's holder."""
         with self._lock:
-            if transaction in self._under_way:
-                mine = False
-            else:
-                mine = True
-                self._under_way.add(transaction)
+            mine = transaction not in self._under_way
+            self._under_way.add(transaction)
         try:
             if not mine:
                 yield LockHolder.OTHER_THREAD
@@ -113,7 +110,7 @@ class HalfEnder:
 
     @contextmanager
     def as_owner(self, transaction: str) -> Iterator[None]:
-        """Keep this process from answering brokers about a transaction that its owner is about to publish."""
+        """Keep this process from responding to check-backs about a transaction that its owner is about to publish."""
         with self._lock:
             self._under_way.add(transaction)
         try:
@@ -128,13 +125,13 @@ class HalfEnder:
         return queue in retry_call(self.cluster.client, queue.broker, request, "locking a transaction", deadline)
 
     def _keep_locked(self, transaction: str) -> None:
-        self._tell(self._lock_of(transaction), groups.lock)
+        self._send_lock_request(self._lock_of(transaction), groups.lock)
 
     def _unlock(self, transaction: str) -> None:
-        self._tell(self._lock_of(transaction), groups.unlock)
+        self._send_lock_request(self._lock_of(transaction), groups.unlock)
 
-    def _tell(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
-        """Waits for no answer."""
+    def _send_lock_request(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
+        """Send a lock request without waiting for its response."""
         try:
             self.cluster.client.submit(
                 queue.broker, what(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
@@ -143,26 +140,26 @@ class HalfEnder:
             _log.debug("a lock goes by itself: %s", error)
 
     def _lock_of(self, transaction: str) -> Queue:
-        """Of a topic that does not exist, under the prefix for which this user has rights."""
+        """Return the lock of a transaction: a queue of no topic, under the prefix for which this user has rights."""
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
     # --- the owner's ends ---------------------------------------------------------------------------------------------
 
     def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
-        """Publish halves that nobody else knows of as long as they are fresh; whether all are published.
+        """Publish halves that no other process ends within their immunity time. Return whether all are published.
 
-        The broker refuses what is too old for that; then, or where an answer is lost, somebody has to look first.
+        The broker refuses a half that is too old. Then, and where a response is lost, a look-up has to come first.
         """
         sequences = [EndSequence(queue, deque(found)) for queue, found in halves.items()]
-        self._run(sequences, False, deadline)
-        self._let_pass(sequences, deadline)
+        self._commit_halves(sequences, False, deadline)
+        self._wait_until_expired(sequences, deadline)
         return not any(sequence.stopped for sequence in sequences)
 
-    def look_once(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
-        """See one message that each broker says it has published, if it was never seen to do so before.
+    def confirm_published(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> None:
+        """Look up one published message of each broker that was not seen to publish before. Raise `BrokerUnavailable`.
 
-        What stands between may answer and do nothing, as proxies do. Raises `BrokerUnavailable`.
+        A proxy may report success for END_TRANSACTION and do nothing.
         """
         published: dict[str, _Expected] = {}
         for queue, found in halves.items():
@@ -175,11 +172,11 @@ class HalfEnder:
             _log.warning("whoever may only publish has to believe what brokers say is published: %s", error)
 
     def _keeps_index(self, broker: str, deadline: Deadline) -> bool:
-        """Without one nothing is ever found, and owners publish all the same."""
+        """Return whether the broker has an index. Without one nothing is found, and owners publish all the same."""
         return self.cluster.brokers.config(broker, deadline).is_on("messageIndexEnable", True)
 
     def drop(self, halves: Iterable[tuple[str, HalfHandle]], deadline: Deadline) -> None:
-        """Abort halves, as far as the broker is there; it asks about the others, and is told the same."""
+        """Abort halves on the brokers that are up. The others ask later, and receive the same response."""
         waiting = deque(halves)
         while waiting:
             chunk = [waiting.popleft() for _ in range(min(AT_ONCE, len(waiting)))]
@@ -195,25 +192,25 @@ class HalfEnder:
                 if not error.may_have_had_effect:
                     return
 
-    def _run(
+    def _commit_halves(
         self, sequences: Sequence[EndSequence], from_check: bool, deadline: Deadline, until: float = math.inf
     ) -> None:
-        """Publish what the lines hold; a line stops at the first half of which it is not certain what became of it.
+        """Publish the halves of the sequences. Each sequence stops at the first half whose outcome is uncertain.
 
-        Nothing is begun at or after `until`, on the monotonic clock.
+        No request is sent at or after `until`, a point of `time.monotonic()`.
         """
         going = [sequence for sequence in sequences if sequence.halves]
         while going and time.monotonic() < until:
             paused = False
             for sequence in going:
-                paused |= not self._ask(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
+                paused |= not self._submit(sequence, end(sequence.halves[0], HalfEnd.COMMIT, from_check), deadline)
             for sequence in going:
-                paused |= not self._hear(sequence, deadline)
+                paused |= not self._receive(sequence, deadline)
             going = [sequence for sequence in going if sequence.halves and sequence.stopped is None]
             if paused and going:
                 time.sleep(_PAUSE)
 
-    def _ask(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
+    def _submit(self, sequence: EndSequence, request: RpcRequest[None], deadline: Deadline) -> bool:
         try:
             sequence.call = self.cluster.client.submit(sequence.queue.broker, request, deadline.left())
         except RemotingError as error:
@@ -221,7 +218,7 @@ class HalfEnder:
             return False
         return True
 
-    def _hear(self, sequence: EndSequence, deadline: Deadline) -> bool:
+    def _receive(self, sequence: EndSequence, deadline: Deadline) -> bool:
         call, sequence.call = sequence.call, None
         if call is None:
             return True
@@ -234,7 +231,7 @@ class HalfEnder:
         return True
 
     def _stop(self, sequence: EndSequence, error: RemotingError, deadline: Deadline) -> None:
-        """Unless the same may be asked again soon, because it was certainly not carried out."""
+        """Stop a sequence, unless the request was certainly not carried out and may be sent again soon."""
         passing = not error.may_have_had_effect and _code(error) != ResponseCode.ILLEGAL_OPERATION
         if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
             sequence.stopped = error
@@ -242,14 +239,14 @@ class HalfEnder:
     # --- everybody else's ---------------------------------------------------------------------------------------------
 
     def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
-        """Have every message of a committed transaction published.
+        """Publish every message of a committed transaction.
 
-        `first`: it was decided this moment, by the caller, so that nobody can have published any of it before. Raises
-        `BrokerUnavailable`, `AccessDenied`, and `EvidenceLost` where a half is gone.
+        `first` says that the caller has just decided the transaction, so that no other process has published any of it.
+        Raise `BrokerUnavailable`, `AccessDenied`, or `EvidenceLost` where a half is gone.
         """
         missing = _expected(transaction, parts)
         if not first and (missing := self._unpublished(missing, deadline)):
-            # Somebody may have told the broker just now. Then it is there, and cannot be looked up yet.
+            # Another process may have sent the commit just now, and the message cannot be looked up yet.
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
         missing.sort(key=lambda each: each.number)  # all topics side by side
         at_once = _PUBLISHED_AT_ONCE
@@ -257,28 +254,28 @@ class HalfEnder:
             self._keep_locked(transaction)
             some, others = missing[:at_once], missing[at_once:]
             left = self._publish_some(some, deadline)
-            # Where brokers are so slow that a look at all of these does not hold until its end, none was published.
+            # Nothing was published: the look-up of so many messages took longer than it stays valid.
             at_once = max(1, at_once // 2) if len(left) == len(some) else min(2 * at_once, _PUBLISHED_AT_ONCE)
             missing = left + others
             if missing:
                 deadline.check("publishing a transaction")
 
     def _publish_some(self, missing: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Those of which it did not succeed."""
+        """Publish some messages. Return those that are still missing."""
         sequences = self._sequences(missing, deadline)
         looked = time.monotonic()
         left = {each.key for each in self._still_missing(missing, deadline)}
         for sequence in sequences:
             sequence.halves = deque(half for half in sequence.halves if half.unique_key in left)
-        self._run(sequences, True, deadline, looked + _LOOK_HOLDS)
+        self._commit_halves(sequences, True, deadline, looked + _LOOK_HOLDS)
         _require_rights(sequences)
-        self._let_pass(sequences, deadline)
+        self._wait_until_expired(sequences, deadline)
         left = {half.unique_key or "" for sequence in sequences for half in sequence.halves}
         self._wait_for([each for each in missing if each.key not in left], deadline)
         return self._unpublished([each for each in missing if each.key in left], deadline)
 
     def _still_missing(self, missing: Sequence[_Expected], deadline: Deadline) -> Sequence[_Expected]:
-        """Those that are not in their topic; while somebody else publishes them, he is waited for."""
+        """Return the messages that are missing. Wait while another process is publishing some."""
         while len(left := self._unpublished(missing, deadline)) < len(missing):
             deadline.check("waiting for somebody else who publishes the same transaction")
             time.sleep(min(_INDEX_SECONDS, deadline.left()))
@@ -286,14 +283,14 @@ class HalfEnder:
         return left
 
     def missing(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> int:
-        """How many of its messages cannot be seen yet."""
+        """Return how many messages of the transaction cannot be looked up yet."""
         return len(self._unpublished(_expected(transaction, parts), deadline))
 
     def unpublished(self, transaction: str, parts: Sequence[TopicPart], age: float, deadline: Deadline) -> int:
         """Return how many messages of a committed transaction have a half that still waits to be published.
 
-        The transaction was decided `age` seconds ago: of a young one the broker's index may lack what is published. A
-        message that is not found, nor any half of it, was dropped by age.
+        The transaction was decided `age` seconds ago. If it is young, the broker's index may lack published messages.
+        If neither a message nor its half is found, retention has dropped both.
         """
         until = Deadline(min(max(0.0, _SURELY_INDEXED - age), deadline.left() / 2))
         wanted = _expected(transaction, parts)
@@ -304,27 +301,27 @@ class HalfEnder:
         return len(waiting)
 
     def withdraw(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
-        """Abort every half of an aborted transaction, as far as the brokers are there."""
+        """Abort every half of an aborted transaction, on the brokers that are up."""
         found = self._copies(_expected(transaction, parts), deadline)
         self.drop([(each.broker, handle_of_copy(record)) for each, record in found], deadline)
 
-    def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[StoredMessage]:
-        """The newest copy of each of its halves that is there, with what is in it, in their order."""
+    def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[MessageExt]:
+        """Return the newest copy of each half of the transaction, with its body, in order."""
         wanted = _expected(transaction, parts)
         found = dict(self._copies(wanted, deadline, bodies=True))
         return [found[each] for each in wanted if each in found]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
-        """Those that are not in their topic."""
+        """Return those messages that are not in their topics."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
         found = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
         return [each for each, record in zip(wanted, found, strict=True) if record is None]
 
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
-    ) -> list[tuple[_Expected, StoredMessage]]:
-        """The newest copies of halves, of those of which there is one."""
-        found: list[tuple[_Expected, StoredMessage]] = []
+    ) -> list[tuple[_Expected, MessageExt]]:
+        """Return the newest copies of the halves that are found."""
+        found: list[tuple[_Expected, MessageExt]] = []
         left = list(wanted)
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
             looked_for, left = left, []
@@ -338,7 +335,7 @@ class HalfEnder:
         return found
 
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
-        """The halves of what is not published yet, by queue, in their order."""
+        """Return the halves of messages that are not published yet, by queue and in order."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left()))
         while len(found := self._copies(wanted, deadline)) < len(wanted):
             if until.expired:
@@ -356,7 +353,7 @@ class HalfEnder:
         return list(sequences.values())
 
     def _wait_for(self, published: Sequence[_Expected], deadline: Deadline) -> None:
-        """Return when the messages that the broker claims to have published can be seen."""
+        """Return when the published messages can be looked up."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left() / 2))
         left = published
         while left := self._unpublished(left, deadline):
@@ -369,11 +366,9 @@ class HalfEnder:
             time.sleep(_LOOK_SECONDS)
         self._trusted.update(each.broker for each in published)
 
-    def _let_pass(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
-        """A request that was not answered may wait at the broker for some time before it is carried out."""
-        doubtful = {
-            sequence.queue.broker for sequence in sequences if sequence.stopped and sequence.stopped.may_have_had_effect
-        }
+    def _wait_until_expired(self, sequences: Sequence[EndSequence], deadline: Deadline) -> None:
+        """Wait until requests without a response, which may be in the broker's queue, have expired there."""
+        doubtful = {each.queue.broker for each in sequences if each.stopped and each.stopped.may_have_had_effect}
         if not doubtful:
             return
         deadline.check("publishing a transaction")
@@ -386,7 +381,7 @@ class HalfEnder:
 
 
 def _require_rights(sequences: Sequence[EndSequence]) -> None:
-    """A user who may not publish at all would look in vain until his time is over."""
+    """Raise `AccessDenied` for a user without the right to publish, instead of looking until the deadline."""
     for sequence in sequences:
         if sequence.stopped is not None:
             refused = translate(sequence.stopped, f"publishing to {sequence.queue.topic}")
@@ -395,7 +390,7 @@ def _require_rights(sequences: Sequence[EndSequence]) -> None:
 
 
 class _Expected(NamedTuple):
-    """One message that is to be published, and the key by which it and its half are found."""
+    """A message that has to be published, and the key of the message and its half."""
 
     topic: str
     broker: str
@@ -411,8 +406,8 @@ def _expected(transaction: str, parts: Sequence[TopicPart]) -> list[_Expected]:
     ]
 
 
-def handle_of_copy(record: StoredMessage) -> HalfHandle:
-    """What ends a copy of a half that was found in the half topic."""
+def handle_of_copy(record: MessageExt) -> HalfHandle:
+    """Return the handle of a copy of a half in the half topic."""
     return HalfHandle(
         record.properties.get(Property.REAL_TOPIC, record.topic),
         record.properties.get(Property.GROUP, ""),

@@ -1,4 +1,4 @@
-"""What becomes of transactions by their tokens: from any process, at any time."""
+"""The outcome of transactions by their tokens, from any process at any time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from txnbridge_rocketmq.outcome.end_transaction import HalfEnder, LockHolder
 from txnbridge_rocketmq.write.half_batch import TopicPart, immunity, parts_as_json, parts_from_json, seconds_since
 from txnbridge_rocketmq.write.transaction_properties import is_over
 
-# The kind of ledger record that makes a transaction independent of its owner.
+# The kind of the ledger record that makes a transaction independent of its owner.
 PREPARE = "prepare"
-# While another process publishes a transaction: how soon to look whether all of it is there, and for how long that
-# process may publish nothing more. A broker that lives publishes a message in milliseconds.
+# While another process publishes a transaction: the time between two looks, and the time without progress after which
+# the process counts as dead. A live broker publishes a message in milliseconds.
 _LOOK_SECONDS = 0.05
 _STALLED_SECONDS = 5.0
-# Brokers judge the age of a half by when its sender's clock said that it was born.
+# The assumed difference of clocks: brokers judge the age of a half by its born time, which is the sender's clock.
 _CLOCKS_DIFFER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class PrepareRecord:
-    """The content of a prepare record: a process that has the token needs nothing else to end the transaction."""
+    """The content of a prepare record. A process with the token needs nothing else to end the transaction."""
 
     parts: Sequence[TopicPart]
     acks: Sequence[Ack]
@@ -47,7 +47,7 @@ class PrepareRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PrepareRecord:
-        """Read back. Raises `InvalidToken`."""
+        """Return the record in an entry of the ledger. Raise `InvalidToken`."""
         try:
             acks = [
                 Ack(str(group), (str(topic), int(number)), tuple(first), tuple(end), tuple(read_up_to))
@@ -59,10 +59,10 @@ class PrepareRecord:
 
 
 def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Ledger, deadline: Deadline) -> Outcome:
-    """End a prepared transaction; the outcome by the claim that counts, also if that is another process's. Repeatable.
+    """End a prepared transaction. Return the outcome of the first claim in the log. Safe to repeat.
 
-    COMMITTED is said when all of it is published. Raises `BrokerUnavailable` only while nothing is decided by this
-    call, `OutcomeUnknown` and `EvidenceLost`.
+    COMMITTED means that every message is published. Raise `BrokerUnavailable` only if this call has decided nothing,
+    `OutcomeUnknown` or `EvidenceLost`.
     """
     log = _log_of(token)
     prepared = _prepared(token, ledger, deadline)
@@ -72,17 +72,17 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
         claim = _claim(ender, token, decision, prepared, call, ledger, deadline)
     first = claim.data.get("by") == call
     if claim.decision is Decision.ABORT:
-        with _decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
+        with _as_decided(token, "aborted"), ender.cluster.context.events.step("step:drop", token.transaction):
             ender.withdraw(token.transaction, prepared.parts, deadline)
         return Outcome.ABORTED
-    with _decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
+    with _as_decided(token, "committed"), ender.cluster.context.events.step("step:publish", token.transaction):
         publish_exclusively(ender, token.transaction, prepared.parts, deadline, first=first)
     return Outcome.COMMITTED
 
 
 @contextmanager
-def _decided(token: Token, outcome: str) -> Iterator[None]:
-    """Whoever cannot do what is left is told that it is decided all the same: others do it, when they are asked."""
+def _as_decided(token: Token, outcome: str) -> Iterator[None]:
+    """Say in errors that the transaction is decided, and that other bridges do the rest after check-backs."""
     told = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
@@ -95,17 +95,14 @@ def _decided(token: Token, outcome: str) -> Iterator[None]:
 def publish_exclusively(
     ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False
 ) -> None:
-    """Return when all of a committed transaction is published, by this process or by another one that was quicker.
-
-    Another process that publishes nothing for some seconds is taken for dead.
-    """
+    """Return when a transaction is published, by this process or another one. A stalled one counts as dead."""
     left, patience = -1, Deadline(_STALLED_SECONDS)
     while True:
         with ender.exclusively(transaction, deadline) as turn:
             if turn is LockHolder.CALLER or (turn is LockHolder.OTHER_PROCESS and patience.expired):
                 ender.publish(transaction, parts, deadline, first=first)
                 return
-        first = False  # the process that has the turn may be about to publish
+        first = False  # the holder of the lock may be about to publish
         if (missing := ender.missing(transaction, parts, deadline)) != left:
             left, patience = missing, Deadline(_STALLED_SECONDS)
         deadline.check("waiting for somebody else who publishes the same transaction")
@@ -113,15 +110,15 @@ def publish_exclusively(
 
 
 def publish_decided(ender: HalfEnder, transaction: str, claim: LedgerClaim, deadline: Deadline) -> None:
-    """Publish a transaction that another process committed and may have died over, before what builds on it."""
+    """Publish a transaction that another process committed, before the caller's own messages follow it."""
     parts = parts_from_json(claim.data)
     with ender.cluster.context.events.step("step:publish", transaction):
-        _let_go_stale(ender, transaction, parts, deadline)
+        _wait_out_immunity(ender, transaction, parts, deadline)
         publish_exclusively(ender, transaction, parts, deadline)
 
 
-def _let_go_stale(ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
-    """Its owner may be alive, and publish it this moment; the broker takes that from it only for some seconds."""
+def _wait_out_immunity(ender: HalfEnder, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
+    """Wait for the end of the immunity time: until then the owner may be alive and publish the halves directly."""
     settings = [ender.cluster.brokers.config(part.broker, deadline) for part in parts]
     stale = Deadline(max((immunity(each) for each in settings), default=0) + _CLOCKS_DIFFER_SECONDS)
     while ender.missing(transaction, parts, deadline) and not stale.expired:
@@ -139,7 +136,7 @@ def _claim(
     deadline: Deadline,
 ) -> LedgerClaim:
     if time.time() * 1000 >= prepared.expires_at:
-        decision = Decision.ABORT  # its halves may be discarded, and its group may have gone on
+        decision = Decision.ABORT  # the halves may be discarded, and the group may have moved
     data = {**parts_as_json(prepared.parts), "by": call}
     log = _log_of(token)
     with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as told:
@@ -169,11 +166,11 @@ def _prepared(token: Token, ledger: Ledger, deadline: Deadline) -> PrepareRecord
 
 
 def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline) -> Status:
-    """What became of a token. It decides nothing; it may be the first to write down that the time is over."""
+    """Return the status of a token. The call decides nothing, except that it may record that the time is over."""
     try:
         claim = ledger.decided(token.transaction, deadline, log=_log_of(token))
         if claim is None and token.expires_at is not None and is_over(token.expires_at):
-            # No broker asks about a transaction without halves, so nobody else may ever do it.
+            # A transaction without halves gets no check-back, so no other process may ever abort it.
             data = parts_as_json([])
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=_log_of(token))
     except EvidenceLost as error:
@@ -191,7 +188,7 @@ def status_of(ender: HalfEnder, token: Token, ledger: Ledger, deadline: Deadline
 
 
 def _status_by(claim: LedgerClaim, ender: HalfEnder, token: Token, deadline: Deadline) -> Status:
-    """Return what a decision has led to: COMMITTED only if no message of the transaction still waits as a half."""
+    """Return the status after a decision: COMMITTED only if no message still waits as a half."""
     if claim.decision is Decision.ABORT:
         return Status(TokenState.ABORTED, reason="the decision log says so")
     try:

@@ -1,4 +1,4 @@
-"""Whose halves brokers ask a bridge about."""
+"""The producer groups for which a bridge receives check-backs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from txnbridge_rocketmq.client.sending import CheckBack
 
 @dataclass
 class CheckBackRouter:
-    """Whom to ask when a broker asks; a client needs it before there is anybody."""
+    """Passes check-backs to handlers by producer group. The client needs it before any handler exists."""
 
     answers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 
     def ask(self, checks: Sequence[CheckBack]) -> None:
-        """What became of halves; silence means that it is asked again."""
+        """Call the handlers. Brokers repeat a check-back without a response."""
         for group, answer in list(self.answers.items()):
             if own := [check for check in checks if check.half.group == group]:
                 answer(own)
 
 
 class ProducerGroups:
-    """The producer groups that the client of a bridge is in, all told together. Any thread may call."""
+    """The producer groups of a bridge's client. Safe for use by several threads."""
 
     def __init__(self, client: RemotingClient, questions: CheckBackRouter) -> None:
         self._client = client
@@ -39,13 +39,13 @@ class ProducerGroups:
         return frozenset(self._questions.answers)
 
     def join(self, groups: Sequence[str], answer: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
-        """Be asked about the halves of these producer groups, from now on; those that came meanwhile come together."""
+        """Join producer groups. `answer` receives their check-backs, those that have piled up in one call."""
         with self._lock:
             self._questions.answers.update(dict.fromkeys(groups, answer))
             self._tell(deadline)
 
     def leave(self, groups: Sequence[str], deadline: Deadline) -> None:
-        """Brokers ask others of these groups from now on."""
+        """Leave producer groups. Brokers send their check-backs to other members."""
         with self._lock:
             for group in groups:
                 self._questions.answers.pop(group, None)

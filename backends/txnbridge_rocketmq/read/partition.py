@@ -1,4 +1,4 @@
-"""One partition as one reader sees it."""
+"""A reader's state for one partition."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from txnbridge_rocketmq.client import reading
 from txnbridge_rocketmq.client.errors import CannotDecompress, ErrorResponse, RemotingError
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.reading import PullResult, PullStatus
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.errors import translate
-from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition, topic_recreated
+from txnbridge_rocketmq.read.anchored_offset import Anchor, AnchoredOffset, topic_recreated
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 from txnbridge_rocketmq.read.pull import WAIT_SECONDS, AnchorCheck, NotIndexed, QueuePull, Submit
 from txnbridge_rocketmq.write.message_format import from_wire
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
 
-# What was read ahead of one partition. Brokers give 32 messages at a time, so several requests are under way where
-# more than those are waiting.
+# Limits for what is read ahead of one partition. A broker returns 32 messages at a time, so a reader sends several
+# requests at once.
 _AHEAD_MESSAGES = 500
 _AHEAD_BYTES = 4 * 2**20
 _MOST_REQUESTS = 8
-# Of large messages an answer has fewer, and what was asked for behind them is thrown away. So many full answers pay for
-# trying whether there may be more again.
+# Of large messages a response holds fewer, and requests behind it are wasted. After this many full responses the reader
+# asks for more at once again.
 _FULL_ANSWERS = 100
-# How soon a request is repeated that failed, or that brought less than was to be expected.
+# The time before a failed or incomplete request is repeated.
 _REST_SECONDS = 0.1
-# A broker that has just started, or that is dropping old messages, says for a moment what is not so.
+# How long a missing record is looked for. A broker that has just started, or is dropping old messages, may briefly
+# report wrong bounds.
 SURE_SECONDS = 3.0
-# Of how many messages that were handed out it is known where the commit log has them: of older ones, of every second.
+# The number of delivered messages whose anchors are kept: of older messages only every second.
 _ANCHORS = 2000
-_COUNTS = 1000  # counts of deliveries that are kept without asking whether they are still needed
+_COUNTS = 1000  # the number of delivery counts that are kept
 
 
 @dataclass(frozen=True)
 class SeekTarget:
-    """Where a partition is to go on; `chosen` by the user, who may also say where in a topic that was made anew."""
+    """The offset at which to continue. If the user has `chosen` it, it is also valid in a recreated topic."""
 
     at: int
     chosen: bool
 
 
 class QueueReader:
-    """One stay of one partition with a reader: what has been read, what was handed out, and where it goes on.
+    """One assignment of one partition to a reader: what was read, what was handed out, and where to continue.
 
-    What was read is handed out once the broker was asked behind it whether the queue still has an earlier record (the
-    anchor): if it has, all of that was read from the same queue, and not from one that was made anew under its name.
+    Records are handed out only after a check behind them: if the queue still has the anchor, an earlier record, then
+    all records before the check came from the same queue, and not from a recreated topic.
 
-    One thread uses it, but for `claims`, which the reader's guard protects, and `place`, which any thread calls.
+    One thread uses the object, except for `claims` (protected by the reader's guard) and `place` (for any thread).
     """
 
     def __init__(self, partition: Partition, queue: Queue) -> None:
@@ -62,39 +63,40 @@ class QueueReader:
         self.queue = queue
         self.source: object = None
         self.paused = False
-        self.fault: TxnBridgeError | None = None  # why nothing more comes until a seek
-        self.target: SeekTarget | None = None  # where a seek wants it to go on, until that is settled
+        self.fault: TxnBridgeError | None = None  # the error after which nothing is handed out until a seek
+        self.target: SeekTarget | None = None  # the target of a seek that is not settled yet
         self.settled = False
-        self.moves = 0  # how many times it was moved
-        # Acknowledged here, first and end of each: what became of it is not known yet.
+        self.moves = 0  # how many times the position was changed
+        # Begin and end of acknowledgements whose transactions are undecided.
         self.claims: list[tuple[int, int]] = []
-        self.overtaken = False  # the group's position is another one than it was here
-        self.is_cut_off = False  # the last request failed: somebody has to see to the connection
+        self.overtaken = False  # the group's position has been moved by another member
+        self.is_cut_off = False  # the last request failed, so the connection has to be repaired
         self._duplicates = DuplicateFilter()
         self._fetches: deque[QueuePull] = deque()
-        self._ready: deque[StoredMessage] = deque()
+        self._ready: deque[MessageExt] = deque()
         self._bytes = 0
         self._read = self._behind = 0
-        self._end = 0  # of the queue, when it was last heard of
-        self._at_once = reading.PULL_MOST  # how many messages an answer has room for, as it seems
+        self._end = 0  # the end of the queue in the last response
+        self._at_once = reading.PULL_MOST  # how many messages fit into one response, as far as is known
         self._full_answers = 0
         self.anchor: Anchor | None = None  # a record that was read, by which the queue is known
         self._last: Anchor | None = None  # the last record that was read
-        self._sure = 0  # what was read before this offset is known to be of the anchor's queue
-        self._is_unsure = False  # something has come since the broker was asked about the anchor
-        self._check: tuple[AnchorCheck, int, Anchor | None] | None = None  # with what was read and the last by then
+        self._sure = 0  # records before this offset are known to be from the anchor's queue
+        self._is_unsure = False  # records have arrived since the last check of the anchor
+        # with the read offset and the last record at that time
+        self._check: tuple[AnchorCheck, int, Anchor | None] | None = None
         self._missing_since: float | None = None
-        self._anchors: list[Anchor] = []  # of what was handed out, in order
+        self._anchors: list[Anchor] = []  # of messages that were handed out, in order
         self._rest_until = 0.0
         self._doubted_at: float | None = None
-        self._highest = -1  # what comes below was handed out before, or was passed by a seek
+        self._highest = -1  # offsets below were handed out before, or skipped by a seek
         self._times: dict[int, int] = {}
 
     # --- where it stands ----------------------------------------------------------------------------------------------
 
     @property
     def next(self) -> int:
-        """The offset to hand out next."""
+        """The offset of the next message to hand out."""
         if self.target is not None:
             return self.target.at
         return self._ready[0].queue_offset if self._ready else self._read
@@ -104,14 +106,14 @@ class QueueReader:
         """The offset behind the last message that was handed out."""
         return self._behind
 
-    def place(self, end: int) -> AnchoredPosition:
-        """Return an offset behind messages that were handed out as a place by which others know the queue."""
+    def place(self, end: int) -> AnchoredOffset:
+        """Return a position, at an offset behind messages that were handed out, with an anchor."""
         anchors = self._anchors
         at = bisect_left(anchors, Anchor(end, 0))
-        return AnchoredPosition(end, anchors[at - 1] if at else self.anchor)
+        return AnchoredOffset(end, anchors[at - 1] if at else self.anchor)
 
     def unsettle(self, target: SeekTarget) -> None:
-        """Hand out nothing until it is settled where it goes on."""
+        """Hand out nothing until the target of a seek is settled."""
         self.target = target
         if target.chosen:
             self.anchor = None
@@ -120,17 +122,17 @@ class QueueReader:
         self.fault = None
 
     def lose(self, fault: PositionLost) -> None:
-        """Hand out nothing more until a seek: what comes is no repetition of what was handed out."""
+        """Hand out nothing more until a seek. What comes after that is no redelivery."""
         self.fault = fault
         self._highest = -1
         self._times.clear()
 
     def go_back(self, at: int) -> None:
-        """Go on at an offset in what was read before."""
-        self.go_on(AnchoredPosition(at, self.anchor))
+        """Continue at an offset in what was read before."""
+        self.continue_at(AnchoredOffset(at, self.anchor))
 
-    def go_on(self, place: AnchoredPosition) -> None:
-        """Go on at a place, whatever was read before."""
+    def continue_at(self, place: AnchoredOffset) -> None:
+        """Continue at a position, whatever was read before."""
         at = place.next
         self._fetches.clear()
         self._ready.clear()
@@ -148,19 +150,19 @@ class QueueReader:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether something is to be done soon that nobody announces."""
+        """Return whether the reader has to be looked at soon, although no response will announce that."""
         return time.monotonic() < self._rest_until or bool(self._fetches and self._fetches[0].pulled)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def ask(self, submit: Submit) -> None:
-        """Have as many requests under way as there is room for what they may bring."""
+    def send_pulls(self, submit: Submit) -> None:
+        """Send pull requests, as many as there is room for their results."""
         if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._rest_until:
             return
         try:
             while self._has_room():
                 at = self._fetches[-1].at + self._fetches[-1].count if self._fetches else self._read
-                # Only one waits at the end of the queue: where there is nothing yet, no more than one will bring it.
+                # Only one request waits at the end of the queue. Several would all return the same message.
                 wait = 0.0 if self._fetches or at < self._end or self._doubted_at else WAIT_SECONDS
                 self._fetches.append(QueuePull(submit, self.queue, at, self._at_once, wait))
             if self._is_unsure and self._check is None and self.anchor is not None:
@@ -180,12 +182,12 @@ class QueueReader:
             and self._bytes < _AHEAD_BYTES
         )
 
-    def take_in(self) -> None:
-        """Take what has come."""
+    def process_responses(self) -> None:
+        """Process the responses that have arrived."""
         self._take_check()
         while self._fetches:
             fetch = self._fetches[0]
-            if fetch.at != self._read:  # the answer before it had less, or more, than was asked for
+            if fetch.at != self._read:  # the response before brought fewer or more messages than requested
                 self._fetches.clear()
                 return
             try:
@@ -212,20 +214,20 @@ class QueueReader:
         records = fetch.records
         if records:
             self._read += len(records)
-            self._learn(fetch)
+            self._adjust_pull_size(fetch)
             self._doubted_at = None
             self._last = Anchor(records[-1].queue_offset, records[-1].log_offset)
-            if self.anchor is None:  # nothing was read before, so nothing is skipped in whatever queue this is
+            if self.anchor is None:  # nothing was read before, so nothing can be missed in whatever queue this is
                 self.anchor, self._sure = self._last, self._read
             for record in fetch.without_duplicates(self._duplicates):
                 self._ready.append(record)
                 self._bytes += len(record.body)
         elif fetch.pulled.status is not PullStatus.NOTHING_NEW:
-            self._doubt(fetch.pulled)
+            self._handle_missing_record(fetch.pulled)
         self._is_unsure = self.anchor is not None
 
     def _take_check(self) -> None:
-        """Take what the broker has said of the anchor."""
+        """Process the result of the anchor check."""
         if self._check is None:
             return
         check, read, last = self._check
@@ -249,8 +251,8 @@ class QueueReader:
             assert self.anchor is not None
             self.lose(topic_recreated("the position", self.partition, self.next, self.anchor))
 
-    def _learn(self, fetch: QueuePull) -> None:
-        """How many messages to ask for at once."""
+    def _adjust_pull_size(self, fetch: QueuePull) -> None:
+        """Adjust how many messages to request at once."""
         if len(fetch.records) >= fetch.count:
             self._full_answers += 1
             if self._full_answers >= _FULL_ANSWERS:
@@ -258,8 +260,8 @@ class QueueReader:
         elif self._read < self._end:
             self._at_once, self._full_answers = len(fetch.records), 0
 
-    def _doubt(self, pulled: PullResult) -> None:
-        """There is no message where one should be. Nothing is ever skipped for that."""
+    def _handle_missing_record(self, pulled: PullResult) -> None:
+        """Handle a missing record. Records are never skipped for that reason."""
         now = time.monotonic()
         self._doubted_at = self._doubted_at or now
         self._rest_until = now + _REST_SECONDS
@@ -281,14 +283,14 @@ class QueueReader:
     # --- handing out --------------------------------------------------------------------------------------------------
 
     @property
-    def has_some(self) -> bool:
-        """Return whether something can be handed out."""
+    def has_message(self) -> bool:
+        """Return whether a message can be handed out."""
         if self.paused or not self.settled or self.fault is not None or not self._ready:
             return False
         return self._ready[0].queue_offset < self._sure
 
     def hand_out(self) -> Message | None:
-        """The next message; None if it cannot be read, and then `fault` says why."""
+        """Return the next message; None if it cannot be read, and then `fault` tells the reason."""
         record = self._ready[0]
         try:
             message = from_wire(record, *self.partition, self.source)
@@ -304,7 +306,7 @@ class QueueReader:
         self._highest = self._behind
         return message
 
-    def _note_anchor(self, record: StoredMessage) -> None:
+    def _note_anchor(self, record: MessageExt) -> None:
         self._anchors.append(Anchor(record.queue_offset, record.log_offset))
         if len(self._anchors) > _ANCHORS:
             self._anchors = self._anchors[: _ANCHORS // 2 : 2] + self._anchors[_ANCHORS // 2 :]
@@ -319,17 +321,17 @@ class QueueReader:
         return refused
 
     def _count(self, offset: int) -> int:
-        """How many times an offset that was handed out before is handed out with this one."""
+        """Return the number of deliveries of an offset that was handed out before."""
         count = self._times[offset] = self._times.get(offset, 1) + 1
         if len(self._times) > _COUNTS:
-            # The lowest were given back longest ago, or are acknowledged by now.
+            # The lowest offsets were returned longest ago, or are acknowledged by now.
             for old in sorted(self._times)[: _COUNTS // 2]:
                 del self._times[old]
         return count
 
 
 def out_of_range(owner: str, partition: Partition, at: int, begin: int, end: int) -> str:
-    """The text for a position that the broker does not have."""
+    """Return the error text for a position where the broker has no message."""
     topic, number = partition
     if at < begin:
         return (

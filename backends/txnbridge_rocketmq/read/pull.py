@@ -1,4 +1,4 @@
-"""Reading one queue: what was asked for, what has come, and which of it was there before."""
+"""Pull requests for one queue, and the look-ups that filter duplicates from their results."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.errors import CannotDecompress, ProtocolViolation
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.reading import PullResult
-from txnbridge_rocketmq.client.records import StoredMessage, unwrap
+from txnbridge_rocketmq.client.records import MessageExt, unwrap
 from txnbridge_rocketmq.client.requests import RpcRequest
-from txnbridge_rocketmq.read.anchored_position import Anchor
+from txnbridge_rocketmq.read.anchored_offset import Anchor
 from txnbridge_rocketmq.read.duplicates import DuplicateFilter
 
-# Brokers want a name in every request; nobody is a member of this group.
+# The group in the reader's requests, which has no members.
 GROUP = "txnbridge-reader"
-# How long a broker holds an answer back for which there is no message. Each such wait is a request in an hour's log of
-# a proxy or firewall, and shorter than what those take for a dead connection.
+# How long a broker holds back the response while there is no message. It is short enough for firewalls that drop idle
+# connections, and long enough to send few requests.
 WAIT_SECONDS = 15.0
-# Brokers hold on for up to five seconds longer, until they look again.
+# The additional time for the response: brokers hold it back for up to five seconds longer.
 _ANSWER_SECONDS = 15.0
-# A broker that knows a message knows it by its key a moment later, mostly within a millisecond.
+# The time between two look-ups. Brokers index a message within about a millisecond.
 _LOOK_AGAIN_SECONDS = 0.05
-# Past this time its index is not kept.
+# How long a message is looked up. After that the broker has no index.
 _INDEX_SECONDS = 10.0
 
 Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
 
 
 class NotIndexed(Exception):
-    """The broker does not find a message by its unique key that it has."""
+    """The broker's index does not find a message that the broker has."""
 
 
 class QueuePull:
-    """One request for what a queue has from an offset on, and the look-ups that its answer takes."""
+    """One pull request, and the look-ups by key for its result."""
 
     def __init__(self, submit: Submit, queue: Queue, at: int, count: int, wait: float) -> None:
         self.at = at
@@ -46,33 +46,33 @@ class QueuePull:
         self._queue = queue
         request = reading.pull(queue.topic, queue.queue, at, GROUP, count, wait)
         self._call = submit(queue.broker, request, wait + _ANSWER_SECONDS)
-        self._records: list[StoredMessage] = []
+        self._records: list[MessageExt] = []
         self._lookups: list[_KeyLookUp] = []
 
     @property
-    def records(self) -> list[StoredMessage]:
-        """All that came from the offset on, in order, without a gap before the first one that is missing."""
+    def records(self) -> list[MessageExt]:
+        """The records from the requested offset on, in order and without a gap."""
         return self._records
 
     def is_done(self, duplicates: DuplicateFilter) -> bool:
-        """Return whether all has come. Raises the remoting client's errors, and `NotIndexed`."""
+        """Return whether all responses have arrived. Raise the client's errors, or `NotIndexed`."""
         if self.pulled is None:
             if not self._call.done():
                 return False
             self.pulled = self._call.result()
-            self._records = _from(self.at, self.pulled.records)
+            self._records = _consecutive(self.at, self.pulled.records)
             suspects = duplicates.suspects(self._records, self.pulled.min_offset)
             self._lookups = [_KeyLookUp(self._submit, self._queue, suspect) for suspect in suspects]
-        is_done = [lookup.is_done() for lookup in self._lookups]  # each is asked: they are repeated until then
+        is_done = [lookup.is_done() for lookup in self._lookups]  # each look-up is asked, because asking repeats it
         return all(is_done)
 
-    def without_duplicates(self, duplicates: DuplicateFilter) -> list[StoredMessage]:
-        """Once it is done: the records that are no repeats."""
+    def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
+        """Return the records without duplicates, once done."""
         return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.found for lookup in self._lookups})
 
 
 class AnchorCheck:
-    """One look whether a queue still has the record that it is known by: after it, all that came before it counts."""
+    """A check whether a queue still has its anchor. If so, all that was read before is from that queue."""
 
     def __init__(self, submit: Submit, queue: Queue, anchor: Anchor) -> None:
         self._submit = submit
@@ -84,7 +84,7 @@ class AnchorCheck:
         self._begin: Call[int] | None = None
 
     def is_done(self) -> bool:
-        """Return whether the broker has answered. Raises the remoting client's errors."""
+        """Return whether the broker has responded. Raise the client's errors."""
         if not self._there.done():
             return False
         if self._there.result() is not None:
@@ -95,7 +95,7 @@ class AnchorCheck:
         return self._begin.done()
 
     def found(self) -> bool | None:
-        """Once it is done: whether the record is there; None where none is, and retention has not dropped it."""
+        """Return whether the queue has the anchor; None if a record is missing there, and not by retention."""
         log_offset: int | None = self._there.result()
         if log_offset is not None:
             return log_offset == self._anchor.log_offset
@@ -104,16 +104,16 @@ class AnchorCheck:
 
 
 class _KeyLookUp:
-    """What a broker has under the unique key of a record: that itself, and its copies."""
+    """A look-up of a record and its copies by unique key."""
 
-    def __init__(self, submit: Submit, queue: Queue, record: StoredMessage) -> None:
+    def __init__(self, submit: Submit, queue: Queue, record: MessageExt) -> None:
         self.record = record
-        self.found: Sequence[StoredMessage] = ()
+        self.found: Sequence[MessageExt] = ()
         self._submit = submit
         self._queue = queue
         self._ask_at = 0.0
         self._until = time.monotonic() + _INDEX_SECONDS
-        self._call: Call[list[StoredMessage]] | None = None
+        self._call: Call[list[MessageExt]] | None = None
         self.is_done()
 
     def is_done(self) -> bool:
@@ -127,7 +127,7 @@ class _KeyLookUp:
         if not self._call.done():
             return False
         found, self._call = self._call.result(), None
-        # Messages are indexed in their order: where it is found itself, no earlier one is missing.
+        # Messages are indexed in order. If the record itself is found, no earlier copy is missing.
         if any(each.log_offset == self.record.log_offset for each in found):
             self.found = found
             return True
@@ -137,12 +137,12 @@ class _KeyLookUp:
         return False
 
 
-def _from(at: int, records: Sequence[StoredMessage]) -> list[StoredMessage]:
-    """The records from an offset on, batches taken apart, up to the first gap, or to the first that cannot be read.
+def _consecutive(at: int, records: Sequence[MessageExt]) -> list[MessageExt]:
+    """Return the consecutive records from an offset on, with batches split, up to a gap or an unreadable record.
 
-    Raises `CannotDecompress` if there is none before that.
+    Raise `CannotDecompress` if the first record is unreadable.
     """
-    found: list[StoredMessage] = []
+    found: list[MessageExt] = []
     for record in records:
         try:
             parts = list(unwrap(record)) if record.holds_several else [record]

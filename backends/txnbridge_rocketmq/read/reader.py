@@ -1,4 +1,4 @@
-"""Reading committed messages, in a group or alone."""
+"""Reading of committed messages, in a group or without one."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from txnbridge_rocketmq.client.connection import Call
 from txnbridge_rocketmq.client.groups import Queue
 from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
-from txnbridge_rocketmq.read.anchored_position import AnchoredPosition
+from txnbridge_rocketmq.read.anchored_offset import AnchoredOffset
 from txnbridge_rocketmq.read.partition import QueueReader, SeekTarget, out_of_range
-from txnbridge_rocketmq.read.rebalance import GroupMember, QueueAssignment, open_client
+from txnbridge_rocketmq.read.rebalance import QueueAssignment, Rebalancer, open_client
 from txnbridge_rocketmq.read.start_positions import GroupPositions, InitialPositions, QueueOffsets, ResolvedPositions
 from txnbridge_rocketmq.write.acks import RocketMQAckContext
 
 _log = logging.getLogger("txnbridge.rocketmq.client")
 
-# A call without a deadline of its own (seek) asks the broker something; it waits this long for the answer.
+# Timeout of calls without a deadline of their own (seek).
 SHORT_CALL = 10.0
-# Nothing that has to be noticed goes unannounced, but for a signal, and times at which something is due.
+# The longest sleep of a poll. Responses and notifications wake it earlier; only signals and due times do not.
 _IDLE_SECONDS, _BUSY_SECONDS = 0.25, 0.05
 # How often a reader looks for partitions that were added to its topics.
 _LOOK_SECONDS = 3.0
-# Name servers answer in milliseconds. Without them everything goes on, but for what is new.
+# Timeout of that look. Without name servers everything continues except new partitions.
 _NAMING_SECONDS = 3.0
-# One poll hands out so many bytes at most: nobody asks for 10,000 messages to hold as many megabytes.
+# The maximum number of bytes that one poll returns: 10,000 large messages would take gigabytes.
 _ENOUGH_BYTES = 16 * 2**20
-# What is done for others at the end may take so long; they find out by themselves.
+# Timeout of the last requests on close, which only save other members a wait.
 _LEAVING_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class _RefreshResult:
-    """What came of the work behind a reader: how its group is shared out, and where partitions go on.
+    """The result of the background task of a reader: the assignment of partitions, and where they continue.
 
-    `moves` are those of the cursors that were asked about, at that time.
+    `moves` are the positions' change counts at that time, of the partitions that were asked about.
     """
 
     queues: Mapping[Partition, Queue]
@@ -62,7 +62,7 @@ class _RefreshResult:
 
 
 class RocketMQReader(Reader):
-    """Reads queues over connections of its own. What takes time besides reading is done on another thread."""
+    """Reads queues over connections of its own. A background task does what takes time besides reading."""
 
     def __init__(
         self, ender: HalfEnder, subscription: Subscription, listener: ReaderListener, deadline: Deadline
@@ -77,24 +77,24 @@ class RocketMQReader(Reader):
         self._guard = threading.Lock()  # acknowledgements come from other threads
         self._readers: dict[Partition, QueueReader] = {}
         self._paused: set[Partition] = set()
-        self._work: BackgroundTask[_RefreshResult] | None = None
-        self._look_at = 0.0
+        self._task: BackgroundTask[_RefreshResult] | None = None
+        self._refresh_at = 0.0
         self._turn = 0
         self._closed = False
-        # A group may wait for a topic that nobody has written yet; whoever only looks makes none.
+        # A group may wait for a topic that no producer has written yet. A reader without a group creates no topic.
         create = subscription.group is not None
         topics = {topic: cluster.topics.queues(topic, deadline, create=create) for topic in subscription.topics}
         queues = self._queues = {(topic, each.queue): each for topic, found in topics.items() for each in found}
-        self._member: GroupMember | None = None
+        self._rebalancer: Rebalancer | None = None
         self._group: GroupPositions | None = None
         self._context: RocketMQAckContext | None = None
         if subscription.group is None:
             self._client = open_client(cluster.settings)
         else:
-            self._member = GroupMember(
+            self._rebalancer = Rebalancer(
                 cluster.settings, subscription.group, subscription.topics, self._wake.set, deadline
             )
-            self._client = self._member.client
+            self._client = self._rebalancer.client
         try:
             self._offsets = QueueOffsets(self._client)
             self._starts = InitialPositions(self._offsets, subscription, queues, deadline)
@@ -103,7 +103,7 @@ class RocketMQReader(Reader):
             else:
                 self._group = GroupPositions(self._offsets, self._starts, subscription.group, cluster.context, ender)
                 self._context = RocketMQAckContext(
-                    subscription.group, self._group, self._readers, self._guard, self._tell, self._timeout
+                    subscription.group, self._group, self._readers, self._guard, self._commit_offset, self._timeout
                 )
         except BaseException:
             self.close(deadline)
@@ -112,7 +112,7 @@ class RocketMQReader(Reader):
     def _add_all(self, queues: Mapping[Partition, Queue], starts: InitialPositions, deadline: Deadline) -> None:
         first = {partition: starts.first(partition, queue, deadline) for partition, queue in queues.items()}
         for partition, at in first.items():
-            self._add(partition, queues[partition]).go_on(at)
+            self._add(partition, queues[partition]).continue_at(at)
 
     def _add(self, partition: Partition, queue: Queue) -> QueueReader:
         reader = QueueReader(partition, queue)
@@ -127,12 +127,12 @@ class RocketMQReader(Reader):
     def poll(self, max_messages: int, deadline: Deadline) -> list[Message]:
         looked = False
         while True:
-            self._follow()
+            self._run_background_task()
             for reader in self._readers.values():
-                reader.take_in()
+                reader.process_responses()
             messages = self._hand_out(max_messages)
             for reader in self._readers.values():
-                reader.ask(self._submit)
+                reader.send_pulls(self._submit)
             if messages:
                 return messages
             self._raise_faults()
@@ -143,9 +143,9 @@ class RocketMQReader(Reader):
             looked = True
 
     def _idle_seconds(self) -> float:
-        if self._work is not None or any(reader.is_busy for reader in self._readers.values()):
+        if self._task is not None or any(reader.is_busy for reader in self._readers.values()):
             return _BUSY_SECONDS
-        return _IDLE_SECONDS if self._member is None else min(_IDLE_SECONDS, self._member.due_in())
+        return _IDLE_SECONDS if self._rebalancer is None else min(_IDLE_SECONDS, self._rebalancer.due_in())
 
     def _submit(self, broker: str, request: RpcRequest[Any], timeout: float) -> Call[Any]:
         call = self._client.submit(broker, request, timeout)
@@ -156,7 +156,7 @@ class RocketMQReader(Reader):
         messages: list[Message] = []
         room = _ENOUGH_BYTES
         for reader in self._in_turn():
-            while len(messages) < limit and room > 0 and reader.has_some:
+            while len(messages) < limit and room > 0 and reader.has_message:
                 message = reader.hand_out()
                 if message is not None:
                     messages.append(message)
@@ -164,7 +164,7 @@ class RocketMQReader(Reader):
         return messages
 
     def _in_turn(self) -> list[QueueReader]:
-        """All cursors, another one first each time, so that a long partition does not keep the others waiting."""
+        """Return all partitions, another one first each time, so that a busy one does not starve the others."""
         readers = list(self._readers.values())
         if len(readers) > 1:
             self._turn = (self._turn + 1) % len(readers)
@@ -174,81 +174,81 @@ class RocketMQReader(Reader):
     def _raise_faults(self) -> None:
         for reader in self._readers.values():
             if (fault := reader.fault) is not None and not reader.paused:
-                if isinstance(fault, NotFound):  # the topic may be made anew
+                if isinstance(fault, NotFound):  # the topic may be created again
                     reader.fault = None
                 raise fault
 
     # --- partitions come and go ---------------------------------------------------------------------------------------
 
-    def _follow(self) -> None:
-        """Take in what came of the work behind the reader, and have done what is due."""
-        if self._work is not None and self._work.done:
-            work, self._work = self._work, None
+    def _run_background_task(self) -> None:
+        """Take the result of the background task, and start another one if it is due."""
+        if self._task is not None and self._task.done:
+            work, self._task = self._task, None
             try:
                 work.finish()
             except (PositionLost, EvidenceLost):
                 raise
             except (BrokerUnavailable, OutcomeUnknown) as error:
                 _log.warning("tried again: %s", error)
-        if self._work is None and (due := self._due()) is not None:
+        if self._task is None and (due := self._due_task()) is not None:
             deadline = Deadline(self._timeout)
-            self._work = BackgroundTask(lambda: due(deadline), self._take, self._wake.set)
+            self._task = BackgroundTask(lambda: due(deadline), self._apply, self._wake.set)
 
-    def _due(self) -> Callable[[Deadline], _RefreshResult] | None:
-        """What takes time and is to be done now."""
+    def _due_task(self) -> Callable[[Deadline], _RefreshResult] | None:
+        """Return the background task that is due now, None if there is none."""
         readers = list(self._readers.values())
         is_cut_off = any(reader.is_cut_off for reader in readers)
-        if self._member is not None:
+        if self._rebalancer is not None:
             moved = {reader: reader.moves for reader in readers if not reader.settled}
             targets = {reader.partition: None if reader.overtaken else reader.target for reader in moved}
-            if moved or is_cut_off or not self._member.due_in():
+            if moved or is_cut_off or not self._rebalancer.due_in():
                 holding = frozenset(self._readers)
-                return lambda deadline: self._look_at_group(holding, targets, moved, deadline)
-        elif is_cut_off or time.monotonic() >= self._look_at:
-            return self._look_at_topics
+                return lambda deadline: self._refresh_group(holding, targets, moved, deadline)
+        elif is_cut_off or time.monotonic() >= self._refresh_at:
+            return self._refresh_topics
         return None
 
-    def _look_at_group(
+    def _refresh_group(
         self,
         holding: frozenset[Partition],
         targets: Mapping[Partition, SeekTarget | None],
         moves: Mapping[QueueReader, int],
         deadline: Deadline,
     ) -> _RefreshResult:
-        assert self._member is not None and self._group is not None
-        queues = self._look_at_queues()
+        assert self._rebalancer is not None and self._group is not None
+        queues = self._refresh_queues()
         by_topic: dict[str, list[Queue]] = {}
         for (topic, _), queue in queues.items():
             by_topic.setdefault(topic, []).append(queue)
-        assignment = self._member.look(by_topic, holding, deadline)
+        assignment = self._rebalancer.refresh(by_topic, holding, deadline)
         asked = {each: targets.get(each) for each in assignment.free if each in targets or each not in holding}
-        found = self._group.settle(asked, queues, deadline) if asked else ResolvedPositions()
+        found = self._group.resolve(asked, queues, deadline) if asked else ResolvedPositions()
         return _RefreshResult(queues, assignment, found, moves)
 
-    def _look_at_topics(self, deadline: Deadline) -> _RefreshResult:
-        queues = self._look_at_queues()
+    def _refresh_topics(self, deadline: Deadline) -> _RefreshResult:
+        queues = self._refresh_queues()
         new = {partition: queue for partition, queue in queues.items() if partition not in self._readers}
         for queue in {queue.broker: queue for queue in queues.values()}.values():
-            self._offsets.end(queue, deadline)  # it answers again
+            self._offsets.end(queue, deadline)  # check that the broker responds again
         first = {partition: self._starts.first(partition, queue, deadline) for partition, queue in new.items()}
         return _RefreshResult(queues, found=ResolvedPositions(first))
 
-    def _look_at_queues(self) -> dict[Partition, Queue]:
-        """All that there is to read, with what was added. What is missing is on a broker that is away, mostly."""
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
+    def _refresh_queues(self) -> dict[Partition, Queue]:
+        """Return all queues of the topics, also new ones. A missing queue is mostly on a broker that is down."""
+        if time.monotonic() >= self._refresh_at:
+            self._refresh_at = time.monotonic() + _LOOK_SECONDS
             for topic in self._subscription.topics:
                 with suppress(BrokerUnavailable):
                     found = self._cluster.topics.look(topic, Deadline(_NAMING_SECONDS))
                     self._queues = {**self._queues, **{(topic, each.queue): each for each in found}}
         return self._queues
 
-    def _take(self, seen: _RefreshResult) -> None:
+    def _apply(self, seen: _RefreshResult) -> None:
         for reader in self._readers.values():
             reader.is_cut_off = False
         if seen.assignment is not None:
-            self._leave([each for each in self._readers if each in seen.assignment.taken], self._listener.lost)
-            self._leave([each for each in self._readers if each not in seen.assignment.mine], self._listener.revoking)
+            self._remove([each for each in self._readers if each in seen.assignment.taken], self._listener.lost)
+            self._remove([each for each in self._readers if each not in seen.assignment.mine], self._listener.revoking)
         for partition in (*seen.found.known, *seen.found.lost):
             reader = self._readers.get(partition) or self._add(partition, seen.queues[partition])
             if seen.moves.get(reader, reader.moves) == reader.moves:
@@ -258,13 +258,13 @@ class RocketMQReader(Reader):
         with self._guard:
             if reader.partition in found.known:
                 place = found.known[reader.partition]
-                reader.go_on(AnchoredPosition(place.next, place.anchor or reader.anchor))
+                reader.continue_at(AnchoredOffset(place.next, place.anchor or reader.anchor))
             else:
                 at, fault = found.lost[reader.partition]
-                reader.go_on(AnchoredPosition(at))
+                reader.continue_at(AnchoredOffset(at))
                 reader.lose(fault)
 
-    def _leave(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
+    def _remove(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
         if not partitions:
             return
         try:
@@ -272,8 +272,8 @@ class RocketMQReader(Reader):
         finally:
             with self._guard:
                 left = [self._readers.pop(partition) for partition in partitions]
-            if self._member is not None:
-                self._member.let_go([reader.queue for reader in left])
+            if self._rebalancer is not None:
+                self._rebalancer.release([reader.queue for reader in left])
 
     # --- where it stands --------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class RocketMQReader(Reader):
 
     def seek(self, positions: Mapping[Partition, Position]) -> None:
         wanted = {self._reader(partition): _checked(position) for partition, position in positions.items()}
-        if self._group is not None:  # going back behind an abort must not fail because a broker is away
+        if self._group is not None:  # a seek back after an abort must not fail because a broker is down
             for reader, at in wanted.items():
                 reader.unsettle(SeekTarget(at, chosen=True))
             return
@@ -291,8 +291,8 @@ class RocketMQReader(Reader):
             begin = self._offsets.begin(reader.queue, deadline)
             if at < begin:
                 raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
-        for reader, place in {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}.items():
-            reader.go_on(place)
+        for reader, place in {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}.items():
+            reader.continue_at(place)
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
         self._go_back({self._reader(partition): _checked(position) for partition, position in positions.items()})
@@ -306,17 +306,17 @@ class RocketMQReader(Reader):
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._readers.values()}
-        places = {c: self._offsets.place(c.queue, at, deadline) for c, at in wanted.items()}
+        places = {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}
         for reader, place in places.items():
             if self._group is not None:
                 reader.unsettle(SeekTarget(place.next, chosen=True))
             else:
-                reader.go_on(place)
+                reader.continue_at(place)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
             reader = self._readers.get(partition)
-            if reader is not None and given:  # else they come again where it is now
+            if reader is not None and given:  # otherwise the messages are delivered again from the current position
                 self._go_back({reader: min(reader.next, *map(_checked, given))})
 
     def pause(self, partitions: Sequence[Partition]) -> None:
@@ -347,7 +347,7 @@ class RocketMQReader(Reader):
         found = {}
         for partition, reader in self._readers.items():
             at = stands.get(partition, reader.next)
-            if at >= reader.behind:  # nothing is outstanding, so it stands behind the repeats that were passed over
+            if at >= reader.behind:  # nothing is outstanding, so the duplicates that were skipped count as read
                 at = max(at, reader.next)
             found[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
         return found
@@ -357,8 +357,8 @@ class RocketMQReader(Reader):
             raise InvalidState("what was read without a group cannot be acknowledged")
         return self._context
 
-    def _tell(self, reader: QueueReader, at: int) -> None:
-        self._offsets.tell(str(self._subscription.group), reader.queue, at)
+    def _commit_offset(self, reader: QueueReader, at: int) -> None:
+        self._offsets.commit(str(self._subscription.group), reader.queue, at)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -366,16 +366,16 @@ class RocketMQReader(Reader):
         if self._closed:
             return
         self._closed = True
-        if self._work is not None:  # it might lock again what is let go now
-            self._work.join(min(deadline.left(), _LEAVING_SECONDS))
+        if self._task is not None:  # the task might lock again what is unlocked now
+            self._task.join(min(deadline.left(), _LEAVING_SECONDS))
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(TxnBridgeError):
                 stands, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
                 for partition, reader in self._readers.items():
-                    if partition in stands:  # else only a seek can say where it goes on
-                        self._tell(reader, stands[partition])
-        if self._member is not None:
-            self._member.close(deadline)
+                    if partition in stands:  # otherwise only a seek can tell where it continues
+                        self._commit_offset(reader, stands[partition])
+        if self._rebalancer is not None:
+            self._rebalancer.close(deadline)
         else:
             self._client.close(deadline.left())
 

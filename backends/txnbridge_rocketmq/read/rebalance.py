@@ -1,8 +1,8 @@
-"""Which partitions a member of a group reads.
+"""The assignment of partitions to the members of a group.
 
-Brokers tell who the members are, and every member shares the partitions out by the same rule. A lock of the broker's
-keeps a new reader of a partition waiting until the old one has ended its transaction. All of this only spares members
-work in vain: whose acknowledgement counts is decided by the decision log.
+Brokers list the members, and every member computes the same assignment from that list. A broker's lock keeps a new
+reader of a partition waiting until the previous reader has ended its transaction. All this only saves members wasted
+work: the decision log alone decides whose acknowledgement counts.
 """
 
 from __future__ import annotations
@@ -33,29 +33,26 @@ from txnbridge_rocketmq.settings.names import encoded, group_name
 
 T = TypeVar("T")
 
-# How often a member tells brokers that it lives. They drop those who have been silent for two minutes.
+# The heartbeat interval of members. Brokers drop a member after two minutes of silence.
 HEARTBEAT_SECONDS = 5.0
-# How often a member looks at its group; changes are told at once, and locks are held for a minute.
+# How often a member refreshes its assignment. Brokers notify changes at once, and keep locks for a minute.
 LOOK_SECONDS = 1.0
-# While it waits for another one's lock.
+# The same while the member waits for a lock.
 _LOOK_OFTEN_SECONDS = 0.1
-# How long it waits. The lock's owner may be dead, and a transaction may take longer than others should wait.
+# How long a member waits for a lock. Its owner may be dead, or in a transaction that takes too long.
 _LOCKED_SECONDS = 10.0
-# How often a member asks whether its neighbour lives. The answer of one that does not takes ten seconds.
+# How often a member probes its neighbour, and the timeout: the broker answers for a member asleep after ten seconds.
 _WATCH_SECONDS = 3.0
 _WATCH_ANSWER_SECONDS = 15.0
 _LEAVE_SECONDS = 1.0
 
-# A member's name at the brokers says which application it belongs to, and which topics it reads.
+# The client id of a member, with hashes of its application and its topics.
 _MEMBER = re.compile(r".*@txnbridge-[0-9a-f]+\.([0-9a-f]{8})((?:\.[0-9a-f]{8})+)")
 
 
 @dataclass(frozen=True)
 class QueueAssignment:
-    """What came of a look: the partitions that are this member's, and those of them that it may read.
-
-    `taken` are those that it held, and that another member holds now.
-    """
+    """The partitions of a member, those it may read, and those it held that another member has `taken`."""
 
     mine: frozenset[Partition] = frozenset()
     free: frozenset[Partition] = frozenset()
@@ -67,14 +64,14 @@ class QueueAssignment:
 
 @dataclass
 class _BrokerShare:
-    """What was found at one broker by the last look."""
+    """The state of the group at one broker after the last refresh."""
 
     living: set[str] = field(default_factory=set)
     locked: set[Queue] = field(default_factory=set)
 
 
-class GroupMember:
-    """One member of a group. One thread at a time calls; `on_change` may be called on any."""
+class Rebalancer:
+    """One member of a group. For use by one thread at a time; `on_change` may be called on any thread."""
 
     def __init__(
         self,
@@ -92,23 +89,23 @@ class GroupMember:
         self._changed = threading.Event()
         self._changed.set()
         self._on_change = on_change
-        self.client = open_client(settings, self._name(), self._told)
+        self.client = open_client(settings, self._client_id(), self._on_members)
         self._places: dict[str, _BrokerShare] = {}
         self._waits: dict[Partition, float] = {}
-        self._look_at_next = 0.0
-        self._watch = _SleepDetector(self.client, self._group)
+        self._refresh_at = 0.0
+        self._sleep_detector = _SleepDetector(self.client, self._group)
         try:
             self._join(deadline)
         except BaseException:
             self.client.close()
             raise
 
-    def _name(self) -> str:
+    def _client_id(self) -> str:
         topics = ".".join(_short(topic) for topic in sorted(self._topics))
         instance = uuid.uuid4().hex[:12]
         return f"{socket.gethostname()}@{os.getpid()}@txnbridge-{instance}.{self._application}.{topics}"
 
-    def _told(self, group: str) -> None:
+    def _on_members(self, group: str) -> None:
         self._changed.set()
         self._on_change()
 
@@ -118,32 +115,32 @@ class GroupMember:
         retry(lambda: self.client.join(membership, deadline.left()), what, deadline)
 
     def due_in(self) -> float:
-        """In how many seconds it is time to look."""
-        return 0.0 if self._changed.is_set() else max(0.0, self._look_at_next - time.monotonic())
+        """Return the seconds until the next refresh is due."""
+        return 0.0 if self._changed.is_set() else max(0.0, self._refresh_at - time.monotonic())
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
-    def look(
+    def refresh(
         self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
-        """What is this member's now. Raises `InvalidOption` if another application reads in the same group."""
+        """Refresh and return the assignment. Raise `InvalidOption` if another application reads in the same group."""
         self._changed.clear()
         found = QueueAssignment()
         for broker in sorted({each.broker for here in queues.values() for each in here}):
             here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
-            found |= self._look_at(broker, here, holding, deadline)
+            found |= self._refresh_broker(broker, here, holding, deadline)
         waiting = found.mine - found.free
         self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
-        self._look_at_next = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
+        self._refresh_at = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
         return found
 
-    def _look_at(
+    def _refresh_broker(
         self, broker: str, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
         me, place = self.client.client_id, self._places.setdefault(broker, _BrokerShare())
         ids = self._members(broker, deadline)
-        asleep = self._watch.look(broker, ids)
-        for gone in place.living - (set(ids) - asleep):  # they leave their locks behind, for a minute
+        asleep = self._sleep_detector.asleep(broker, ids)
+        for gone in place.living - (set(ids) - asleep):  # a dead member leaves its locks behind for a minute
             everything = [queue for found in queues.values() for queue in found]
             self._call(broker, groups.unlock(self._group, gone, everything), deadline)
         place.living = set(ids) - asleep
@@ -151,9 +148,9 @@ class GroupMember:
         alone: set[str] = set()
         for topic, found in queues.items():
             readers = [each for each in ids if _reads(each, topic)]
-            wanted += assign_queues(found, readers, asleep).get(me, ())
+            wanted += assign(found, readers, asleep).get(me, ())
             if place.living.intersection(readers) == {me}:
-                alone.add(topic)  # whoever has a lock there is dead
+                alone.add(topic)  # every other member that may hold a lock there is dead
         before, place.locked = place.locked, set()
         if wanted:
             place.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
@@ -166,12 +163,12 @@ class GroupMember:
         )
 
     def _members(self, broker: str, deadline: Deadline) -> list[str]:
-        """The names of all members, this one among them."""
+        """Return the client ids of all members, including this one."""
         ids = self._call(broker, groups.members(self._group), deadline)
-        if self.client.client_id not in ids:  # as after a restart of the broker
+        if self.client.client_id not in ids:  # the broker has restarted
             self._join(deadline)
             ids = self._call(broker, groups.members(self._group), deadline)
-        if self.client.client_id not in ids:  # it makes no groups by itself
+        if self.client.client_id not in ids:  # the broker creates no groups by itself
             with suppress(RemotingError):
                 self.client.call(broker, administration.create_group(self._group), deadline.left())
             self._join(deadline)
@@ -204,8 +201,8 @@ class GroupMember:
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
-    def let_go(self, queues: Sequence[Queue]) -> None:
-        """Others may read these from now on. Waits for nobody."""
+    def release(self, queues: Sequence[Queue]) -> None:
+        """Unlock queues for other members. Do not wait for the responses."""
         for broker in {queue.broker for queue in queues}:
             here = [queue for queue in queues if queue.broker == broker]
             with suppress(RemotingError):
@@ -222,10 +219,10 @@ class GroupMember:
 
 
 class _SleepDetector:
-    """Which members behind this one, in the order of their names, are connected and do not live.
+    """Finds members that are connected but asleep: their process is stopped, or their machine is suspended.
 
-    Each member watches the next one that lives, so that brokers are not kept busy with it, and reads for those before
-    that.
+    Each member probes the next member, in the order of client ids, that is not known to be asleep. So a broker relays
+    few probes, and a member reads for the sleeping members behind it.
     """
 
     def __init__(self, client: RemotingClient, group: str) -> None:
@@ -235,14 +232,14 @@ class _SleepDetector:
         self._calls: dict[str, Call[bool]] = {}
         self._ask_at: dict[str, float] = {}
 
-    def look(self, broker: str, ids: Sequence[str]) -> set[str]:
-        """Those of these members of whom it is known; asks anew now and then."""
+    def asleep(self, broker: str, ids: Sequence[str]) -> set[str]:
+        """Return the members that are known to be asleep, and probe again when it is time."""
         for each, call in list(self._calls.items()):
             if call.done():
                 del self._calls[each]
-                self._note(each, call)
+                self._record(each, call)
         self._asleep &= set(ids)
-        for each in self._watched(ids):
+        for each in self._to_probe(ids):
             if each not in self._calls and time.monotonic() >= self._ask_at.get(each, 0.0):
                 self._ask_at[each] = time.monotonic() + _WATCH_SECONDS
                 with suppress(RemotingError):
@@ -250,14 +247,14 @@ class _SleepDetector:
                     self._calls[each] = self._client.submit(broker, request, _WATCH_ANSWER_SECONDS)
         return set(self._asleep)
 
-    def _note(self, member: str, call: Call[bool]) -> None:
+    def _record(self, member: str, call: Call[bool]) -> None:
         try:
             is_asleep = call.result()
         except RemotingError:
-            return  # nobody knows; whoever has no right to ask waits until the broker drops a dead member
+            return  # unknown; a user without the right to probe waits until the broker drops a dead member
         (self._asleep.add if is_asleep else self._asleep.discard)(member)
 
-    def _watched(self, ids: Sequence[str]) -> list[str]:
+    def _to_probe(self, ids: Sequence[str]) -> list[str]:
         me = self._client.client_id
         if me not in ids:
             return []
@@ -270,15 +267,14 @@ class _SleepDetector:
         return found
 
 
-def assign_queues(
-    queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()
-) -> dict[str, list[Queue]]:
-    """Which reader has which of a topic's queues. For one that is asleep the reader before it stands in."""
+def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
+    """Return the queues of each reader of a topic. The previous reader takes over for one that is asleep."""
     found: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:
         return found
-    first = int(_short(queues[0].topic), 16) if queues else 0  # else of many small topics one member would read all
+    # begin elsewhere for each topic, so that one member does not read all topics with few queues
+    first = int(_short(queues[0].topic), 16) if queues else 0
     for number, queue in enumerate(queues):
         index = (first + number) % len(readers)
         living = max((each for each in awake if each <= index), default=awake[-1])
@@ -289,7 +285,7 @@ def assign_queues(
 def open_client(
     settings: RocketMQSettings, name: str | None = None, on_members: Callable[[str], None] | None = None
 ) -> RemotingClient:
-    """A client with connections of its own: what a reader waits for holds up nobody else."""
+    """Return a client with connections of its own, so that long pulls delay nothing else."""
     return RemotingClient(
         settings.name_servers,
         client_id=name,

@@ -1,4 +1,4 @@
-"""Where the reading of a partition starts, and goes on."""
+"""The positions at which the reading of partitions starts and continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from txnbridge_rocketmq.client.requests import RpcRequest
 from txnbridge_rocketmq.client.retry import retry_call
 from txnbridge_rocketmq.outcome.end_transaction import HalfEnder
 from txnbridge_rocketmq.outcome.outcome import publish_decided
-from txnbridge_rocketmq.read.anchored_position import Anchor, AnchoredPosition, topic_recreated
+from txnbridge_rocketmq.read.anchored_offset import Anchor, AnchoredOffset, topic_recreated
 from txnbridge_rocketmq.read.partition import SURE_SECONDS, SeekTarget
 from txnbridge_rocketmq.read.pull import GROUP
 from txnbridge_rocketmq.settings.names import encoded
@@ -29,32 +29,33 @@ from txnbridge_rocketmq.write.message_format import timestamp_of
 T = TypeVar("T")
 
 Queues = Mapping[Partition, Queue]
+Targets = Mapping[Partition, SeekTarget | None]
 
 _AGAIN_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
-# The bridge tells brokers where a group stands only for people and tools to look at, and waits for no answer.
+# Timeout of commits of a group's offset to the broker, which only serve people and tools.
 _TELL_SECONDS = 5.0
 
 
 class QueueOffsets:
-    """What can be asked about queues. Any thread may call."""
+    """Requests about the offsets of queues. Safe for use by several threads."""
 
     def __init__(self, client: RemotingClient) -> None:
         self._client = client
 
     def begin(self, queue: Queue, deadline: Deadline) -> int:
-        """The offset of the first message that there still is."""
+        """Return the offset of the first message that the queue still has."""
         return max(0, self._ask(queue, reading.min_offset(queue.topic, queue.queue), deadline))
 
     def end(self, queue: Queue, deadline: Deadline) -> int:
-        """The offset that the next message will have."""
+        """Return the offset of the next message."""
         return self._ask(queue, reading.max_offset(queue.topic, queue.queue), deadline)
 
     def since(self, queue: Queue, timestamp: int, deadline: Deadline) -> int:
-        """The offset of the first message stamped at or after a time; the end if there is none.
+        """Return the offset of the first message with this timestamp or a later one; the end if there is none.
 
-        Brokers know when they stored a message. What a sender stamped otherwise is looked for from there on; of what is
-        stamped with a time to come only that is found which was stored since.
+        Brokers search by store time. The sender's timestamps are compared from that offset on. Therefore a message with
+        a timestamp in the future is found only if it was stored after `timestamp`.
         """
         at = max(self._ask(queue, reading.offset_at(queue.topic, queue.queue, timestamp), deadline), 0)
         at, end = max(at, self.begin(queue, deadline)), self.end(queue, deadline)
@@ -63,21 +64,21 @@ class QueueOffsets:
             for record in pulled.records:
                 if record.queue_offset >= at and timestamp_of(record) >= timestamp:
                     return record.queue_offset
-            if pulled.next_offset <= at:  # its last message can be read in a moment
+            if pulled.next_offset <= at:  # its last message becomes readable in a moment
                 deadline.check(f"looking for a time in {queue.topic}[{queue.queue}]")
                 time.sleep(_AGAIN_SECONDS)
             at = max(at, pulled.next_offset)
         return at
 
-    def place(self, queue: Queue, at: int, deadline: Deadline) -> AnchoredPosition:
-        """Return an offset with the message before it, if there is one, by which the queue will be known."""
+    def anchored(self, queue: Queue, at: int, deadline: Deadline) -> AnchoredOffset:
+        """Return the position at an offset, anchored at the message before it if there is one."""
         log_offset = self._log_offset(queue, at - 1, deadline) if at else None
-        return AnchoredPosition(at, None if log_offset is None else Anchor(at - 1, log_offset))
+        return AnchoredOffset(at, None if log_offset is None else Anchor(at - 1, log_offset))
 
-    def has(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
-        """Return whether the queue still has a record at its place, or may have had it until retention dropped it.
+    def has_anchor(self, queue: Queue, anchor: Anchor, deadline: Deadline) -> bool:
+        """Return whether the queue still has its anchor, or retention has dropped it.
 
-        A broker that has just started is asked for some seconds before it is believed that there is no record.
+        A missing record is looked for during some seconds, because a broker may just have started.
         """
         sure = time.monotonic() + SURE_SECONDS
         while (log_offset := self._log_offset(queue, anchor.offset, deadline)) is None:
@@ -92,14 +93,14 @@ class QueueOffsets:
     def _log_offset(self, queue: Queue, offset: int, deadline: Deadline) -> int | None:
         return self._ask(queue, reading.log_offset_at(queue.topic, queue.queue, offset), deadline)
 
-    def known(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
-        """Where the broker believes that a group stands."""
+    def committed(self, group: str, queue: Queue, deadline: Deadline) -> int | None:
+        """Return the group's offset by the broker's offset store."""
         return self._ask(queue, groups.committed_offset(encoded(group), queue.topic, queue.queue), deadline)
 
-    def tell(self, group: str, queue: Queue, offset: int) -> None:
-        """Tell the broker where a group stands, for tools that look there. Does not wait for the answer."""
+    def commit(self, group: str, queue: Queue, offset: int) -> None:
+        """Commit a group's offset to the broker's offset store, for tools. Do not wait for the response."""
         request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
-        with suppress(RemotingError):  # it is told with the next acknowledgement
+        with suppress(RemotingError):  # the next acknowledgement commits the offset again
             self._client.submit(queue.broker, request, _TELL_SECONDS)
 
     def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
@@ -108,43 +109,45 @@ class QueueOffsets:
 
 
 class InitialPositions:
-    """Where the subscription says that reading begins. "latest" means when the reader was opened."""
+    """The positions at which a subscription begins. "latest" means the end when the reader was opened."""
 
     def __init__(self, offsets: QueueOffsets, subscription: Subscription, queues: Queues, deadline: Deadline) -> None:
         self._offsets = offsets
         self._start = subscription.start
         latest = self._start == "latest"
-        self._latest: dict[Partition, AnchoredPosition] = {}
+        self._latest: dict[Partition, AnchoredOffset] = {}
         for each, queue in queues.items() if latest else ():
-            self._latest[each] = offsets.place(queue, offsets.end(queue, deadline), deadline)
+            self._latest[each] = offsets.anchored(queue, offsets.end(queue, deadline), deadline)
 
-    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredPosition:
-        """Where a partition begins; one that was added since, at its beginning: all of it has come since."""
+    def first(self, partition: Partition, queue: Queue, deadline: Deadline) -> AnchoredOffset:
+        """Return where a partition begins. A partition that was added later begins at its first message."""
         if partition in self._latest:
             return self._latest[partition]
         if isinstance(self._start, int):
             at = self._offsets.since(queue, self._start, deadline)
         else:
             at = self._offsets.begin(queue, deadline)
-        return self._offsets.place(queue, at, deadline)
+        return self._offsets.anchored(queue, at, deadline)
 
 
 @dataclass(frozen=True)
 class ResolvedPositions:
-    """Where partitions go on, and those of which only the user can say that."""
+    """The positions at which partitions continue, and the errors of those for which only the user can tell."""
 
-    known: Mapping[Partition, AnchoredPosition] = field(default_factory=dict)
+    known: Mapping[Partition, AnchoredOffset] = field(default_factory=dict)
     lost: Mapping[Partition, tuple[int, PositionLost]] = field(default_factory=dict)
 
 
 class GroupPositions:
-    """Where a group stands, by the decisions that acknowledge; and where it begins, which is such a decision, too.
+    """The position of a group: the end of the last decision that acknowledges in it.
 
-    It stands in the log before anything is handed out: so nothing is skipped if the first batch aborts, and of members
-    that begin at the same time one decides.
+    The group begins by such a decision.
 
-    The member by whose decision the group stands there may have died before it had published that transaction. The
-    member that goes on behind it publishes the transaction first: else its own messages would overtake those.
+    The first position stands in the log before the first message is handed out. Therefore nothing is skipped if the
+    first batch aborts, and of members that begin at the same time one decides.
+
+    The member whose decision moved the group may have died before it published that transaction. The member that
+    continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction.
     """
 
     def __init__(
@@ -158,14 +161,14 @@ class GroupPositions:
         self._ledger = context.ledger(context.application, f"group/{group}")
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
-        """Where the group stands, and up to where in the log that was read. Raises `PositionLost`."""
-        places, read_up_to = self._places(deadline)
+        """Return the group's positions, and the position up to which the log was read. Raise `PositionLost`."""
+        places, read_up_to = self._anchored_offsets(deadline)
         return {partition: place.next for partition, place in places.items()}, read_up_to
 
-    def _places(self, deadline: Deadline) -> tuple[dict[Partition, AnchoredPosition], Position]:
+    def _anchored_offsets(self, deadline: Deadline) -> tuple[dict[Partition, AnchoredOffset], Position]:
         with self._with_evidence():
             found, read_up_to = self._ledger.positions(self._group, deadline)
-        return {partition: AnchoredPosition.of(position) for partition, position in found.items()}, read_up_to
+        return {partition: AnchoredOffset.of(position) for partition, position in found.items()}, read_up_to
 
     @contextmanager
     def _with_evidence(self) -> Iterator[None]:
@@ -176,29 +179,27 @@ class GroupPositions:
                 f"nobody can tell where group {self._group!r} stands: {error}. Nothing was skipped or read again"
             ) from error
 
-    def settle(
-        self, targets: Mapping[Partition, SeekTarget | None], queues: Queues, deadline: Deadline
-    ) -> ResolvedPositions:
-        """Where partitions go on: not before what the group has acknowledged, and not before what a seek wants.
+    def resolve(self, targets: Targets, queues: Queues, deadline: Deadline) -> ResolvedPositions:
+        """Return where partitions continue: not before the group's position, and not before the target of a seek.
 
-        `queues` are all of the topics' partitions. A group begins to read a topic with all that it has then. Where
-        there is no wish, another member may have moved the group last. In a topic that was made anew the group goes on
-        where the user says, and is moved there, back or forth.
+        `queues` are all partitions of the topics: a group begins a topic with all partitions that exist then. A
+        partition without a target may have been moved by another member. In a recreated topic the group moves to the
+        target that the user has chosen, forward or back.
         """
         while True:
-            stands, read_up_to = self._places(deadline)
-            renewed = self._renewed({each: stands[each] for each in targets if each in stands}, queues, deadline)
+            stands, read_up_to = self._anchored_offsets(deadline)
+            renewed = self._recreated({each: stands[each] for each in targets if each in stands}, queues, deadline)
             chosen = {each: target.at for each in renewed if (target := targets[each]) is not None and target.chosen}
             if chosen:
-                begun = {each: self._offsets.place(queues[each], at, deadline) for each, at in chosen.items()}
+                begun = {each: self._offsets.anchored(queues[each], at, deadline) for each, at in chosen.items()}
                 self._claim(begun, read_up_to, deadline)
                 continue
             if all(partition in stands for partition in targets):
                 self._publish_before({each for each, target in targets.items() if target is None}, deadline)
-                return self._found(targets, stands, renewed, queues, deadline)
-            # In this order: what the broker was told before stands in the log by now.
-            told = {each: self._offsets.known(self._group, queues[each], deadline) for each in queues}
-            stands, read_up_to = self._places(deadline)
+                return self._resolved(targets, stands, renewed, queues, deadline)
+            # The order matters: an offset that was committed to the broker before stands in the log by now.
+            told = {each: self._offsets.committed(self._group, queues[each], deadline) for each in queues}
+            stands, read_up_to = self._anchored_offsets(deadline)
             new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in stands)}
             begun = {}
             lost = renewed
@@ -206,58 +207,56 @@ class GroupPositions:
                 if partition in stands or not (partition in targets or partition in new):
                     continue
                 if (target := targets.get(partition)) is not None:
-                    begun[partition] = self._offsets.place(queue, target.at, deadline)
+                    begun[partition] = self._offsets.anchored(queue, target.at, deadline)
                 elif (at := told[partition]) is not None:
                     lost[partition] = at, self._lost(partition, at)
                 elif partition in new:
                     begun[partition] = self._starts.first(partition, queue, deadline)
-                else:  # it was added since the group began: it has all come since
-                    begun[partition] = self._offsets.place(queue, self._offsets.begin(queue, deadline), deadline)
+                else:  # the partition was added since the group began, so all its messages are new
+                    begun[partition] = self._offsets.anchored(queue, self._offsets.begin(queue, deadline), deadline)
             if begun and not self._claim(begun, read_up_to, deadline):
                 continue
-            self._publish_before(
-                {each for each, target in targets.items() if target is None and each in stands}, deadline
-            )
-            return self._found(targets, {**stands, **begun}, lost, queues, deadline)
+            self._publish_before({p for p, target in targets.items() if target is None and p in stands}, deadline)
+            return self._resolved(targets, {**stands, **begun}, lost, queues, deadline)
 
-    def _found(
+    def _resolved(
         self,
-        targets: Mapping[Partition, SeekTarget | None],
-        stands: Mapping[Partition, AnchoredPosition],
+        targets: Targets,
+        stands: Mapping[Partition, AnchoredOffset],
         lost: Mapping[Partition, tuple[int, PositionLost]],
         queues: Queues,
         deadline: Deadline,
     ) -> ResolvedPositions:
         known = {
-            each: self._further(stands[each], target, queues[each], deadline)
+            each: self._advanced(stands[each], target, queues[each], deadline)
             for each, target in targets.items()
             if each in stands and each not in lost
         }
         return ResolvedPositions(known, {each: lost[each] for each in targets if each in lost})
 
-    def _further(
-        self, stands: AnchoredPosition, target: SeekTarget | None, queue: Queue, deadline: Deadline
-    ) -> AnchoredPosition:
+    def _advanced(
+        self, stands: AnchoredOffset, target: SeekTarget | None, queue: Queue, deadline: Deadline
+    ) -> AnchoredOffset:
         if target is None or target.at <= stands.next:
             return stands
         return (
-            self._offsets.place(queue, target.at, deadline)
+            self._offsets.anchored(queue, target.at, deadline)
             if target.chosen
-            else AnchoredPosition(target.at, stands.anchor)
+            else AnchoredOffset(target.at, stands.anchor)
         )
 
-    def _renewed(
-        self, stands: Mapping[Partition, AnchoredPosition], queues: Queues, deadline: Deadline
+    def _recreated(
+        self, stands: Mapping[Partition, AnchoredOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
-        """Those of these partitions that are not what the group has read: their topics were made anew."""
+        """Return the errors of those partitions whose topics were recreated since the group read them."""
         found = {}
         for partition, (at, anchor) in stands.items():
-            if anchor is not None and not self._offsets.has(queues[partition], anchor, deadline):
+            if anchor is not None and not self._offsets.has_anchor(queues[partition], anchor, deadline):
                 found[partition] = at, topic_recreated(f"the position of group {self._group!r}", partition, at, anchor)
         return found
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
-        """Publish the transactions that acknowledged last on these; their authors had done the same before them."""
+        """Publish the last transactions that acknowledged on these. Earlier ones were published before them."""
         if not partitions:
             return
         with self._with_evidence():
@@ -265,8 +264,8 @@ class GroupPositions:
         for transaction, claim in dict(decided[each] for each in partitions if each in decided).items():
             publish_decided(self._ender, transaction, claim, deadline)
 
-    def _claim(self, begun: Mapping[Partition, AnchoredPosition], read_up_to: Position, deadline: Deadline) -> bool:
-        """Decide where the group begins; False if another member has moved it meanwhile."""
+    def _claim(self, begun: Mapping[Partition, AnchoredOffset], read_up_to: Position, deadline: Deadline) -> bool:
+        """Decide where the group begins. Return False if another member has moved the group meanwhile."""
         acks = [Ack(self._group, each, (place.next,), place.position, read_up_to) for each, place in begun.items()]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):
             log = self._ledger.begin(deadline)

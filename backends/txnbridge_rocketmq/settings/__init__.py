@@ -21,7 +21,7 @@ _PORT = 9876  # the default port of name servers
 
 @dataclass(frozen=True)
 class RocketMQSettings:
-    """How to reach and use a cluster, for all parts of the backend."""
+    """The settings of a bridge: how to reach and use a cluster."""
 
     name_servers: tuple[str, ...]  # "host:port"
     timeout: float  # the bridge's default deadline in seconds
@@ -45,17 +45,11 @@ class RocketMQSettings:
 
     @property
     def cluster_topic(self) -> str:
-        """The topic whose first record holds the cluster's id.
-
-        The topics that repeat the id add '-' and more to this name.
-        """
+        """The topic whose first record holds the cluster's id. Topics that repeat the id add '-' and more."""
         return f"{self.prefix}cluster"
 
     def broker_topic(self, broker: str) -> str:
-        """Return the name of the empty topic that records a broker of the cluster.
-
-        It may be too long for a long broker name.
-        """
+        """Return the empty topic that records a broker. The name may be too long for a long broker name."""
         return f"{self._broker_topics}{encoded(broker)}"
 
     def noted_broker(self, topic: str) -> str | None:
@@ -73,10 +67,7 @@ class RocketMQSettings:
         return group_name(encoded(self.application))
 
     def half_group(self, group: str) -> str:
-        """Return the producer group of half messages of this group.
-
-        Raise `InvalidOption` for names that are too long.
-        """
+        """Return the producer group of a group's half messages. Raise `InvalidOption` for too long names."""
         return group_name(f"{self._half_groups}{encoded(self.application)}|{encoded(group)}")
 
     def shared_half_group(self, group: str) -> str:
@@ -107,7 +98,7 @@ class RocketMQSettings:
         return Credentials(self.access_key, self.secret_key, self.security_token or None)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context for name servers and brokers; None without TLS. Raise `InvalidOption`."""
+        """Return the TLS context of all connections; None without TLS. Raise `InvalidOption`."""
         import ssl
 
         if not self.tls:

@@ -52,17 +52,14 @@ class BrokerConfig:
 
     @property
     def op_message_interval(self) -> float:
-        """The longest time until the broker has written the op message of a half that has ended.
-
-        A round of check-backs before that asks about the half once more.
-        """
+        """The time until an ended half has its op message. An earlier round of check-backs asks once more."""
         if self.number("transactionOpMsgMaxSize", 4_096) <= 1:
             return 0.0  # the op message of one half exceeds this size, so the broker writes each at once
         return self.number("transactionOpBatchInterval", 3_000) / 1000
 
     @property
     def discarded_after(self) -> float:
-        """How long a half message may stay open before the broker discards it."""
+        """The time after which the broker discards an open half message."""
         return self.check_max * self.check_interval
 
     @property
@@ -76,7 +73,7 @@ class BrokerConfig:
 
     @property
     def retention(self) -> float:
-        """How long the broker keeps stored messages."""
+        """The time for which the broker keeps stored messages."""
         return self.number("fileReservedTime", 72) * 3600.0
 
     @property
@@ -86,10 +83,7 @@ class BrokerConfig:
 
     @property
     def half_topic(self) -> str:
-        """The topic in which the broker keeps half messages.
-
-        Each round of check-backs copies a half in the file store, and never in the RocksDB store.
-        """
+        """The topic of half messages. Rounds of check-backs copy halves, but not in the RocksDB store."""
         in_rocksdb = self.is_on("transRocksDBEnable") and not self.is_on("transWriteOriginTransHalfEnable", True)
         return ROCKSDB_HALF_TOPIC if in_rocksdb else HALF_TOPIC
 

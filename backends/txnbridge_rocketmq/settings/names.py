@@ -18,12 +18,10 @@ def encoded(text: str) -> str:
 
 
 def decoded(text: str) -> str:
-    """Decode a text that `encoded` has made."""
     return unquote(text, errors="surrogatepass")
 
 
 def topic_name(name: str) -> str:
-    """Return the name if it is valid for a topic. Raise `InvalidOption`."""
     try:
         return check_topic(name)
     except ValueError as error:
@@ -31,7 +29,6 @@ def topic_name(name: str) -> str:
 
 
 def group_name(name: str) -> str:
-    """Return the name if it is valid for a group. Raise `InvalidOption`."""
     try:
         return check_group(name)
     except ValueError as error:

@@ -1,12 +1,12 @@
-"""Acknowledging what a reader delivered, as part of the decision about a writer's transaction.
+"""Acknowledgement of a reader's deliveries, as part of the decision about a writer's transaction.
 
-All that a writer needs of a reader:
+The writer's use of a reader:
 
     acks = context.acks(positions, deadline)          # for `Ledger.claim`
     acks = context.acks(more, deadline, so_far=acks)  # with these, too
 
-An acknowledgement counts by the decision that carries it, and only if nobody else has moved the group on the same
-partition since the log was read for it. So nothing is held anywhere until then, and nothing is left behind.
+An acknowledgement counts with the decision that carries it, and only if no other member has moved the group on the same
+partition since the log was read. Until then no lock is held, and nothing has to be cleaned up.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ class TopicPart:
 
 
 def parts_as_json(parts: Sequence[TopicPart]) -> dict[str, Any]:
-    """Return the parts and the time as they stand in the decision log.
-
-    With the transaction's id they identify the halves.
-    """
+    """Return the parts and the time for the decision log. With the transaction's id they identify the halves."""
     halves = [[part.topic, part.broker, part.count] for part in parts]
     return {"halves": halves, "at": int(time.time() * 1000)}
 
@@ -97,7 +94,6 @@ class HalfBatch:
 
     @property
     def parts(self) -> list[TopicPart]:
-        """The messages taken so far, by topic."""
         return [
             TopicPart(topic, target.queues[0].broker, target.count)
             for topic, target in self.targets.items()
@@ -105,7 +101,7 @@ class HalfBatch:
         ]
 
     def take(self, target: HalfTarget, queue: Queue, message: WireMessage, deadline: Deadline) -> None:
-        """Take one message. Raise `InvalidOption` if it is too large; `_ship` may raise other errors."""
+        """Take one message. Raise `InvalidOption` if it is too large; `_send_held` may raise other errors."""
         if len(message.body) > target.settings.message_bytes:
             raise InvalidOption(
                 f"a message to {message.topic} has {len(message.body)} bytes; the broker takes"
@@ -117,9 +113,9 @@ class HalfBatch:
         self._held_bytes += len(message.body)
         target.count += 1
         if len(self._held) >= _HELD_MESSAGES or self._held_bytes >= _HELD_BYTES:
-            self._ship(deadline)
+            self._send_held(deadline)
 
-    def _ship(self, deadline: Deadline) -> None:
+    def _send_held(self, deadline: Deadline) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
         self._sent += held
         for sent in held:
@@ -132,11 +128,8 @@ class HalfBatch:
             self._check(error, deadline)
 
     def flush(self, deadline: Deadline) -> None:
-        """Return when every message is stored.
-
-        Raise `DeliveryFailed` or `AccessDenied`: then the transaction can only abort.
-        """
-        self._ship(deadline)
+        """Return when every message is stored. After `DeliveryFailed` or `AccessDenied` only abort is possible."""
+        self._send_held(deadline)
         for sent in self._sent:
             while sent.stored is None:
                 if sent.call is None:
@@ -166,19 +159,16 @@ class HalfBatch:
             raise DeliveryFailed(str(ours)) from error
 
     def stored(self, patience: Deadline) -> dict[Queue, list[HalfHandle]]:
-        """Return the confirmed halves by queue, in their order.
-
-        Wait for outstanding responses until `patience` is over.
-        """
+        """Return the confirmed halves by queue, in order. Wait for responses until `patience` is over."""
         found: dict[Queue, list[HalfHandle]] = {}
         for sent in self._sent:
             if sent.stored is None and sent.call is not None:
-                sent.stored = self._heard(sent, sent.call, patience)
+                sent.stored = self._response(sent, sent.call, patience)
             if sent.stored is not None:
                 found.setdefault(sent.queue, []).append(sent.stored)
         return found
 
-    def _heard(self, sent: _HalfInFlight, call: Call[SendResult], patience: Deadline) -> HalfHandle | None:
+    def _response(self, sent: _HalfInFlight, call: Call[SendResult], patience: Deadline) -> HalfHandle | None:
         while not call.done() and not patience.expired:
             time.sleep(_LOOK_SECONDS)
         try:

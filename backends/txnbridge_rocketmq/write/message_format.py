@@ -13,7 +13,7 @@ from typing import Any
 from txnbridge.errors import InvalidOption, NotSupported
 from txnbridge.spi import NO_HEADERS, Headers, Message, RawHeaders
 from txnbridge_rocketmq.client.codes import Property
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.client.sending import WireMessage
 
 # The prefix of the bridge's own properties. They are never shown among a user's headers.
@@ -63,10 +63,7 @@ def to_wire(
     own: Mapping[str, str] | None = None,
     unique_key: str | None = None,
 ) -> WireMessage:
-    """Return a message to send, plain or as a half. `own` are additional properties, named `txnbridge.…`.
-
-    Raise `InvalidOption` for headers that RocketMQ cannot store.
-    """
+    """Return a message to send; `own` are our own properties. Raise `InvalidOption` for headers that do not fit."""
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
@@ -90,10 +87,7 @@ def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
 
 
 def _word(key: bytes) -> str | None:
-    """Return a key as a RocketMQ key if it is one printable word: brokers separate keys by spaces.
-
-    Otherwise return None.
-    """
+    """Return a key as a RocketMQ key; None if it is not one printable word (brokers join keys by spaces)."""
     text = key.decode("ascii", "replace")
     return text if _WORD.fullmatch(text) else None
 
@@ -171,7 +165,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
 # --- in ---------------------------------------------------------------------------------------------------------------
 
 
-def from_wire(record: StoredMessage, topic: str, partition: int, source: Any = None) -> Message:
+def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
     """Return the message in a record that any client may have stored. Raise `CannotDecompress`."""
     properties = record.properties
     return Message(
@@ -187,7 +181,7 @@ def from_wire(record: StoredMessage, topic: str, partition: int, source: Any = N
     )
 
 
-def unpack_value(record: StoredMessage) -> bytes | None:
+def unpack_value(record: MessageExt) -> bytes | None:
     """Return the value in the body of a record. Raise `CannotDecompress`."""
     stands_for = record.properties.get(_VALUE)
     if stands_for is None:
@@ -203,7 +197,7 @@ def _key(properties: Mapping[str, str]) -> bytes | None:
     return None if keys is None else keys.encode("utf-8", "surrogateescape")
 
 
-def timestamp_of(record: StoredMessage) -> int:
+def timestamp_of(record: MessageExt) -> int:
     """Return the sender's timestamp, or the store time if there is none."""
     text = record.properties.get(_TIMESTAMP, "")
     return int(text) if re.fullmatch(r"-?\d+", text) else record.stored_time

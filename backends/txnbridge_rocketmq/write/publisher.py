@@ -65,7 +65,7 @@ class RocketMQPublisher(Publisher):
         self._changed = threading.Condition()
         self._senders: dict[Queue, _QueueSender] = {}
         self._messages = self._bytes = 0  # taken and not stored yet
-        self._turns = itertools.count(secrets.randbelow(1 << 16))
+        self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._failed: DeliveryFailed | AccessDenied | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -95,7 +95,7 @@ class RocketMQPublisher(Publisher):
         self._take(message, queues[number], deadline)
 
     def _chosen(self, key: bytes | None, count: int) -> int:
-        return next(self._turns) % count if key is None else partition_of(key, count)
+        return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _take(self, message: WireMessage, queue: Queue, deadline: Deadline) -> None:
         with self._changed:

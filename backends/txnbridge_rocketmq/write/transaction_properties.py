@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from txnbridge_rocketmq.client.records import StoredMessage
+from txnbridge_rocketmq.client.records import MessageExt
 from txnbridge_rocketmq.write.message_format import OWN
 
 _TRANSACTION, _NUMBER = f"{OWN}transaction", f"{OWN}number"
@@ -33,7 +33,7 @@ class TransactionSlot:
 
 @dataclass(frozen=True)
 class HalfOrigin:
-    """Where the transaction of a half is decided, and the time after which any process may abort it."""
+    """The log in which a half's transaction is decided, and the time after which any process may abort it."""
 
     log: Mapping[str, Any]  # `Evidence.log`
     deadline: int  # milliseconds since 1970
@@ -41,7 +41,7 @@ class HalfOrigin:
     opening: str | None = None
 
 
-def slot_of(record: StoredMessage) -> TransactionSlot | None:
+def slot_of(record: MessageExt) -> TransactionSlot | None:
     """Return the slot of a message that was sent in one of the bridge's transactions; None for other messages."""
     transaction, number = record.properties.get(_TRANSACTION), record.properties.get(_NUMBER, "")
     if not transaction or not _DIGITS.fullmatch(number):
@@ -49,7 +49,7 @@ def slot_of(record: StoredMessage) -> TransactionSlot | None:
     return TransactionSlot(transaction, int(number))
 
 
-def origin_of(record: StoredMessage) -> HalfOrigin | None:
+def origin_of(record: MessageExt) -> HalfOrigin | None:
     """Return the origin of one of the bridge's halves; None for halves of other clients."""
     deadline = record.properties.get(_DEADLINE, "")
     try:

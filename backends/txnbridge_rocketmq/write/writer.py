@@ -56,7 +56,7 @@ _ABORT_GRACE = 2.0
 _SETTLE_BEFORE_ABORT = 0.5
 
 
-class Opening(Protocol):
+class WriterOwner(Protocol):
     """The owner of a transactional id, as far as its writers use it."""
 
     cluster: RocketMQCluster
@@ -71,18 +71,15 @@ class Opening(Protocol):
 class RocketMQWriter(Writer):
     """Sends halves, lets the decision log decide, and then has the broker publish the halves.
 
-    A decision cannot be undone: what this process does not publish, other processes publish after the broker's
-    check-back.
+    A decision cannot be undone: what this process does not publish, others publish after the broker's check-back.
     """
 
-    def __init__(self, owner: Opening, number: int) -> None:
+    def __init__(self, owner: WriterOwner, number: int) -> None:
         self._owner = owner
         self._number = number
-        self._unpublished: tuple[str, Sequence[TopicPart]] | None = (
-            None  # the previous transaction, if it is committed and not published
-        )
+        self._unpublished: tuple[str, Sequence[TopicPart]] | None = None  # the previous transaction, if committed
         self._cluster = owner.cluster
-        self._turns = itertools.count(secrets.randbelow(1 << 16))
+        self._round_robin = itertools.count(secrets.randbelow(1 << 16))
         self._begun = Begin("", Deadline(0), False, None)
         self._forget()
 
@@ -131,7 +128,7 @@ class RocketMQWriter(Writer):
         self.messages += 1
 
     def _chosen(self, key: bytes | None, count: int) -> int:
-        return next(self._turns) % count if key is None else partition_of(key, count)
+        return next(self._round_robin) % count if key is None else partition_of(key, count)
 
     def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
         """Return the state of a topic. The broker is asked for its queues once in each transaction."""
@@ -202,14 +199,14 @@ class RocketMQWriter(Writer):
                 halves = self._halves.stored(deadline)
                 if not self._owner.ender.publish_fresh(halves, deadline):
                     return False
-                self._owner.ender.look_once(halves, deadline)
+                self._owner.ender.confirm_published(halves, deadline)
             except PublishedMessageMissing as error:
-                raise self._doubt(error) from error
+                raise self._unpublished_error(error) from error
             except TxnBridgeError:
                 return False
             return True
 
-    def _doubt(self, error: TxnBridgeError) -> OutcomeUnknown:
+    def _unpublished_error(self, error: TxnBridgeError) -> OutcomeUnknown:
         """Return the error for a committed transaction that may be unpublished, and remember to publish it later."""
         self._unpublished = self._begun.transaction, self._halves.parts
         return OutcomeUnknown(
@@ -235,7 +232,7 @@ class RocketMQWriter(Writer):
         except EvidenceLost:
             raise
         except TxnBridgeError as error:
-            raise self._doubt(error) from error
+            raise self._unpublished_error(error) from error
 
     def _store(self, deadline: Deadline) -> None:
         """Return when every half is stored. Abort the transaction and raise if that fails."""
@@ -276,10 +273,7 @@ class RocketMQWriter(Writer):
     # --- the writer itself --------------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
-        """Make the writer usable again.
-
-        A commit of the previous transaction is published before the next one begins.
-        """
+        """Make the writer usable again. A commit of the transaction before is published before the next one."""
         self._owner.check(deadline)
         self._settle(deadline)
         self._forget()

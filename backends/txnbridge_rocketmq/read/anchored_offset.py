@@ -1,7 +1,8 @@
-"""Telling a queue from one of the same name that was made anew.
+"""Positions with an anchor, by which a queue is told from a queue of the same name in a recreated topic.
 
-A broker names a topic by nothing but its name. But each record has a place of its own in the broker's commit log, which
-only grows: so a queue that has a record's place at the same offset still is the queue that the record was read from.
+A broker identifies a topic only by its name. But each record has an offset in the broker's commit log, which only
+grows. A queue that has a record with the same commit log offset at the same queue offset is the queue from which that
+record was read.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from txnbridge.spi import Partition, Position
 
 
 class Anchor(NamedTuple):
-    """A record that was read: its offset in its queue, and its place in the commit log."""
+    """A record that was read: its queue offset and its commit log offset."""
 
     offset: int
     log_offset: int
 
 
-class AnchoredPosition(NamedTuple):
-    """Where a queue is read on: the next offset, and a record by which the queue is known, where there is one."""
+class AnchoredOffset(NamedTuple):
+    """The position of a group or reader: the next offset, and an anchor, a record by which the queue is known."""
 
     next: int
     anchor: Anchor | None = None
 
     @classmethod
-    def of(cls, position: Position) -> AnchoredPosition:
-        """Read back what a decision log has of a group; one written before there were anchors has an offset alone."""
+    def of(cls, position: Position) -> AnchoredOffset:
+        """Return the position in a decision log. A position from before there were anchors is an offset alone."""
         match position:
             case (at, offset, log_offset):
                 return cls(at, Anchor(offset, log_offset))
@@ -35,12 +36,12 @@ class AnchoredPosition(NamedTuple):
 
     @property
     def position(self) -> Position:
-        """As it stands in a decision log."""
+        """The position as the decision log stores it."""
         return (self.next, *(self.anchor or ()))
 
 
 def topic_recreated(owner: str, partition: Partition, at: int, anchor: Anchor) -> PositionLost:
-    """Return the error for a position in a queue whose anchor is not there any more."""
+    """Return the error for a position whose anchor is gone from the queue."""
     topic, number = partition
     return PositionLost(
         f"{owner} is {at} in {topic}[{number}], but the message that was read at {anchor.offset} is not there any more:"
