@@ -123,7 +123,7 @@ class RocketMQBroker(Broker):
 
         return status_of(self._ender, token, ledger, deadline)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- administration, logs, half messages --------------------------------------------------------------------------
 
     @property
     def admin(self) -> Admin:

@@ -100,14 +100,14 @@ def identify_cluster(settings: RocketMQSettings, client: RemotingClient, deadlin
             f"what answers at {', '.join(settings.name_servers)} is a broker or a proxy; a URL names the name servers,"
             " which tell where the brokers are, and those must be reached themselves"
         ) from error.__cause__
-    found = _identity_on_brokers(settings, client, deadline)
-    if found is None:
-        found = _identity_in_log(settings, client, brokers[0], deadline)
-        _store_on(found, settings, client, found.home, deadline)
-        if _identity_on_brokers(settings, client, deadline) != found:
+    identity = _identity_on_brokers(settings, client, deadline)
+    if identity is None:
+        identity = _identity_in_log(settings, client, brokers[0], deadline)
+        _store_on(identity, settings, client, identity.home, deadline)
+        if _identity_on_brokers(settings, client, deadline) != identity:
             raise BrokerUnavailable("this cluster was named a moment ago, and not everybody knows it yet")
-    _store_on_all(found, settings, client, brokers, deadline)
-    return found
+    _store_on_all(identity, settings, client, brokers, deadline)
+    return identity
 
 
 def record_brokers(settings: RocketMQSettings, client: RemotingClient, home: str, deadline: Deadline) -> frozenset[str]:
@@ -139,8 +139,8 @@ def _brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadl
 
 def _identity_on_brokers(settings: RocketMQSettings, client: RemotingClient, deadline: Deadline) -> ClusterId | None:
     begin = f"{settings.cluster_topic}-"
-    told = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
-    names = {ClusterId(found[1], decoded(found[2])) for text in told if (found := _NAME.fullmatch(text))}
+    suffixes = [name.removeprefix(begin) for name in all_topics(client, deadline) if name.startswith(begin)]
+    names = {ClusterId(match[1], decoded(match[2])) for text in suffixes if (match := _NAME.fullmatch(text))}
     if len(names) > 1:
         raise StorageFailed(
             f"this cluster has several names, each in the name of a topic that begins with {begin}: brokers were used"
@@ -178,12 +178,12 @@ def _first_record(log: RocketMQDecisionLog, home: str, deadline: Deadline) -> Cl
         return None
     ((_, record),) = log.read(begin, begin, deadline)
     try:
-        found = str(json.loads(record)["cluster"])
+        cluster_id = str(json.loads(record)["cluster"])
     except (ValueError, TypeError, KeyError):
-        found = ""
-    if not re.fullmatch("[0-9a-f]{32}", found):
+        cluster_id = ""
+    if not re.fullmatch("[0-9a-f]{32}", cluster_id):
         raise StorageFailed("the record that names this cluster is not one of ours: choose another prefix")
-    return ClusterId(found, home)
+    return ClusterId(cluster_id, home)
 
 
 def _store_on(
@@ -191,7 +191,7 @@ def _store_on(
 ) -> None:
     topic = topic_name(f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}")
     create_topic_on(client, broker, topic, 1, "NORMAL", deadline)
-    while (found := route_of(client, topic, deadline)) is None or broker not in found.masters:
+    while (route := route_of(client, topic, deadline)) is None or broker not in route.masters:
         deadline.check(f"waiting until the name server knows topic {topic!r} on broker {broker}")
 
 
@@ -200,9 +200,9 @@ def _store_on_all(
 ) -> None:
     """Repeat the identity on all brokers that are up. The next bridge repeats it on the others."""
     topic = f"{settings.cluster_topic}-{identity.id}-{encoded(identity.home)}"
-    found = route_of(client, topic, deadline)
+    route = route_of(client, topic, deadline)
     for broker in brokers:
-        if found is None or broker not in found.masters:
+        if route is None or broker not in route.masters:
             try:
                 _store_on(identity, settings, client, broker, deadline)
             except TxnBridgeError as error:

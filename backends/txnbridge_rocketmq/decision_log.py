@@ -45,7 +45,7 @@ class RocketMQDecisionLog(DecisionLog):
         self._queue = queue
         self.keeps = keeps
 
-    # --- where it begins and ends -------------------------------------------------------------------------------------
+    # --- begin and end ------------------------------------------------------------------------------------------------
 
     def begin(self, deadline: Deadline) -> Position | None:
         at, following = self._bounds(deadline)
@@ -86,8 +86,8 @@ class RocketMQDecisionLog(DecisionLog):
         return self._again(lambda: self._call(request, deadline), "asking where it was trimmed", deadline) or 0
 
     def _following(self, deadline: Deadline) -> int:
-        what = "asking where it ends"
-        return self._again(lambda: self._call(reading.max_offset(self._queue.topic, 0), deadline), what, deadline)
+        action = "asking where it ends"
+        return self._again(lambda: self._call(reading.max_offset(self._queue.topic, 0), deadline), action, deadline)
 
     # --- appending ----------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class RocketMQDecisionLog(DecisionLog):
         try:
             return self._call(send(message, GROUP, self._queue.queue), deadline)
         except RemotingError as error:
-            # including a record that was stored, but not as safely as the broker is configured
+            # Including a record that was stored, but not as safely as the broker is configured
             if error.may_have_had_effect:
                 raise self._unknown(str(error)) from error
             raise
@@ -165,7 +165,7 @@ class RocketMQDecisionLog(DecisionLog):
         request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
         return self._again(lambda: self._call(request, deadline), "reading it", deadline)
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- trimming -----------------------------------------------------------------------------------------------------
 
     def trim(self, before: Position, deadline: Deadline) -> None:
         """Note for all readers where the log begins.
@@ -178,8 +178,8 @@ class RocketMQDecisionLog(DecisionLog):
     def _call(self, request: RpcRequest[T], deadline: Deadline) -> T:
         return self._client.call(self._queue.broker, request, deadline.left())
 
-    def _again(self, attempt: Callable[[], T], what: str, deadline: Deadline) -> T:
-        return retry(attempt, f"the decision log {self._queue.topic}, {what}", deadline, _words)
+    def _again(self, attempt: Callable[[], T], action: str, deadline: Deadline) -> T:
+        return retry(attempt, f"the decision log {self._queue.topic}, {action}", deadline, _words)
 
 
 class _ReadAhead:
@@ -206,7 +206,7 @@ class _ReadAhead:
         return pulled
 
 
-def _words(error: RemotingError, what: str) -> TxnBridgeError:
+def _words(error: RemotingError, action: str) -> TxnBridgeError:
     if isinstance(error, ErrorResponse) and error.code == ResponseCode.TOPIC_NOT_EXIST:
-        return BrokerUnavailable(f"{what}: its topic is not there; it was deleted, or the broker has just started")
-    return translate(error, what)
+        return BrokerUnavailable(f"{action}: its topic is not there; it was deleted, or the broker has just started")
+    return translate(error, action)

@@ -31,14 +31,14 @@ _REFUSALS: Mapping[int, type[TxnBridgeError]] = {
 }
 
 
-def translate(error: RemotingError, what: str) -> TxnBridgeError:
-    """Return the bridge's error for an error of the client; `what` names the action.
+def translate(error: RemotingError, action: str) -> TxnBridgeError:
+    """Return the bridge's error for an error of the client; `action` says what failed.
 
     Raise it `from` the client's error.
 
     The translation is right for reads and for requests that decide nothing about a transaction.
     """
-    text = f"{what}: {error}"
+    text = f"{action}: {error}"
     if isinstance(error, ResponseTimeout):
         return DeadlineExceeded(text)
     if isinstance(error, CannotDecompress):
@@ -51,9 +51,9 @@ def translate(error: RemotingError, what: str) -> TxnBridgeError:
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translated(action: str) -> Iterator[None]:
     """Raise errors of the remoting client inside the block as the bridge's errors."""
     try:
         yield
     except RemotingError as error:
-        raise translate(error, what) from error
+        raise translate(error, action) from error

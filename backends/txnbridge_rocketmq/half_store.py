@@ -89,7 +89,7 @@ class RocketMQHalfStore(HalfStore):
     def _ledger(self, transaction: str, application: str) -> Ledger:
         return self._cluster.context.ledger(application, transaction.rsplit("/", 2)[0])
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- ending -----------------------------------------------------------------------------------------------------
 
     def end(self, half: Half, decision: Decision, deadline: Deadline) -> Outcome:
         log = half.how.get("log")
@@ -107,24 +107,24 @@ class RocketMQHalfStore(HalfStore):
         self._release(half.transaction)
         return outcome
 
-    # --- questions --------------------------------------------------------------------------------------------------
+    # --- check-backs ------------------------------------------------------------------------------------------------
 
     def checks(self, group: str, limit: int, deadline: Deadline) -> list[Half]:
         self._join(group, deadline)
-        found: list[Half] = []
-        while not found and not deadline.expired:
+        halves: list[Half] = []
+        while not halves and not deadline.expired:
             taken = self._take(group, limit, deadline)
             for transaction, checks in taken:
                 # A transaction that takes long, because a broker or a log is down, leaves time for the others.
                 patience = Deadline(_IN_WORK_SECONDS / len(taken))
                 half = self._try_half(group, transaction, checks, patience)
                 if half is not None:
-                    found.append(half)
+                    halves.append(half)
                 else:
                     self._release(transaction)
-        if not found and not self._cluster.client.is_member:
+        if not halves and not self._cluster.client.is_member:
             raise BrokerUnavailable(f"no broker can be reached that could ask about half messages of {group!r}")
-        return found
+        return halves
 
     def _try_half(self, group: str, transaction: str, checks: Sequence[CheckBack], deadline: Deadline) -> Half | None:
         """Return the half message; None and a warning if its state cannot be read, so that the others go on."""
@@ -204,17 +204,17 @@ class RocketMQHalfStore(HalfStore):
         if origin is None:
             return None
         ledger = self._ledger_in(transaction, origin)
-        # read before the log: a record that is written before the deadline may lead to work of the application
+        # Read before the log: a record that is written before the deadline may lead to work of the application
         was_over = is_over(origin.deadline)
         claim = ledger.decided(transaction, deadline, log=origin.log)
-        noted = _prepare_record(ledger, transaction, origin, deadline)
-        if claim is None and noted is None and was_over:
+        prepared = _prepare_record(ledger, transaction, origin, deadline)
+        if claim is None and prepared is None and was_over:
             claim = ledger.claim(transaction, Decision.ABORT, parts_as_json([]), deadline, log=origin.log)
         if claim is not None and not self._is_unpublished(transaction, claim, deadline):
             home = self._cluster.topics.home
             self._ender.drop([(check.broker or home, check.half) for check in checks], deadline)
             return None
-        return None if noted is None else self._as_half(group, transaction, record, origin, noted, deadline)
+        return None if prepared is None else self._as_half(group, transaction, record, origin, prepared, deadline)
 
     def _is_unpublished(self, transaction: str, claim: LedgerClaim, deadline: Deadline) -> bool:
         """Return whether a transaction is committed and not completely published."""
@@ -245,35 +245,35 @@ class RocketMQHalfStore(HalfStore):
     def _ledger_in(self, transaction: str, origin: HalfOrigin) -> Ledger:
         return self._ledger(transaction, str(origin.log.get("log") or self._cluster.settings.application))
 
-    # --- what nobody answered for -----------------------------------------------------------------------------------
+    # --- parked half messages ---------------------------------------------------------------------------------------
 
     def parked(self, group: str, deadline: Deadline) -> list[Half]:
-        return [half for found in self._discarded(group, deadline) if (half := self._parked(group, found, deadline))]
+        return [half for each in self._discarded(group, deadline) if (half := self._parked(group, each, deadline))]
 
-    def _parked(self, group: str, found: OpenHalves, deadline: Deadline) -> Half | None:
+    def _parked(self, group: str, parked: OpenHalves, deadline: Deadline) -> Half | None:
         """Return a parked half message; None if it was not completely stored, because then it caused no work."""
-        record, origin = found.halves[0].record, found.origin
+        record, origin = parked.halves[0].record, parked.origin
         prepared = (
             None
             if origin is None
-            else _prepare_record(self._ledger_in(found.name, origin), found.name, origin, deadline)
+            else _prepare_record(self._ledger_in(parked.name, origin), parked.name, origin, deadline)
         )
         if origin is None or prepared is None:
             return None
-        return self._as_half(group, found.name, record, origin, prepared, deadline)
+        return self._as_half(group, parked.name, record, origin, prepared, deadline)
 
     def _discarded(self, group: str, deadline: Deadline) -> Iterator[OpenHalves]:
         """Yield the discarded half messages of a group, of all applications."""
-        for found in list_open(self._cluster, deadline):
-            producer_group = found.halves[0].record.properties.get(Property.GROUP, "")
+        for listed in list_open(self._cluster, deadline):
+            producer_group = listed.halves[0].record.properties.get(Property.GROUP, "")
             named = self._cluster.settings.group_of_halves(producer_group)
-            if found.state == "discarded" and named is not None and named[1] == group:
-                yield found
+            if listed.state == "discarded" and named is not None and named[1] == group:
+                yield listed
 
     def resume(self, half: Half, deadline: Deadline) -> None:
-        for found in self._discarded(half.group, deadline):
-            if found.name == half.transaction:
-                resume_check_backs(self._cluster, found, deadline)
+        for parked in self._discarded(half.group, deadline):
+            if parked.name == half.transaction:
+                resume_check_backs(self._cluster, parked, deadline)
                 return
         raise NotFound(f"no half message of transaction {half.transaction!r} is parked in group {half.group!r}")
 
@@ -301,7 +301,7 @@ class _HalfMessageWriter(RocketMQPreparedWriter):
 
     def give_up(self, deadline: Deadline) -> None:
         """Abort after a failure, so that no message of the half is ever published."""
-        # no prepare record names these halves, so they are dropped after the broker's check-back
+        # No prepare record names these halves, so they are dropped after the broker's check-back
         with suppress(TxnBridgeError):
             self.abort(deadline)
 

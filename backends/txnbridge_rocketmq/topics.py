@@ -55,7 +55,7 @@ class RocketMQTopics:
         self._known: dict[str, tuple[float, TopicRoute]] = {}
         self._internal: set[str] = set()
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- looking up ---------------------------------------------------------------------------------------------------
 
     def queues(self, topic: str, deadline: Deadline, at_least: int = 1, create: bool = True) -> tuple[Queue, ...]:
         """Return the readable queues of a topic, by partition.
@@ -70,20 +70,20 @@ class RocketMQTopics:
         """Return the writable queues of a topic. Raise as `queues`, and `NotFound` for a missing partition."""
         if partition is not None and partition < 0:
             raise NotFound(f"{topic}[{partition}]: partitions are numbered from 0")
-        found = self._route(topic, deadline, (partition or 0) + 1).writable
-        if partition is not None and partition >= len(found):
-            raise NotFound(f"{topic} has {len(found)} partitions, so there is no partition {partition}")
-        if not found:
+        queues = self._route(topic, deadline, (partition or 0) + 1).writable
+        if partition is not None and partition >= len(queues):
+            raise NotFound(f"{topic} has {len(queues)} partitions, so there is no partition {partition}")
+        if not queues:
             raise NotFound(f"no queue of topic {topic!r} may be written")
-        return found
+        return queues
 
     def look(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
         """Return the readable queues of a topic without creating it; () if there certainly is no such topic.
 
         Raise `DeadlineExceeded` while a broker is down that may have the topic.
         """
-        found = self._find(topic, deadline)
-        return () if found is None else _on_one_broker(found).readable
+        route = self._find(topic, deadline)
+        return () if route is None else _on_one_broker(route).readable
 
     def all(self, deadline: Deadline) -> list[str]:
         return all_topics(self._client, deadline)
@@ -97,12 +97,12 @@ class RocketMQTopics:
 
         A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted.
         """
-        while (found := self._look(topic, deadline)) is None:
+        while (route := self._look(topic, deadline)) is None:
             running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
-            if (found := self._look(topic, deadline)) is not None:
+            if (route := self._look(topic, deadline)) is not None:
                 break
-            brokers = self._brokers | self._client.seen_brokers
-            away = sorted(each for each in brokers if each not in running or self._may_have(each, topic, deadline))
+            known = self._brokers | self._client.seen_brokers
+            away = sorted(each for each in known if each not in running or self._may_have(each, topic, deadline))
             if not away:
                 break
             if deadline.left() <= _AWAY_PAUSE:
@@ -112,7 +112,7 @@ class RocketMQTopics:
                     f" {self._settings.broker_topic(away[0])}, and open the bridge anew)"
                 )
             time.sleep(_AWAY_PAUSE)
-        return found
+        return route
 
     def _may_have(self, broker: str, topic: str, deadline: Deadline) -> bool:
         """Return whether a broker that the name server knows has a topic, or does not respond."""
@@ -128,27 +128,27 @@ class RocketMQTopics:
         at, known = self._known.get(topic, (0.0, None))
         if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
             return known
-        found = _on_one_broker(self._found_or_created(topic, deadline, at_least, create))
-        self._known[topic] = time.monotonic(), found
-        return found
+        route = _on_one_broker(self._found_or_created(topic, deadline, at_least, create))
+        self._known[topic] = time.monotonic(), route
+        return route
 
     def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> TopicRoute:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
-            found = self._find(topic, deadline)
-            if found is not None and len(found.readable) >= at_least:
-                return found
-            if found is None and create and self._settings.create_topics:
+            route = self._find(topic, deadline)
+            if route is not None and len(route.readable) >= at_least:
+                return route
+            if route is None and create and self._settings.create_topics:
                 self.create(topic, self._settings.create_topics, deadline)
             elif time.monotonic() >= sure_at or deadline.expired:
                 break
             time.sleep(_LOOK_SECONDS)
-        if found is None:
+        if route is None:
             raise NotFound(
                 f"there is no topic {topic!r}; create it with: txnbridge topics create {topic} --partitions N"
                 f" --url {self._settings.url}"
             )
-        return found
+        return route
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
@@ -164,24 +164,24 @@ class RocketMQTopics:
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
         """Add partitions. Raise `NotFound`, or `InvalidOption` for fewer partitions than there are."""
-        found = self.look(topic, deadline)
-        if not found:
+        queues = self.look(topic, deadline)
+        if not queues:
             raise NotFound(f"there is no topic {topic!r}")
-        if partitions < len(found):
-            raise InvalidOption(f"topic {topic!r} has {len(found)} partitions; they cannot become fewer")
-        if partitions > len(found):
-            _change(self._client, found[0].broker, topic, partitions, None, deadline)
+        if partitions < len(queues):
+            raise InvalidOption(f"topic {topic!r} has {len(queues)} partitions; they cannot become fewer")
+        if partitions > len(queues):
+            _change(self._client, queues[0].broker, topic, partitions, None, deadline)
             self._wait_until(topic, partitions, deadline)
         self._known.pop(topic, None)
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Delete a topic from all its brokers. Raise `NotFound`."""
-        found = self._find(topic, deadline)
-        if found is None:
+        route = self._find(topic, deadline)
+        if route is None:
             raise NotFound(f"there is no topic {topic!r}")
-        what = f"deleting topic {topic!r}"
-        for broker in sorted({queue.broker for queue in (*found.readable, *found.writable)}):
-            retry_call(self._client, broker, administration.delete_topic(topic), what, deadline)
+        action = f"deleting topic {topic!r}"
+        for broker in sorted({queue.broker for queue in (*route.readable, *route.writable)}):
+            retry_call(self._client, broker, administration.delete_topic(topic), action, deadline)
         for address in self._settings.name_servers:  # each keeps the routes that brokers have registered
             forget = administration.forget_topic(topic)
             try:
@@ -189,18 +189,18 @@ class RocketMQTopics:
             except Unreachable:
                 continue  # when the name server is back, the brokers register their topics anew
             except RemotingError as error:
-                raise translate(error, what) from error
+                raise translate(error, action) from error
         self._known.pop(topic, None)
         while self._look(topic, deadline) is not None:
             deadline.check(f"waiting until topic {topic!r} is gone")
             time.sleep(_LOOK_SECONDS)
 
     def _wait_until(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        while (found := self._look(topic, deadline)) is None or len(found.readable) < partitions:
+        while (route := self._look(topic, deadline)) is None or len(route.readable) < partitions:
             deadline.check(f"waiting until the name server knows {partitions} partitions of topic {topic!r}")
             time.sleep(_LOOK_SECONDS)
 
-    # --- our own ------------------------------------------------------------------------------------------------------
+    # --- the bridge's own topics --------------------------------------------------------------------------------------
 
     def internal(self, topic: str, deadline: Deadline) -> Queue:
         """Return the only queue of one of the bridge's own topics. Create a missing topic on the home broker.
@@ -221,8 +221,8 @@ def all_topics(client: RemotingClient, deadline: Deadline) -> list[str]:
 
 def route_of(client: RemotingClient, topic: str, deadline: Deadline) -> TopicRoute | None:
     """Return the current route of a topic; None if the name server does not know the topic."""
-    what = f"looking at topic {topic!r}"
-    return retry(lambda: client.route(topic, deadline.left(), fresh=True), what, deadline)
+    action = f"looking at topic {topic!r}"
+    return retry(lambda: client.route(topic, deadline.left(), fresh=True), action, deadline)
 
 
 def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline) -> None:
@@ -231,17 +231,17 @@ def ensure_single_queue(client: RemotingClient, queue: Queue, deadline: Deadline
     Raise `InvalidOption` for a topic with other queues, and `AccessDenied` with the administrator's command.
     """
     topic, broker = topic_name(queue.topic), queue.broker
-    found = route_of(client, topic, deadline)
-    if found is None:
+    route = route_of(client, topic, deadline)
+    if route is None:
         try:
             create_topic_on(client, broker, topic, 1, _OWN_KIND, deadline)
         except AccessDenied as error:
             raise AccessDenied(_for_the_administrator(client, topic, broker, deadline)) from error.__cause__
-        while (found := route_of(client, topic, deadline)) is None:
+        while (route := route_of(client, topic, deadline)) is None:
             deadline.check(f"waiting until the name server knows topic {topic!r}")
             time.sleep(_LOOK_SECONDS)
-    if {*found.readable, *found.writable} != {queue} or not (found.readable and found.writable):
-        queues = sorted({*found.readable, *found.writable}, key=str)
+    if {*route.readable, *route.writable} != {queue} or not (route.readable and route.writable):
+        queues = sorted({*route.readable, *route.writable}, key=str)
         places = ", ".join(f"{each.broker}[{each.queue}]" for each in queues)
         raise InvalidOption(
             f"the topic {topic} must have one queue, on broker {broker}, to read and to write: a log has one order. It"
@@ -254,8 +254,8 @@ def create_topic_on(
 ) -> bool:
     """Create a topic on a broker. Return False if the broker has it: creating it again would change its settings."""
     request = administration.topic_attributes(topic_name(topic))
-    what = f"creating topic {topic!r}"
-    if retry_call(client, broker, request, what, deadline) is not None:
+    action = f"creating topic {topic!r}"
+    if retry_call(client, broker, request, action, deadline) is not None:
         return False
     _change(client, broker, topic, queues, kind, deadline)
     return True
@@ -263,23 +263,23 @@ def create_topic_on(
 
 def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: str | None, deadline: Deadline) -> None:
     request = administration.create_topic(topic, queues, kind)
-    what = f"setting topic {topic!r} to {queues} partitions"
+    action = f"setting topic {topic!r} to {queues} partitions"
 
-    def words(error: RemotingError, what: str) -> TxnBridgeError:
+    def words(error: RemotingError, action: str) -> TxnBridgeError:
         # The topic may have been created. Creating it twice is harmless.
-        return BrokerUnavailable(f"{what}: {error}") if error.may_have_had_effect else translate(error, what)
+        return BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
 
-    retry(lambda: client.call(broker, request, deadline.left()), what, deadline, words)
+    retry(lambda: client.call(broker, request, deadline.left()), action, deadline, words)
 
 
-def _on_one_broker(found: TopicRoute) -> TopicRoute:
-    brokers = sorted({queue.broker for queue in (*found.readable, *found.writable)})
+def _on_one_broker(route: TopicRoute) -> TopicRoute:
+    brokers = sorted({queue.broker for queue in (*route.readable, *route.writable)})
     if len(brokers) > 1:
         raise NotSupported(
-            f"topic {found.topic!r} is on the brokers {', '.join(brokers)}; only topics on one broker are read and"
+            f"topic {route.topic!r} is on the brokers {', '.join(brokers)}; only topics on one broker are read and"
             " written here, because partitions would change their numbers while a broker is away"
         )
-    return found
+    return route
 
 
 def _for_the_administrator(client: RemotingClient, topic: str, broker: str, deadline: Deadline) -> str:

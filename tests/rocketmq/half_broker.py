@@ -79,7 +79,7 @@ class HalfBroker:
                 return self._pull(request.fields)
             case RequestCode.LOCK_BATCH_MQ | RequestCode.UNLOCK_BATCH_MQ:
                 return self._lock(request)
-        raise AssertionError(f"{request.what}: nobody asks this here")
+        raise AssertionError(f"{request.action}: nobody asks this here")
 
     def _store(self, request: RpcRequest[Any]) -> RemotingCommand:
         assert request.fields["f"] == "4", "only halves are sent here"
@@ -204,7 +204,7 @@ class _Call:
 
     def __init__(self, broker: HalfBroker, request: RpcRequest[Any]) -> None:
         self.request = request
-        self._error = Disconnected(f"{request.what}: lost", may_have_had_effect=True)
+        self._error = Disconnected(f"{request.action}: lost", may_have_had_effect=True)
         fault = broker.fault(request)
         self._heard = fault is None or isinstance(fault, int)
         if isinstance(fault, int):

@@ -160,7 +160,7 @@ def test_who_may_not_look_for_a_message_whose_answer_was_lost_hears_that(
         send_all(plain, topic, [b"0"])
 
         def refuse(broker, request, timeout):
-            raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.what)
+            raise ErrorResponse(ResponseCode.NO_PERMISSION, "no right to Sub", request.action)
 
         monkeypatch.setattr(plain._cluster.client, "call", refuse)
         hold = proxy.hold(answers="SEND_MESSAGE_V2")

@@ -54,13 +54,13 @@ class RocketMQAdmin(Admin):
         clusters = {name.removesuffix(_REPLY) for name in names if name.endswith(_REPLY)}
         systems = {*clusters, *(name + _REPLY for name in clusters), *self._cluster.brokers.names(deadline)}
         kept = self._cluster.brokers.config(self._topics.home, deadline).retention
-        found = []
+        infos = []
         for name in names:
             route = route_of(self._cluster.client, name, deadline)
             if route is not None:  # the topic may have been deleted meanwhile
                 internal = name in systems or self._is_internal(name)
-                found.append(TopicInfo(name, len(route.readable), internal, kept))
-        return found
+                infos.append(TopicInfo(name, len(route.readable), internal, kept))
+        return infos
 
     def _users_topics(self, deadline: Deadline) -> list[str]:
         return [topic.name for topic in self.topics(deadline) if not topic.internal]
@@ -69,28 +69,28 @@ class RocketMQAdmin(Admin):
         return name.startswith(self._cluster.settings.prefix) or is_system_topic(name)
 
     def delete_topic(self, name: str, deadline: Deadline) -> None:
-        for found in open_halves.list_open(self._cluster, deadline):
-            if found.may_be_published and any(half.partition[0] == name for half in found.halves):
-                raise InvalidState(f"topic {name!r} is in use by transaction {found.name}; end that first")
+        for listed in open_halves.list_open(self._cluster, deadline):
+            if listed.may_be_published and any(half.partition[0] == name for half in listed.halves):
+                raise InvalidState(f"topic {name!r} is in use by transaction {listed.name}; end that first")
         self._topics.delete(name, deadline)
 
     def grow_topic(self, name: str, partitions: int, deadline: Deadline) -> None:
         self._topics.grow(name, partitions, deadline)
 
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
-        found = {}
+        bounds = {}
         for topic in topics:
             queues = self._topics.look(topic, deadline)
             if not queues:
                 raise NotFound(f"there is no topic {topic!r}")
             for number, queue in enumerate(queues):
-                found[topic, number] = self._bounds(queue, deadline)
-        return found
+                bounds[topic, number] = self._bounds(queue, deadline)
+        return bounds
 
     def _bounds(self, queue: Queue, deadline: Deadline) -> tuple[Position, Position]:
-        what = f"asking for the bounds of {queue.topic}[{queue.queue}]"
+        action = f"asking for the bounds of {queue.topic}[{queue.queue}]"
         first, end = (
-            retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), what, deadline)
+            retry_call(self._cluster.client, queue.broker, bound(queue.topic, queue.queue), action, deadline)
             for bound in (reading.min_offset, reading.max_offset)
         )
         first = max(0, first)
@@ -100,8 +100,10 @@ class RocketMQAdmin(Admin):
 
     def transactions(self, deadline: Deadline, owners: str = "") -> list[OpenTransaction]:
         """Return the open transactions, including halves of other clients, and halves that a broker has discarded."""
-        found = open_halves.list_open(self._cluster, deadline)
-        return [open_halves.as_open_transaction(self._cluster, each) for each in found if each.owner.startswith(owners)]
+        listed = open_halves.list_open(self._cluster, deadline)
+        return [
+            open_halves.as_open_transaction(self._cluster, each) for each in listed if each.owner.startswith(owners)
+        ]
 
     def end(self, transaction: str, decision: Decision, deadline: Deadline) -> Outcome:
         """End an open transaction. A half of another client is named by its unique key."""
@@ -110,20 +112,20 @@ class RocketMQAdmin(Admin):
         return open_halves.end_open(self._ender, self._named(transaction, deadline), decision, deadline)
 
     def _named(self, transaction: str, deadline: Deadline) -> open_halves.OpenHalves:
-        for found in open_halves.list_open(self._cluster, deadline):
-            if found.name == transaction:
-                return found
+        for listed in open_halves.list_open(self._cluster, deadline):
+            if listed.name == transaction:
+                return listed
         raise NotFound(f"no open or prepared transaction {transaction!r}: it has ended, or it never wrote here")
 
     def repair(self, transaction: str, deadline: Deadline) -> str:
         """Have the broker ask again about discarded halves. Raise `NotFound` or `InvalidState`."""
-        found = self._named(transaction, deadline)
-        count = open_halves.resume_check_backs(self._cluster, found, deadline)
+        listed = self._named(transaction, deadline)
+        count = open_halves.resume_check_backs(self._cluster, listed, deadline)
         if not count:
             raise InvalidState(f"the broker has not given up any half of transaction {transaction!r}")
         return f"the broker asks again about {count} halves of {transaction}"
 
-    # --- the doctor ---------------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def check(self, deadline: Deadline) -> list[Advice]:
         return list(self._look(deadline))
@@ -145,6 +147,6 @@ class RocketMQAdmin(Admin):
     def _state_of(self, broker: str, deadline: Deadline) -> Iterator[Advice]:
         told = self._cluster.brokers.require_config(broker, deadline, fresh=True)
         yield from doctor.check_settings(told, self._cluster.settings)
-        what = f"asking broker {broker} how full its disk is"
-        full = retry_call(self._cluster.client, broker, administration.disk_ratio(), what, deadline)
+        action = f"asking broker {broker} how full its disk is"
+        full = retry_call(self._cluster.client, broker, administration.disk_ratio(), action, deadline)
         yield from doctor.check_disk(broker, full)

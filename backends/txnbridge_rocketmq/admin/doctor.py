@@ -211,12 +211,12 @@ def check_disk(broker: str, full: float) -> Iterator[Advice]:
 def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettings) -> Iterator[Advice]:
     """Yield advice about transactions that no process ends."""
     parked: Counter[str] = Counter()
-    for found in transactions:
-        named = settings.group_of_halves(found.owner)
-        if named is not None and found.state == "discarded" and found.token is not None:
+    for listed in transactions:
+        named = settings.group_of_halves(listed.owner)
+        if named is not None and listed.state == "discarded" and listed.token is not None:
             parked[named[1]] += 1
         else:
-            yield from _check_transaction(found, named)
+            yield from _check_transaction(listed, named)
     for group, count in parked.items():
         yield Advice(
             "problem",
@@ -226,31 +226,31 @@ def check_open(transactions: Iterable[OpenTransaction], settings: RocketMQSettin
         )
 
 
-def _check_transaction(found: OpenTransaction, named: _Named) -> Iterator[Advice]:
+def _check_transaction(listed: OpenTransaction, named: _Named) -> Iterator[Advice]:
     """Yield advice about one transaction. `named` holds application (if known) and group if it is a half message."""
     now = time.time() * 1000
-    if found.state == "discarded":
+    if listed.state == "discarded":
         yield Advice(
             "problem",
-            f"transaction {found.transaction}",
-            f"of {found.owner}: the broker has given up {found.messages} halves of it, and asks nobody any more",
-            f"txnbridge transactions repair {shlex.quote(found.transaction)} --yes --reason TEXT lets it ask again;"
+            f"transaction {listed.transaction}",
+            f"of {listed.owner}: the broker has given up {listed.messages} halves of it, and asks nobody any more",
+            f"txnbridge transactions repair {shlex.quote(listed.transaction)} --yes --reason TEXT lets it ask again;"
             " commit or abort instead of repair ends it",
         )
-    elif found.state == "lost":
+    elif listed.state == "lost":
         yield Advice(
             "problem",
-            f"transaction {found.transaction}",
-            f"of {found.owner}: the records that would tell what became of it are gone, so nobody may end it",
+            f"transaction {listed.transaction}",
+            f"of {listed.owner}: the records that would tell what became of it are gone, so nobody may end it",
             "keep records for longer (fileReservedTime), or the log elsewhere (decision_log=)",
         )
-    elif found.state == "ending" or now > (found.expires_at or now) + _LATE_SECONDS * 1000:
+    elif listed.state == "ending" or now > (listed.expires_at or now) + _LATE_SECONDS * 1000:
         yield Advice(
             "warning",
-            f"transaction {found.transaction}",
-            f"of {found.owner} is {found.state}, and nobody ends it: {_nobody(named)} is there to be asked. Its halves"
-            " are written again at each look",
-            f"{_asked(found.owner, named)}, or end it with txnbridge transactions",
+            f"transaction {listed.transaction}",
+            f"of {listed.owner} is {listed.state}, and nobody ends it: {_nobody(named)} is there to be asked. Its"
+            " halves are written again at each look",
+            f"{_asked(listed.owner, named)}, or end it with txnbridge transactions",
         )
 
 

@@ -87,7 +87,7 @@ class OpenHalves:
         return sum(part.count for part in self.prepared.parts) if self.prepared is not None else len(self.halves)
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- listing ----------------------------------------------------------------------------------------------------------
 
 
 def list_open(cluster: RocketMQCluster, deadline: Deadline) -> list[OpenHalves]:
@@ -115,8 +115,8 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
     """Yield open halves from the broker's own offset on, without those that an op message names."""
     halves = _service_offset(cluster, broker, HALF_TOPIC, deadline)
     records = _records(cluster, broker, HALF_TOPIC, halves, deadline)
-    found = [PendingHalf(broker, replace(record, body=b"")) for record in records]
-    if not found:
+    pending = [PendingHalf(broker, replace(record, body=b"")) for record in records]
+    if not pending:
         return
     notes = _service_offset(cluster, broker, _NOTES_TOPIC, deadline) - _NOTES_BACK
     ended = {
@@ -124,7 +124,7 @@ def _waiting(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Itera
         for record in _records(cluster, broker, _NOTES_TOPIC, notes, deadline)
         for offset in _NOTED.findall(record.body)
     }
-    yield from (half for half in found if half.record.queue_offset not in ended)
+    yield from (half for half in pending if half.record.queue_offset not in ended)
 
 
 def _discarded(cluster: RocketMQCluster, broker: str, deadline: Deadline) -> Iterator[PendingHalf]:
@@ -162,103 +162,103 @@ def _state(cluster: RocketMQCluster, name: str, halves: Sequence[PendingHalf], d
     """Return the state of a transaction; None if it has ended just now, before the broker wrote its op message."""
     origin = origin_of(halves[0].record)
     discarded = all(half.discarded for half in halves)
-    found = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
+    listed = OpenHalves(name, "discarded" if discarded else "open", halves, origin)
     if origin is None:
-        return found
-    ledger = ledger_of(cluster, found)
+        return listed
+    ledger = ledger_of(cluster, listed)
     try:
         claim = ledger.decided(name, deadline, log=origin.log)
         if claim is not None:
-            return _decided(cluster, found, claim, deadline)
+            return _decided(cluster, listed, claim, deadline)
         entries = [entry for entry in ledger.find(name, deadline, log=origin.log) if entry.kind == PREPARE]
     except EvidenceLost:
-        return replace(found, state="lost")  # the record that would decide it is gone
+        return replace(listed, state="lost")  # the record that would decide it is gone
     except (OutcomeUnknown, InvalidToken):  # the log cannot be read now, or is in another store
-        return found
+        return listed
     if entries:
-        found = replace(found, prepared=PrepareRecord.from_json(entries[0].data))
-    return replace(found, state="prepared") if entries and not discarded else found
+        listed = replace(listed, prepared=PrepareRecord.from_json(entries[0].data))
+    return replace(listed, state="prepared") if entries and not discarded else listed
 
 
-def _decided(cluster: RocketMQCluster, found: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
+def _decided(cluster: RocketMQCluster, listed: OpenHalves, claim: LedgerClaim, deadline: Deadline) -> OpenHalves | None:
     """Return a decided transaction that is still open, its owner having died; None if decided just now."""
-    if claim.decision is Decision.ABORT and found.state == "discarded":
+    if claim.decision is Decision.ABORT and listed.state == "discarded":
         return None
-    noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in found.halves)
+    noted = max(cluster.brokers.config(half.broker, deadline).op_message_interval for half in listed.halves)
     if seconds_since(claim.data) < max(_JUST_NOW, 2 * noted):
         return None
-    return replace(found, state="ending")
+    return replace(listed, state="ending")
 
 
-def ledger_of(cluster: RocketMQCluster, found: OpenHalves) -> Ledger:
+def ledger_of(cluster: RocketMQCluster, listed: OpenHalves) -> Ledger:
     """Return the ledger in which one of the bridge's transactions is decided."""
-    assert found.origin is not None
-    application = str(found.origin.log.get("log") or cluster.settings.application)
-    return cluster.context.ledger(application, found.owner)
+    assert listed.origin is not None
+    application = str(listed.origin.log.get("log") or cluster.settings.application)
+    return cluster.context.ledger(application, listed.owner)
 
 
-def as_open_transaction(cluster: RocketMQCluster, found: OpenHalves) -> OpenTransaction:
+def as_open_transaction(cluster: RocketMQCluster, listed: OpenHalves) -> OpenTransaction:
     """Return the transaction as the administrator's interface shows it."""
-    record = found.halves[0].record
-    prepared = found.prepared
+    record = listed.halves[0].record
+    prepared = listed.prepared
     return OpenTransaction(
-        transaction=found.name,
-        state=found.state,
+        transaction=listed.name,
+        state=listed.state,
         owner=record.properties.get(Property.GROUP, ""),
-        since=min(half.record.born_time for half in found.halves),
-        expires_at=None if found.origin is None else found.origin.deadline,
-        partitions=tuple(sorted({half.partition for half in found.halves})),
+        since=min(half.record.born_time for half in listed.halves),
+        expires_at=None if listed.origin is None else listed.origin.deadline,
+        partitions=tuple(sorted({half.partition for half in listed.halves})),
         groups=tuple(sorted({ack.group for ack in prepared.acks})) if prepared is not None else (),
-        messages=found.messages,
-        token=token_of(cluster, found),
-        transactional_id=found.owner,
+        messages=listed.messages,
+        token=token_of(cluster, listed),
+        transactional_id=listed.owner,
     )
 
 
-def token_of(cluster: RocketMQCluster, found: OpenHalves) -> Token | None:
+def token_of(cluster: RocketMQCluster, listed: OpenHalves) -> Token | None:
     """Return the token of a prepared transaction; None for other transactions."""
-    if found.prepared is None or found.origin is None:
+    if listed.prepared is None or listed.origin is None:
         return None
     return Token(
         broker="rocketmq",
         cluster=cluster.id,
-        transaction=found.name,
+        transaction=listed.name,
         how={},
         prepared=True,
-        expires_at=found.prepared.expires_at,
-        messages=found.messages,
-        log=found.origin.log,
+        expires_at=listed.prepared.expires_at,
+        messages=listed.messages,
+        log=listed.origin.log,
     )
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- ending by hand ---------------------------------------------------------------------------------------------------
 
 
-def end_open(ender: HalfEnder, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
+def end_open(ender: HalfEnder, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
     """End a transaction for an administrator. Return the true outcome. Raise `InvalidState` or `EvidenceLost`."""
-    if found.origin is None:
-        return _end_foreign(ender.cluster, found, decision, deadline)
-    ledger = ledger_of(ender.cluster, found)
-    token = token_of(ender.cluster, found)
+    if listed.origin is None:
+        return _end_foreign(ender.cluster, listed, decision, deadline)
+    ledger = ledger_of(ender.cluster, listed)
+    token = token_of(ender.cluster, listed)
     if token is not None:
         outcome = end_prepared(ender, token, decision, ledger, deadline)
     else:
-        outcome = _end_unprepared(ender, found, decision, ledger, deadline)
+        outcome = _end_unprepared(ender, listed, decision, ledger, deadline)
     try:
-        _drop_all(ender, found, deadline)
+        _drop_all(ender, listed, deadline)
     except BrokerUnavailable as error:
-        _log.debug("copies of %s stay until the broker discards them: %s", found.name, error)
+        _log.debug("copies of %s stay until the broker discards them: %s", listed.name, error)
     return outcome
 
 
-def _drop_all(ender: HalfEnder, found: OpenHalves, deadline: Deadline) -> None:
+def _drop_all(ender: HalfEnder, listed: OpenHalves, deadline: Deadline) -> None:
     """Drop all copies of ended halves, including copies made after the halves were listed. Published messages stay.
 
     A broker that checks a half before it has written the op message makes another copy, about which it may never ask.
     """
-    cluster, brokers = ender.cluster, {half.broker for half in found.halves}
+    cluster, brokers = ender.cluster, {half.broker for half in listed.halves}
     noted = max(cluster.brokers.config(broker, deadline).op_message_interval for broker in brokers)
-    left = [half for half in found.halves if not half.discarded]
+    left = [half for half in listed.halves if not half.discarded]
     dropped: set[tuple[str, int]] = set()
     quiet = Deadline(0)
     while True:
@@ -271,28 +271,28 @@ def _drop_all(ender: HalfEnder, found: OpenHalves, deadline: Deadline) -> None:
             return
         time.sleep(_COPIES_AGAIN_SECONDS)
         waiting = (half for broker in brokers for half in _waiting(cluster, broker, deadline))
-        left = [half for half in waiting if _name_of(half) == found.name]
+        left = [half for half in waiting if _name_of(half) == listed.name]
 
 
 def _end_unprepared(
-    ender: HalfEnder, found: OpenHalves, decision: Decision, ledger: Ledger, deadline: Deadline
+    ender: HalfEnder, listed: OpenHalves, decision: Decision, ledger: Ledger, deadline: Deadline
 ) -> Outcome:
-    assert found.origin is not None
-    claim = ledger.decided(found.name, deadline, log=found.origin.log)
+    assert listed.origin is not None
+    claim = ledger.decided(listed.name, deadline, log=listed.origin.log)
     if claim is None:
         if decision is Decision.COMMIT:
-            raise InvalidState(f"transaction {found.name!r} is open and not prepared: only its writer can commit it")
-        data = parts_as_json(_parts(found))
-        claim = ledger.claim(found.name, Decision.ABORT, data, deadline, log=found.origin.log)
+            raise InvalidState(f"transaction {listed.name!r} is open and not prepared: only its writer can commit it")
+        data = parts_as_json(_parts(listed))
+        claim = ledger.claim(listed.name, Decision.ABORT, data, deadline, log=listed.origin.log)
     if claim.decision is Decision.COMMIT:
-        publish_exclusively(ender, found.name, parts_from_json(claim.data), deadline)
+        publish_exclusively(ender, listed.name, parts_from_json(claim.data), deadline)
     return Outcome.COMMITTED if claim.decision is Decision.COMMIT else Outcome.ABORTED
 
 
-def _parts(found: OpenHalves) -> list[TopicPart]:
+def _parts(listed: OpenHalves) -> list[TopicPart]:
     """Return the known messages by topic."""
     counts: dict[tuple[str, str], int] = {}
-    for half in found.halves:
+    for half in listed.halves:
         slot = slot_of(half.record)
         assert slot is not None
         place = half.partition[0], half.broker
@@ -300,23 +300,23 @@ def _parts(found: OpenHalves) -> list[TopicPart]:
     return [TopicPart(topic, broker, count) for (topic, broker), count in counts.items()]
 
 
-def _end_foreign(cluster: RocketMQCluster, found: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
+def _end_foreign(cluster: RocketMQCluster, listed: OpenHalves, decision: Decision, deadline: Deadline) -> Outcome:
     """Abort one half of another client. Only that client's producers can know whether it is to be committed."""
-    (half,) = found.halves
+    (half,) = listed.halves
     if decision is Decision.COMMIT:
-        raise InvalidState(f"half {found.name!r} is another client's: only that can commit it")
+        raise InvalidState(f"half {listed.name!r} is another client's: only that can commit it")
     key = half.record.unique_key or ""
-    what = f"looking for halves on broker {half.broker}"
-    (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], what, deadline)
+    action = f"looking for halves on broker {half.broker}"
+    (newest,) = look_up_by_key(cluster.client, [(half.broker, HALF_TOPIC, key)], action, deadline)
     if newest is None:
-        raise EvidenceLost(f"half {found.name!r} is not there any more")
+        raise EvidenceLost(f"half {listed.name!r} is not there any more")
     _ask(cluster, half.broker, end(handle_of_copy(newest), HalfEnd.ABORT, from_check=True), deadline)
     return Outcome.ABORTED
 
 
-def resume_check_backs(cluster: RocketMQCluster, found: OpenHalves, deadline: Deadline) -> int:
+def resume_check_backs(cluster: RocketMQCluster, listed: OpenHalves, deadline: Deadline) -> int:
     """Have the broker ask again about discarded halves, counting from zero. Return the number of halves."""
-    discarded = [half for half in found.halves if half.discarded]
+    discarded = [half for half in listed.halves if half.discarded]
     for half in discarded:
         _ask(cluster, half.broker, administration.resume_half(half.record.offset_id), deadline)
     return len(discarded)

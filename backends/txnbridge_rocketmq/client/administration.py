@@ -78,8 +78,8 @@ def create_group(group: str, orderly: bool = False, retries: int = 16) -> RpcReq
         "retryQueueNums": 1,
         "retryMaxTimes": retries,
     }
-    what = f"creating group {group}"
-    return RpcRequest(what, RequestCode.UPDATE_AND_CREATE_SUBSCRIPTION_GROUP, nothing, body=as_body(body))
+    action = f"creating group {group}"
+    return RpcRequest(action, RequestCode.UPDATE_AND_CREATE_SUBSCRIPTION_GROUP, nothing, body=as_body(body))
 
 
 def delete_group(group: str) -> RpcRequest[None]:
@@ -123,21 +123,21 @@ def change_broker_settings(settings: Mapping[str, str]) -> RpcRequest[None]:
 def producers(group: str) -> RpcRequest[list[str]]:
     """Return the client ids that are registered with this broker for a producer group; [] if there are none."""
 
-    what = f"listing the producers of group {group}"
+    action = f"listing the producers of group {group}"
 
     def read(answer: RemotingCommand) -> list[str]:
-        if is_absent(answer, "not exist", what):
+        if is_absent(answer, "not exist", action):
             return []
         return sorted(str(each["clientId"]) for each in document(answer).get("connectionSet") or [])
 
     return RpcRequest(
-        what, RequestCode.GET_PRODUCER_CONNECTION_LIST, read, fields(producerGroup=group), accepted=OR_ABSENT
+        action, RequestCode.GET_PRODUCER_CONNECTION_LIST, read, fields(producerGroup=group), accepted=OR_ABSENT
     )
 
 
 def resume_half(offset_id: OffsetId) -> RpcRequest[None]:
     """Have the broker ask again about a discarded half. It accepts any record of the discarded topic."""
-    what = "resuming a discarded half"
+    action = "resuming a discarded half"
     return RpcRequest(
-        what, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)
+        action, RequestCode.RESUME_CHECK_HALF_MESSAGE, nothing, fields(topic=DISCARDED_TOPIC, msgId=offset_id)
     )

@@ -98,7 +98,7 @@ class RemotingClient:
         self._notifications = _NotificationQueue()
         self._threads: list[threading.Thread] = []
 
-    # --- asking -------------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def call(self, broker: str, request: RpcRequest[T], timeout: float) -> T:
         """Send a request to the master broker of this name and return the decoded response.
@@ -151,23 +151,23 @@ class RemotingClient:
             asked_at, known = self._routes.get(topic, (0.0, None))
         if known is not None and not fresh and time.monotonic() - asked_at < _ROUTE_SECONDS:
             return known
-        found = self.ask_name_server(route(topic), timeout)
+        topic_route = self.ask_name_server(route(topic), timeout)
         with self._lock:
-            if found is None:
+            if topic_route is None:
                 self._routes.pop(topic, None)
             else:
-                self._routes[topic] = (time.monotonic(), found)
-                self._masters.update(found.masters)
-                self._seen.update(found.masters)
-        return found
+                self._routes[topic] = (time.monotonic(), topic_route)
+                self._masters.update(topic_route.masters)
+                self._seen.update(topic_route.masters)
+        return topic_route
 
     def brokers(self, timeout: float) -> dict[str, str]:
         """Ask the name server for the address of each master broker. Return the addresses by broker name."""
-        found = self.ask_name_server(masters(), timeout)
+        addresses = self.ask_name_server(masters(), timeout)
         with self._lock:
-            self._masters.update(found)
-            self._seen.update(found)
-        return found
+            self._masters.update(addresses)
+            self._seen.update(addresses)
+        return addresses
 
     @property
     def seen_brokers(self) -> frozenset[str]:
@@ -175,7 +175,7 @@ class RemotingClient:
         with self._lock:
             return frozenset(self._seen)
 
-    # --- being asked --------------------------------------------------------------------------------------------------
+    # --- groups -------------------------------------------------------------------------------------------------------
 
     def join(self, membership: Membership, timeout: float) -> None:
         """Join exactly these groups with every broker of the cluster, and leave all others.
@@ -234,10 +234,10 @@ class RemotingClient:
             known = self._masters.get(broker)
         if known is not None:
             return known
-        found = self.brokers(until - time.monotonic())
-        if broker not in found:
+        addresses = self.brokers(until - time.monotonic())
+        if broker not in addresses:
             raise Unreachable(f"the name server knows no master of broker {broker}")
-        return found[broker]
+        return addresses[broker]
 
     def _forget(self, broker: str, address: str) -> None:
         """Drop the cached address of a broker, because another broker may have become its master."""
@@ -341,7 +341,7 @@ class RemotingClient:
             with suppress(RemotingError):
                 call.result()
 
-    # --- questions ----------------------------------------------------------------------------------------------------
+    # --- notifications ------------------------------------------------------------------------------------------------
 
     def _take_notification(self, connection: RemotingConnection, command: RemotingCommand) -> None:
         if command.code in (RequestCode.CHECK_TRANSACTION_STATE, RequestCode.NOTIFY_CONSUMER_IDS_CHANGED):

@@ -145,20 +145,20 @@ class RemotingConnection:
         if threading.current_thread() is self._thread:
             raise RuntimeError("a callback may not send: its thread is the one that reads the answers")
         if timeout <= 0:
-            raise ResponseTimeout(f"{request.what}: no time was left")
+            raise ResponseTimeout(f"{request.action}: no time was left")
         opaque = next(self._opaques) & 0x7FFFFFFF
         frame = self._frame(request, opaque)
         if not self._slots.acquire(timeout=timeout):
-            raise ResponseTimeout(f"{request.what}: too many requests are in flight to {self.address}")
+            raise ResponseTimeout(f"{request.action}: too many requests are in flight to {self.address}")
         call = Call(self, request, opaque, until)
         with self._lock:
             ended = self._ended
             if ended is None:
-                # registered before the frame is sent, because the response may arrive before `send` returns
+                # Registered before the frame is sent, because the response may arrive before `send` returns
                 self._waiting[opaque] = call
         if ended is not None:
             self._slots.release()
-            raise Disconnected(f"{request.what}: {ended}")
+            raise Disconnected(f"{request.action}: {ended}")
         self._send(call, frame)
         return call
 
@@ -195,7 +195,7 @@ class RemotingConnection:
             if withdrawn is not None:  # otherwise the reading thread has ended the call together with the connection
                 self._slots.release()
             kind = ResponseTimeout if isinstance(error, ResponseTimeout) else Disconnected
-            raise kind(f"{call.request.what}: not sent to {self.address}: {error}") from error
+            raise kind(f"{call.request.action}: not sent to {self.address}: {error}") from error
 
     def give_up(self, call: Call[Any]) -> None:
         """End a call whose deadline is past, unless it has just ended."""
@@ -204,7 +204,7 @@ class RemotingConnection:
         if found is None:
             return
         waited = time.monotonic() - call.sent_at
-        text = f"{call.request.what}: {self.address} did not answer within {waited:.3g} s"
+        text = f"{call.request.action}: {self.address} did not answer within {waited:.3g} s"
         self._finish(call, ResponseTimeout(text, may_have_had_effect=True))
         if time.monotonic() - max(self._heard_at, call.sent_at) >= _SILENCE_SECONDS:
             self._end(Disconnected(f"{self.address} has fallen silent", may_have_had_effect=True))
@@ -219,7 +219,7 @@ class RemotingConnection:
                 self._ended = reason
         self._wire.close()  # wakes the reading thread, which ends all waiting calls
 
-    # --- the thread that reads ----------------------------------------------------------------------------------------
+    # --- the reading thread -------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
         try:
@@ -270,12 +270,12 @@ class RemotingConnection:
             reason = self._ended
         assert reason is not None
         for call in waiting:
-            self._finish(call, _copy(reason, call.request.what))
+            self._finish(call, _copy(reason, call.request.action))
         self._wire.release()
         if self._on_end is not None:
             self._on_end(self)
 
 
-def _copy(reason: RemotingError, what: str) -> RemotingError:
+def _copy(reason: RemotingError, action: str) -> RemotingError:
     """Return a copy of the error for one call, so that each call raises an error with a traceback of its own."""
-    return type(reason)(f"{what}: {reason}", may_have_had_effect=True)
+    return type(reason)(f"{action}: {reason}", may_have_had_effect=True)

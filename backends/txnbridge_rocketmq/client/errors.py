@@ -41,9 +41,9 @@ class ErrorResponse(RemotingError):
     `code` is a `ResponseCode`, or a number that this client does not know. `remark` is the broker's own text.
     """
 
-    def __init__(self, code: int, remark: str, what: str) -> None:
+    def __init__(self, code: int, remark: str, action: str) -> None:
         super().__init__(
-            f"{what}: {code_name(code)}{f', {remark}' if remark else ''}",
+            f"{action}: {code_name(code)}{f', {remark}' if remark else ''}",
             may_have_had_effect=code not in WITHOUT_EFFECT,
         )
         self.code = code
@@ -53,8 +53,8 @@ class ErrorResponse(RemotingError):
 class NotDurable(ErrorResponse):
     """The message is stored at `offset_id`, but not flushed or replicated as the broker's settings ask."""
 
-    def __init__(self, code: int, remark: str, what: str, offset_id: str) -> None:
-        super().__init__(code, remark, what)
+    def __init__(self, code: int, remark: str, action: str, offset_id: str) -> None:
+        super().__init__(code, remark, action)
         self.offset_id = offset_id
 
 

@@ -78,15 +78,15 @@ def unregister(client_id: str, *, producer: str | None = None, consumer: str | N
 def members(group: str) -> RpcRequest[list[str]]:
     """Return the client ids in a consumer group, in order; [] if it has no members."""
 
-    what = f"listing the members of group {group}"
+    action = f"listing the members of group {group}"
 
     def read(answer: RemotingCommand) -> list[str]:
-        if is_absent(answer, "no consumer for this group", what):
+        if is_absent(answer, "no consumer for this group", action):
             return []
         return sorted(map(str, document(answer).get("consumerIdList") or []))
 
     return RpcRequest(
-        what, RequestCode.GET_CONSUMER_LIST_BY_GROUP, read, fields(consumerGroup=group), accepted=OR_ABSENT
+        action, RequestCode.GET_CONSUMER_LIST_BY_GROUP, read, fields(consumerGroup=group), accepted=OR_ABSENT
     )
 
 

@@ -115,16 +115,16 @@ def offset_at(topic: str, queue: int, timestamp: int) -> RpcRequest[int]:
 
 def log_offset_at(topic: str, queue: int, offset: int) -> RpcRequest[int | None]:
     """Return the commit log offset of the message at a queue offset; None without such a message."""
-    what = f"looking up offset {offset} of queue {queue} of topic {topic}"
+    action = f"looking up offset {offset} of queue {queue} of topic {topic}"
 
     def read(answer: RemotingCommand) -> int | None:
-        if is_absent(answer, "is not exist", what) or not answer.body:
+        if is_absent(answer, "is not exist", action) or not answer.body:
             return None
         entries = document(answer).get("queueData")
         return int(entries[0]["physicOffset"]) if entries else None
 
     asked = fields(topic=topic, queueId=queue, index=offset, count=1)
-    return RpcRequest(what, RequestCode.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
+    return RpcRequest(action, RequestCode.QUERY_CONSUME_QUEUE, read, asked, accepted=OR_ABSENT)
 
 
 def by_unique_key(topic: str, unique_key: str) -> RpcRequest[list[MessageExt]]:
@@ -152,9 +152,9 @@ def newest_by_unique_key(topic: str, unique_key: str, count: int = 1, body: bool
     with a larger `count`, of `MOST_LOOKED_UP` at most. Without `body` the message is returned without its body.
     """
 
-    def read(records: list[MessageExt], found: int) -> NewestByKey:
+    def read(records: list[MessageExt], offered: int) -> NewestByKey:
         if not records:
-            return NewestByKey(None, found >= count)
+            return NewestByKey(None, offered >= count)
         return NewestByKey(records[-1] if body else replace(records[-1], body=b""), False)
 
     return _look_up(topic, unique_key, count, read)
@@ -167,8 +167,8 @@ def _look_up(
 
     def decode(answer: RemotingCommand) -> T:
         offered = decode_records(answer.body) if answer.code != ResponseCode.QUERY_NOT_FOUND else []
-        found = [each for each in offered if (each.topic, each.unique_key) == (topic, unique_key)]
-        return read(sorted(found, key=lambda record: record.log_offset), len(offered))
+        matching = [each for each in offered if (each.topic, each.unique_key) == (topic, unique_key)]
+        return read(sorted(matching, key=lambda record: record.log_offset), len(offered))
 
     asked = fields(topic=topic, key=unique_key, maxNum=count, beginTimestamp=0, endTimestamp=_NO_END, **more)
     return RpcRequest(
@@ -183,12 +183,12 @@ def at_log_offset(topic: str, log_offset: int) -> RpcRequest[MessageExt]:
         (record,) = decode_records(answer.body)
         return record
 
-    what = f"reading a message of topic {topic} by its address"
-    return RpcRequest(what, RequestCode.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
+    action = f"reading a message of topic {topic} by its address"
+    return RpcRequest(action, RequestCode.VIEW_MESSAGE_BY_ID, read, fields(topic=topic, offset=log_offset))
 
 
 def _offset(name: str, code: RequestCode, topic: str, queue: int, **more: object) -> RpcRequest[int]:
-    what = f"asking for the {name} of queue {queue} of topic {topic}"
+    action = f"asking for the {name} of queue {queue} of topic {topic}"
     return RpcRequest(
-        what, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more)
+        action, code, lambda answer: int(answer.fields["offset"]), fields(topic=topic, queueId=queue, **more)
     )

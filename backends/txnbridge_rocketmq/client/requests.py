@@ -24,9 +24,9 @@ OR_ABSENT = frozenset({int(ResponseCode.SUCCESS), int(ResponseCode.SYSTEM_ERROR)
 
 @dataclass(frozen=True)
 class RpcRequest(Generic[T]):
-    """One request. `what` names it in errors. `read` decodes a response whose code is `accepted`."""
+    """One request. `action` names it in errors. `read` decodes a response whose code is `accepted`."""
 
-    what: str
+    action: str
     code: int
     read: Callable[[RemotingCommand], T] = field(repr=False)
     fields: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -36,12 +36,12 @@ class RpcRequest(Generic[T]):
     def result(self, answer: RemotingCommand) -> T:
         """Decode a response. Raise `ErrorResponse`, or `ProtocolViolation` if the response cannot be decoded."""
         if answer.code not in self.accepted:
-            raise ErrorResponse(answer.code, answer.remark, self.what)
+            raise ErrorResponse(answer.code, answer.remark, self.action)
         try:
             return self.read(answer)
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, struct.error) as error:
             raise ProtocolViolation(
-                f"{self.what}: the answer cannot be read: {type(error).__name__}", may_have_had_effect=True
+                f"{self.action}: the answer cannot be read: {type(error).__name__}", may_have_had_effect=True
             ) from None
 
 
@@ -67,13 +67,13 @@ def document(answer: RemotingCommand) -> dict[str, Any]:
     return read
 
 
-def is_absent(answer: RemotingCommand, words: str, what: str) -> bool:
+def is_absent(answer: RemotingCommand, words: str, action: str) -> bool:
     """Return whether SYSTEM_ERROR with these words says that a thing is missing. Raise other `ErrorResponse`s."""
     if answer.code == ResponseCode.SUCCESS:
         return False
     if words in answer.remark:
         return True
-    raise ErrorResponse(answer.code, answer.remark, what)
+    raise ErrorResponse(answer.code, answer.remark, action)
 
 
 def nothing(answer: RemotingCommand) -> None:

@@ -28,7 +28,7 @@ _LOOKED_UP_AT_ONCE = 32
 
 def retry(
     attempt: Callable[[], T],
-    what: str,
+    action: str,
     deadline: Deadline,
     words: Callable[[RemotingError, str], TxnBridgeError] = translate,
 ) -> T:
@@ -40,7 +40,7 @@ def retry(
         try:
             return attempt()
         except RemotingError as error:
-            refused = words(error, what)
+            refused = words(error, action)
             if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
                 raise refused from error
             if deadline.left() <= _PAUSE:
@@ -48,20 +48,20 @@ def retry(
         time.sleep(_PAUSE)
 
 
-def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], what: str, deadline: Deadline) -> T:
+def retry_call(client: RemotingClient, broker: str, request: RpcRequest[T], action: str, deadline: Deadline) -> T:
     """Send one request with `retry` and return the decoded response."""
-    return retry(lambda: client.call(broker, request, deadline.left()), what, deadline)
+    return retry(lambda: client.call(broker, request, deadline.left()), action, deadline)
 
 
 def retry_calls(
     client: RemotingClient,
     asked: Sequence[tuple[str, RpcRequest[T]]],
-    what: str,
+    action: str,
     deadline: Deadline,
     at_once: int = AT_ONCE,
 ) -> list[T]:
     """Send many requests with `retry` and return the decoded responses in the same order."""
-    found: list[T] = []
+    results: list[T] = []
     for at in range(0, len(asked), at_once):
         chunk = asked[at : at + at_once]
         calls = [_submitted(client, broker, request, deadline) for broker, request in chunk]
@@ -69,38 +69,38 @@ def retry_calls(
             try:
                 if call is None:
                     raise Unreachable("not sent")
-                found.append(call.result())
+                results.append(call.result())
             except RemotingError:
-                found.append(retry_call(client, broker, request, what, deadline))
-    return found
+                results.append(retry_call(client, broker, request, action, deadline))
+    return results
 
 
 def look_up_by_key(
-    client: RemotingClient, wanted: Sequence[tuple[str, str, str]], what: str, deadline: Deadline, body: bool = False
+    client: RemotingClient, wanted: Sequence[tuple[str, str, str]], action: str, deadline: Deadline, body: bool = False
 ) -> list[MessageExt | None]:
     """Return the newest message for each (broker, topic, key), or None. Raise `EvidenceLost` if unknown."""
     asked = [(broker, reading.newest_by_unique_key(topic, key, body=body)) for broker, topic, key in wanted]
-    answers = retry_calls(client, asked, what, deadline, _LOOKED_UP_AT_ONCE)
+    answers = retry_calls(client, asked, action, deadline, _LOOKED_UP_AT_ONCE)
     return [
-        _look_further(client, each, what, deadline, body) if answer.may_have_more else answer.record
+        _look_further(client, each, action, deadline, body) if answer.may_have_more else answer.record
         for each, answer in zip(wanted, answers, strict=True)
     ]
 
 
 def _look_further(
-    client: RemotingClient, wanted: tuple[str, str, str], what: str, deadline: Deadline, body: bool
+    client: RemotingClient, wanted: tuple[str, str, str], action: str, deadline: Deadline, body: bool
 ) -> MessageExt | None:
     """Look behind newer messages whose keys have the same hash as the wanted key."""
     broker, topic, key = wanted
     count = 1
     while count < reading.MOST_LOOKED_UP:
         count *= 2
-        answer = retry_call(client, broker, reading.newest_by_unique_key(topic, key, count, body), what, deadline)
+        answer = retry_call(client, broker, reading.newest_by_unique_key(topic, key, count, body), action, deadline)
         if not answer.may_have_more:
             return answer.record
     raise EvidenceLost(
-        f"{what}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} are others,"
-        " whose keys have the same hash; whether there is one with this key, it does not tell"
+        f"{action}: the {count} newest messages that broker {broker} finds by the key {key} in topic {topic} are"
+        " others, whose keys have the same hash; whether there is one with this key, it does not tell"
     )
 
 

@@ -170,18 +170,18 @@ def _store(
 ) -> RpcRequest[SendResult]:
     if not message.body:
         raise ValueError("a message without any byte in its body: brokers fail on it")
-    what = f"sending to topic {check_topic(message.topic)}"
+    action = f"sending to topic {check_topic(message.topic)}"
     unique_key = message.unique_key or uuid.uuid4().hex.upper()
 
     def read(answer: RemotingCommand) -> SendResult:
         offset_id = OffsetId.parse(answer.fields["msgId"])
         if answer.code != ResponseCode.SUCCESS:
-            raise NotDurable(answer.code, answer.remark, what, str(offset_id))
+            raise NotDurable(answer.code, answer.remark, action, str(offset_id))
         return SendResult(offset_id, int(answer.fields["queueId"]), int(answer.fields["queueOffset"]), unique_key)
 
     properties = {**message.properties, **_standard(message), Property.UNIQUE_KEY: unique_key, **own}
     return RpcRequest(
-        what,
+        action,
         RequestCode.SEND_MESSAGE_V2,
         read,
         # The single-letter fields of all clients: producer group, topic, template topic and its queues, queue, system
@@ -207,11 +207,11 @@ def _store(
 
 def _standard(message: WireMessage) -> dict[str, str]:
     """Return the system properties for the message's tags and keys."""
-    found = {Property.WAIT: "true"}  # wait for the disk and the replicas, as far as the broker's settings ask
+    properties = {Property.WAIT: "true"}  # wait for the disk and the replicas, as far as the broker's settings ask
     if message.tags is not None:
-        found[Property.TAGS] = message.tags
+        properties[Property.TAGS] = message.tags
     if message.keys:
         if any(len(key.split()) != 1 or key.strip() != key for key in message.keys):
             raise ValueError("a key is empty or holds a space: brokers would split it")
-        found[Property.KEYS] = " ".join(message.keys)
-    return found
+        properties[Property.KEYS] = " ".join(message.keys)
+    return properties

@@ -77,7 +77,7 @@ class CheckBackHandler:
             with self._lock:
                 self._deadlines.discard(deadline)
 
-    # --- halves that are asked about ----------------------------------------------------------------------------------
+    # --- check-backs --------------------------------------------------------------------------------------------------
 
     def answer(self, checks: Sequence[CheckBack]) -> None:
         """End the halves of check-backs. Log errors instead of raising them.
@@ -121,8 +121,8 @@ class CheckBackHandler:
             return True
         if not any(_is_decided_half(parts, half) for half in halves):
             return True
-        with self._ender.exclusively(transaction, deadline) as turn:
-            if turn is not LockHolder.CALLER:
+        with self._ender.exclusively(transaction, deadline) as holder:
+            if holder is not LockHolder.CALLER:
                 return False
             with self._cluster.context.events.step("step:publish", transaction, asked=True):
                 self._ender.publish(transaction, parts, deadline)
@@ -153,7 +153,7 @@ class CheckBackHandler:
             if len(known) > _REMEMBERED:
                 known.popitem(last=False)
 
-    # --- and those that are not, any more -----------------------------------------------------------------------------
+    # --- discarded halves ---------------------------------------------------------------------------------------------
 
     def _end_discarded_halves(self) -> None:
         while not self._closed.wait(self._end_discarded_once()):
@@ -202,9 +202,9 @@ class CheckBackHandler:
 
     def _pull(self, broker: str, at: int) -> PullResult:
         request = reading.pull(DISCARDED_TOPIC, 0, at, self._group)
-        what = f"reading discarded halves of broker {broker}"
+        action = f"reading discarded halves of broker {broker}"
         with self._in_time() as deadline:
-            return retry_call(self._cluster.client, broker, request, what, deadline)
+            return retry_call(self._cluster.client, broker, request, action, deadline)
 
 
 def _is_decided_half(parts: Sequence[TopicPart], half: MessageExt) -> bool:

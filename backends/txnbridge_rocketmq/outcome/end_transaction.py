@@ -89,7 +89,7 @@ class HalfEnder:
     _under_way: set[str] = field(default_factory=set)
     _trusted: set[str] = field(default_factory=set)  # brokers whose published messages were seen
 
-    # --- one at a time ------------------------------------------------------------------------------------------------
+    # --- locks --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def exclusively(self, transaction: str, deadline: Deadline) -> Iterator[LockHolder]:
@@ -130,11 +130,11 @@ class HalfEnder:
     def _unlock(self, transaction: str) -> None:
         self._send_lock_request(self._lock_of(transaction), groups.unlock)
 
-    def _send_lock_request(self, queue: Queue, what: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
+    def _send_lock_request(self, queue: Queue, action: Callable[[str, str, Sequence[Queue]], RpcRequest[Any]]) -> None:
         """Send a lock request without waiting for its response."""
         try:
             self.cluster.client.submit(
-                queue.broker, what(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
+                queue.broker, action(_LOCK_GROUP, self.cluster.client.client_id, [queue]), _SURELY_INDEXED
             )
         except RemotingError as error:
             _log.debug("a lock goes by itself: %s", error)
@@ -144,14 +144,14 @@ class HalfEnder:
         name = hashlib.sha256(transaction.encode()).hexdigest()[:32]
         return Queue(f"{self.cluster.settings.prefix}lock-{name}", self.cluster.topics.home, 0)
 
-    # --- the owner's ends ---------------------------------------------------------------------------------------------
+    # --- ending without a look-up: owners, aborts ---------------------------------------------------------------------
 
     def publish_fresh(self, halves: Mapping[Queue, Sequence[HalfHandle]], deadline: Deadline) -> bool:
         """Publish halves that no other process ends within their immunity time. Return whether all are published.
 
         The broker refuses a half that is too old. Then, and where a response is lost, a look-up has to come first.
         """
-        sequences = [EndSequence(queue, deque(found)) for queue, found in halves.items()]
+        sequences = [EndSequence(queue, deque(handles)) for queue, handles in halves.items()]
         self._commit_halves(sequences, False, deadline)
         self._wait_until_expired(sequences, deadline)
         return not any(sequence.stopped for sequence in sequences)
@@ -162,9 +162,9 @@ class HalfEnder:
         A proxy may report success for END_TRANSACTION and do nothing.
         """
         published: dict[str, _Expected] = {}
-        for queue, found in halves.items():
+        for queue, handles in halves.items():
             if queue.broker not in self._trusted and self._keeps_index(queue.broker, deadline):
-                published[queue.broker] = _Expected(found[0].topic, queue.broker, 0, found[0].unique_key)
+                published[queue.broker] = _Expected(handles[0].topic, queue.broker, 0, handles[0].unique_key)
         try:
             self._wait_for(list(published.values()), deadline)
         except AccessDenied as error:
@@ -236,7 +236,7 @@ class HalfEnder:
         if not passing or type(translate(error, "")) is not BrokerUnavailable or deadline.left() <= _PAUSE:
             sequence.stopped = error
 
-    # --- everybody else's ---------------------------------------------------------------------------------------------
+    # --- publishing after a look-up -----------------------------------------------------------------------------------
 
     def publish(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline, *, first: bool = False) -> None:
         """Publish every message of a committed transaction.
@@ -302,26 +302,26 @@ class HalfEnder:
 
     def withdraw(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> None:
         """Abort every half of an aborted transaction, on the brokers that are up."""
-        found = self._copies(_expected(transaction, parts), deadline)
-        self.drop([(each.broker, handle_of_copy(record)) for each, record in found], deadline)
+        copies = self._copies(_expected(transaction, parts), deadline)
+        self.drop([(each.broker, handle_of_copy(record)) for each, record in copies], deadline)
 
     def copies(self, transaction: str, parts: Sequence[TopicPart], deadline: Deadline) -> list[MessageExt]:
         """Return the newest copy of each half of the transaction, with its body, in order."""
         wanted = _expected(transaction, parts)
-        found = dict(self._copies(wanted, deadline, bodies=True))
-        return [found[each] for each in wanted if each in found]
+        copies = dict(self._copies(wanted, deadline, bodies=True))
+        return [copies[each] for each in wanted if each in copies]
 
     def _unpublished(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[_Expected]:
         """Return those messages that are not in their topics."""
         asked = [(each.broker, each.topic, each.key) for each in wanted]
-        found = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
-        return [each for each, record in zip(wanted, found, strict=True) if record is None]
+        published = look_up_by_key(self.cluster.client, asked, "looking for what is published", deadline)
+        return [each for each, record in zip(wanted, published, strict=True) if record is None]
 
     def _copies(
         self, wanted: Sequence[_Expected], deadline: Deadline, bodies: bool = False
     ) -> list[tuple[_Expected, MessageExt]]:
         """Return the newest copies of the halves that are found."""
-        found: list[tuple[_Expected, MessageExt]] = []
+        copies: list[tuple[_Expected, MessageExt]] = []
         left = list(wanted)
         for topic in (HALF_TOPIC, ROCKSDB_HALF_TOPIC):
             looked_for, left = left, []
@@ -331,23 +331,23 @@ class HalfEnder:
                 if record is None:
                     left.append(each)
                 else:
-                    found.append((each, record))
-        return found
+                    copies.append((each, record))
+        return copies
 
     def _sequences(self, wanted: Sequence[_Expected], deadline: Deadline) -> list[EndSequence]:
         """Return the halves of messages that are not published yet, by queue and in order."""
         until = Deadline(min(_SURELY_INDEXED, deadline.left()))
-        while len(found := self._copies(wanted, deadline)) < len(wanted):
+        while len(copies := self._copies(wanted, deadline)) < len(wanted):
             if until.expired:
                 deadline.check("looking for halves")
                 raise EvidenceLost(
-                    f"{len(wanted) - len(found)} messages of a committed transaction are neither published nor kept by"
+                    f"{len(wanted) - len(copies)} messages of a committed transaction are neither published nor kept by"
                     f" broker {wanted[0].broker}: they were dropped by age (fileReservedTime), or by an administrator;"
                     " or it was killed, and has forgotten where they are (messageIndexSafe)"
                 )
             time.sleep(_LOOK_SECONDS)
         sequences: dict[Queue, EndSequence] = {}
-        for each, record in sorted(found, key=lambda item: item[0].number):
+        for each, record in sorted(copies, key=lambda item: item[0].number):
             queue = Queue(each.topic, each.broker, int(record.properties.get(_REAL_QUEUE, record.queue)))
             sequences.setdefault(queue, EndSequence(queue, deque())).halves.append(handle_of_copy(record))
         return list(sequences.values())

@@ -83,13 +83,13 @@ def end_prepared(ender: HalfEnder, token: Token, decision: Decision, ledger: Led
 @contextmanager
 def _as_decided(token: Token, outcome: str) -> Iterator[None]:
     """Say in errors that the transaction is decided, and that other bridges do the rest after check-backs."""
-    told = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
+    prefix = f"transaction {token.transaction} is {outcome}, and any bridge of its application"
     try:
         yield
     except AccessDenied as error:
-        raise AccessDenied(f"{told} that may do the rest does so: {error}") from error.__cause__
+        raise AccessDenied(f"{prefix} that may do the rest does so: {error}") from error.__cause__
     except BrokerUnavailable as error:
-        raise OutcomeUnknown(f"{told} does the rest, as does the same call again: {error}") from error
+        raise OutcomeUnknown(f"{prefix} does the rest, as does the same call again: {error}") from error
 
 
 def publish_exclusively(
@@ -98,8 +98,8 @@ def publish_exclusively(
     """Return when a transaction is published, by this process or another one. A stalled one counts as dead."""
     left, patience = -1, Deadline(_STALLED_SECONDS)
     while True:
-        with ender.exclusively(transaction, deadline) as turn:
-            if turn is LockHolder.CALLER or (turn is LockHolder.OTHER_PROCESS and patience.expired):
+        with ender.exclusively(transaction, deadline) as holder:
+            if holder is LockHolder.CALLER or (holder is LockHolder.OTHER_PROCESS and patience.expired):
                 ender.publish(transaction, parts, deadline, first=first)
                 return
         first = False  # the holder of the lock may be about to publish
@@ -139,13 +139,13 @@ def _claim(
         decision = Decision.ABORT  # the halves may be discarded, and the group may have moved
     data = {**parts_as_json(prepared.parts), "by": call}
     log = _log_of(token)
-    with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as told:
+    with ender.cluster.context.events.step("step:decide", token.transaction, decision=decision.value) as step:
         try:
             acks = prepared.acks if decision is Decision.COMMIT else ()
             claim = ledger.claim(token.transaction, decision, data, deadline, log=log, acks=acks)
         except Conflict:
             claim = ledger.claim(token.transaction, Decision.ABORT, data, deadline, log=log)
-        told["decided"] = claim.decision.value
+        step["decided"] = claim.decision.value
     return claim
 
 

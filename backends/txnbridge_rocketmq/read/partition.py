@@ -83,7 +83,7 @@ class QueueReader:
         self._last: Anchor | None = None  # the last record that was read
         self._sure = 0  # records before this offset are known to be from the anchor's queue
         self._is_unsure = False  # records have arrived since the last check of the anchor
-        # with the read offset and the last record at that time
+        # With the read offset and the last record at that time
         self._check: tuple[AnchorCheck, int, Anchor | None] | None = None
         self._missing_since: float | None = None
         self._anchors: list[Anchor] = []  # of messages that were handed out, in order
@@ -92,7 +92,7 @@ class QueueReader:
         self._highest = -1  # offsets below were handed out before, or skipped by a seek
         self._times: dict[int, int] = {}
 
-    # --- where it stands ----------------------------------------------------------------------------------------------
+    # --- position -----------------------------------------------------------------------------------------------------
 
     @property
     def next(self) -> int:
@@ -234,20 +234,20 @@ class QueueReader:
         try:
             if not check.is_done():
                 return
-            found = check.found()
+            has_anchor = check.has_anchor()
         except RemotingError as error:
             self._check, self._is_unsure = None, True
             self._fail(error)
             return
         self._check = None
-        if found:
+        if has_anchor:
             self._sure, self.anchor, self._missing_since = read, last or self.anchor, None
             return
         self._is_unsure = True
         now = time.monotonic()
         self._missing_since = self._missing_since or now
         self._rest_until = now + _REST_SECONDS
-        if found is False or now - self._missing_since >= SURE_SECONDS:
+        if has_anchor is False or now - self._missing_since >= SURE_SECONDS:
             assert self.anchor is not None
             self.lose(topic_recreated("the position", self.partition, self.next, self.anchor))
 
@@ -267,8 +267,8 @@ class QueueReader:
         self._rest_until = now + _REST_SECONDS
         self._fetches.clear()
         if self._read < pulled.min_offset or now - self._doubted_at >= SURE_SECONDS:
-            found = out_of_range("the position", self.partition, self._read, pulled.min_offset, pulled.max_offset)
-            self.lose(PositionLost(found))
+            text = out_of_range("the position", self.partition, self._read, pulled.min_offset, pulled.max_offset)
+            self.lose(PositionLost(text))
 
     def _fail(self, error: RemotingError) -> None:
         refused = translate(error, f"reading {self.partition[0]}[{self.partition[1]}]")

@@ -68,7 +68,7 @@ class QueuePull:
 
     def without_duplicates(self, duplicates: DuplicateFilter) -> list[MessageExt]:
         """Return the records without duplicates, once done."""
-        return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.found for lookup in self._lookups})
+        return duplicates.sift(self._records, {lookup.record.queue_offset: lookup.copies for lookup in self._lookups})
 
 
 class AnchorCheck:
@@ -94,7 +94,7 @@ class AnchorCheck:
             self._begin = self._submit(self._queue.broker, request, _ANSWER_SECONDS)
         return self._begin.done()
 
-    def found(self) -> bool | None:
+    def has_anchor(self) -> bool | None:
         """Return whether the queue has the anchor; None if a record is missing there, and not by retention."""
         log_offset: int | None = self._there.result()
         if log_offset is not None:
@@ -108,7 +108,7 @@ class _KeyLookUp:
 
     def __init__(self, submit: Submit, queue: Queue, record: MessageExt) -> None:
         self.record = record
-        self.found: Sequence[MessageExt] = ()
+        self.copies: Sequence[MessageExt] = ()
         self._submit = submit
         self._queue = queue
         self._ask_at = 0.0
@@ -117,7 +117,7 @@ class _KeyLookUp:
         self.is_done()
 
     def is_done(self) -> bool:
-        if self.found:
+        if self.copies:
             return True
         if self._call is None:
             if time.monotonic() >= self._ask_at:
@@ -126,10 +126,10 @@ class _KeyLookUp:
             return False
         if not self._call.done():
             return False
-        found, self._call = self._call.result(), None
+        copies, self._call = self._call.result(), None
         # Messages are indexed in order. If the record itself is found, no earlier copy is missing.
-        if any(each.log_offset == self.record.log_offset for each in found):
-            self.found = found
+        if any(each.log_offset == self.record.log_offset for each in copies):
+            self.copies = copies
             return True
         if time.monotonic() > self._until:
             raise NotIndexed
@@ -142,17 +142,17 @@ def _consecutive(at: int, records: Sequence[MessageExt]) -> list[MessageExt]:
 
     Raise `CannotDecompress` if the first record is unreadable.
     """
-    found: list[MessageExt] = []
+    consecutive: list[MessageExt] = []
     for record in records:
         try:
             parts = list(unwrap(record)) if record.holds_several else [record]
         except (CannotDecompress, ProtocolViolation) as error:
-            if found:
-                return found
+            if consecutive:
+                return consecutive
             raise CannotDecompress(str(error)) from error
         for each in parts:
-            if each.queue_offset > at + len(found):
-                return found
-            if each.queue_offset == at + len(found):
-                found.append(each)
-    return found
+            if each.queue_offset > at + len(consecutive):
+                return consecutive
+            if each.queue_offset == at + len(consecutive):
+                consecutive.append(each)
+    return consecutive

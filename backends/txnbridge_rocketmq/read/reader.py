@@ -178,14 +178,14 @@ class RocketMQReader(Reader):
                     reader.fault = None
                 raise fault
 
-    # --- partitions come and go ---------------------------------------------------------------------------------------
+    # --- assignment ---------------------------------------------------------------------------------------------------
 
     def _run_background_task(self) -> None:
         """Take the result of the background task, and start another one if it is due."""
         if self._task is not None and self._task.done:
-            work, self._task = self._task, None
+            task, self._task = self._task, None
             try:
-                work.finish()
+                task.finish()
             except (PositionLost, EvidenceLost):
                 raise
             except (BrokerUnavailable, OutcomeUnknown) as error:
@@ -222,8 +222,8 @@ class RocketMQReader(Reader):
             by_topic.setdefault(topic, []).append(queue)
         assignment = self._rebalancer.refresh(by_topic, holding, deadline)
         asked = {each: targets.get(each) for each in assignment.free if each in targets or each not in holding}
-        found = self._group.resolve(asked, queues, deadline) if asked else ResolvedPositions()
-        return _RefreshResult(queues, assignment, found, moves)
+        resolved = self._group.resolve(asked, queues, deadline) if asked else ResolvedPositions()
+        return _RefreshResult(queues, assignment, resolved, moves)
 
     def _refresh_topics(self, deadline: Deadline) -> _RefreshResult:
         queues = self._refresh_queues()
@@ -239,28 +239,30 @@ class RocketMQReader(Reader):
             self._refresh_at = time.monotonic() + _LOOK_SECONDS
             for topic in self._subscription.topics:
                 with suppress(BrokerUnavailable):
-                    found = self._cluster.topics.look(topic, Deadline(_NAMING_SECONDS))
-                    self._queues = {**self._queues, **{(topic, each.queue): each for each in found}}
+                    queues = self._cluster.topics.look(topic, Deadline(_NAMING_SECONDS))
+                    self._queues = {**self._queues, **{(topic, each.queue): each for each in queues}}
         return self._queues
 
-    def _apply(self, seen: _RefreshResult) -> None:
+    def _apply(self, result: _RefreshResult) -> None:
         for reader in self._readers.values():
             reader.is_cut_off = False
-        if seen.assignment is not None:
-            self._remove([each for each in self._readers if each in seen.assignment.taken], self._listener.lost)
-            self._remove([each for each in self._readers if each not in seen.assignment.mine], self._listener.revoking)
-        for partition in (*seen.found.known, *seen.found.lost):
-            reader = self._readers.get(partition) or self._add(partition, seen.queues[partition])
-            if seen.moves.get(reader, reader.moves) == reader.moves:
-                self._settle(reader, seen.found)
+        if result.assignment is not None:
+            self._remove([each for each in self._readers if each in result.assignment.taken], self._listener.lost)
+            self._remove(
+                [each for each in self._readers if each not in result.assignment.mine], self._listener.revoking
+            )
+        for partition in (*result.found.known, *result.found.lost):
+            reader = self._readers.get(partition) or self._add(partition, result.queues[partition])
+            if result.moves.get(reader, reader.moves) == reader.moves:
+                self._settle(reader, result.found)
 
-    def _settle(self, reader: QueueReader, found: ResolvedPositions) -> None:
+    def _settle(self, reader: QueueReader, resolved: ResolvedPositions) -> None:
         with self._guard:
-            if reader.partition in found.known:
-                place = found.known[reader.partition]
-                reader.continue_at(AnchoredOffset(place.next, place.anchor or reader.anchor))
+            if reader.partition in resolved.known:
+                position = resolved.known[reader.partition]
+                reader.continue_at(AnchoredOffset(position.next, position.anchor or reader.anchor))
             else:
-                at, fault = found.lost[reader.partition]
+                at, fault = resolved.lost[reader.partition]
                 reader.continue_at(AnchoredOffset(at))
                 reader.lose(fault)
 
@@ -275,7 +277,7 @@ class RocketMQReader(Reader):
             if self._rebalancer is not None:
                 self._rebalancer.release([reader.queue for reader in left])
 
-    # --- where it stands --------------------------------------------------------------------------------------------
+    # --- positions --------------------------------------------------------------------------------------------------
 
     def positions(self) -> dict[Partition, Position]:
         return {partition: (reader.next,) for partition, reader in self._readers.items()}
@@ -291,8 +293,8 @@ class RocketMQReader(Reader):
             begin = self._offsets.begin(reader.queue, deadline)
             if at < begin:
                 raise PositionLost(out_of_range("the position to seek", reader.partition, at, begin, begin))
-        for reader, place in {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}.items():
-            reader.continue_at(place)
+        for reader, position in {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}.items():
+            reader.continue_at(position)
 
     def rewind(self, positions: Mapping[Partition, Position]) -> None:
         self._go_back({self._reader(partition): _checked(position) for partition, position in positions.items()})
@@ -306,12 +308,12 @@ class RocketMQReader(Reader):
 
     def seek_to_time(self, timestamp: int, deadline: Deadline) -> None:
         wanted = {c: self._offsets.since(c.queue, timestamp, deadline) for c in self._readers.values()}
-        places = {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}
-        for reader, place in places.items():
+        positions_by_reader = {c: self._offsets.anchored(c.queue, at, deadline) for c, at in wanted.items()}
+        for reader, position in positions_by_reader.items():
             if self._group is not None:
-                reader.unsettle(SeekTarget(place.next, chosen=True))
+                reader.unsettle(SeekTarget(position.next, chosen=True))
             else:
-                reader.continue_at(place)
+                reader.continue_at(position)
 
     def nack(self, positions: Mapping[Partition, Sequence[Position]]) -> None:
         for partition, given in positions.items():
@@ -341,16 +343,16 @@ class RocketMQReader(Reader):
         return reader
 
     def lag(self, deadline: Deadline) -> dict[Partition, int]:
-        stands: Mapping[Partition, int] = {}
+        positions: Mapping[Partition, int] = {}
         if self._group is not None:
-            stands, _ = self._group.positions(deadline)
-        found = {}
+            positions, _ = self._group.positions(deadline)
+        lags = {}
         for partition, reader in self._readers.items():
-            at = stands.get(partition, reader.next)
+            at = positions.get(partition, reader.next)
             if at >= reader.behind:  # nothing is outstanding, so the duplicates that were skipped count as read
                 at = max(at, reader.next)
-            found[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
-        return found
+            lags[partition] = max(0, self._offsets.end(reader.queue, deadline) - at)
+        return lags
 
     def ack_context(self) -> RocketMQAckContext:
         if self._context is None:
@@ -360,7 +362,7 @@ class RocketMQReader(Reader):
     def _commit_offset(self, reader: QueueReader, at: int) -> None:
         self._offsets.commit(str(self._subscription.group), reader.queue, at)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, deadline: Deadline) -> None:
         if self._closed:
@@ -370,10 +372,10 @@ class RocketMQReader(Reader):
             self._task.join(min(deadline.left(), _LEAVING_SECONDS))
         if self._context is not None and self._context.was_used and self._group is not None:
             with suppress(TxnBridgeError):
-                stands, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
+                positions, _ = self._group.positions(Deadline(min(deadline.left(), _LEAVING_SECONDS)))
                 for partition, reader in self._readers.items():
-                    if partition in stands:  # otherwise only a seek can tell where it continues
-                        self._commit_offset(reader, stands[partition])
+                    if partition in positions:  # otherwise only a seek can tell where it continues
+                        self._commit_offset(reader, positions[partition])
         if self._rebalancer is not None:
             self._rebalancer.close(deadline)
         else:

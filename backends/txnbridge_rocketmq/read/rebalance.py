@@ -81,7 +81,7 @@ class Rebalancer:
         on_change: Callable[[], None],
         deadline: Deadline,
     ) -> None:
-        """Join the group. Raises `InvalidOption`, `BrokerUnavailable`, `AccessDenied`."""
+        """Join the group. Raise `InvalidOption`, `BrokerUnavailable`, `AccessDenied`."""
         self._user_group = group
         self._group = group_name(encoded(group))
         self._topics = topics
@@ -90,7 +90,7 @@ class Rebalancer:
         self._changed.set()
         self._on_change = on_change
         self.client = open_client(settings, self._client_id(), self._on_members)
-        self._places: dict[str, _BrokerShare] = {}
+        self._shares: dict[str, _BrokerShare] = {}
         self._waits: dict[Partition, float] = {}
         self._refresh_at = 0.0
         self._sleep_detector = _SleepDetector(self.client, self._group)
@@ -111,50 +111,50 @@ class Rebalancer:
 
     def _join(self, deadline: Deadline) -> None:
         membership = Membership(consumers={self._group: frozenset(self._topics)})
-        what = f"joining group {self._user_group!r}"
-        retry(lambda: self.client.join(membership, deadline.left()), what, deadline)
+        action = f"joining group {self._user_group!r}"
+        retry(lambda: self.client.join(membership, deadline.left()), action, deadline)
 
     def due_in(self) -> float:
         """Return the seconds until the next refresh is due."""
         return 0.0 if self._changed.is_set() else max(0.0, self._refresh_at - time.monotonic())
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- refreshing ---------------------------------------------------------------------------------------------------
 
     def refresh(
         self, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
         """Refresh and return the assignment. Raise `InvalidOption` if another application reads in the same group."""
         self._changed.clear()
-        found = QueueAssignment()
+        assignment = QueueAssignment()
         for broker in sorted({each.broker for here in queues.values() for each in here}):
             here = {topic: each for topic, each in queues.items() if each and each[0].broker == broker}
-            found |= self._refresh_broker(broker, here, holding, deadline)
-        waiting = found.mine - found.free
+            assignment |= self._refresh_broker(broker, here, holding, deadline)
+        waiting = assignment.mine - assignment.free
         self._waits = {partition: since for partition, since in self._waits.items() if partition in waiting}
         self._refresh_at = time.monotonic() + (_LOOK_OFTEN_SECONDS if waiting else LOOK_SECONDS)
-        return found
+        return assignment
 
     def _refresh_broker(
         self, broker: str, queues: Mapping[str, Sequence[Queue]], holding: Collection[Partition], deadline: Deadline
     ) -> QueueAssignment:
-        me, place = self.client.client_id, self._places.setdefault(broker, _BrokerShare())
+        me, share = self.client.client_id, self._shares.setdefault(broker, _BrokerShare())
         ids = self._members(broker, deadline)
         asleep = self._sleep_detector.asleep(broker, ids)
-        for gone in place.living - (set(ids) - asleep):  # a dead member leaves its locks behind for a minute
-            everything = [queue for found in queues.values() for queue in found]
-            self._call(broker, groups.unlock(self._group, gone, everything), deadline)
-        place.living = set(ids) - asleep
+        for gone in share.living - (set(ids) - asleep):  # a dead member leaves its locks behind for a minute
+            all_queues = [queue for topic_queues in queues.values() for queue in topic_queues]
+            self._call(broker, groups.unlock(self._group, gone, all_queues), deadline)
+        share.living = set(ids) - asleep
         wanted: list[Queue] = []
         alone: set[str] = set()
-        for topic, found in queues.items():
+        for topic, topic_queues in queues.items():
             readers = [each for each in ids if _reads(each, topic)]
-            wanted += assign(found, readers, asleep).get(me, ())
-            if place.living.intersection(readers) == {me}:
+            wanted += assign(topic_queues, readers, asleep).get(me, ())
+            if share.living.intersection(readers) == {me}:
                 alone.add(topic)  # every other member that may hold a lock there is dead
-        before, place.locked = place.locked, set()
+        before, share.locked = share.locked, set()
         if wanted:
-            place.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
-        free = {queue for queue in wanted if queue in place.locked or queue.topic in alone or self._has_waited(queue)}
+            share.locked = self._call(broker, groups.lock(self._group, me, wanted), deadline)
+        free = {queue for queue in wanted if queue in share.locked or queue.topic in alone or self._has_waited(queue)}
         refused = {queue for queue in wanted if queue not in free and _partition(queue) in holding}
         return QueueAssignment(
             frozenset(map(_partition, wanted)),
@@ -178,9 +178,9 @@ class Rebalancer:
                 f"broker {broker} takes no members into group {self._user_group!r}. An administrator creates it:"
                 f"\n  mqadmin updateSubGroup -n NAME_SERVER -b BROKER_ADDRESS -g {self._group}"
             )
-        found = sorted(each for each in ids if _MEMBER.fullmatch(each))
-        self._check_application(found)
-        return found
+        members = sorted(each for each in ids if _MEMBER.fullmatch(each))
+        self._check_application(members)
+        return members
 
     def _check_application(self, ids: Sequence[str]) -> None:
         for each in ids:
@@ -196,8 +196,8 @@ class Rebalancer:
         return time.monotonic() - since >= _LOCKED_SECONDS
 
     def _call(self, broker: str, request: RpcRequest[T], deadline: Deadline) -> T:
-        what = f"looking at group {self._user_group!r}"
-        return retry_call(self.client, broker, request, what, deadline)
+        action = f"looking at group {self._user_group!r}"
+        return retry_call(self.client, broker, request, action, deadline)
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -210,9 +210,9 @@ class Rebalancer:
 
     def close(self, deadline: Deadline) -> None:
         """Leave the group."""
-        for broker, place in self._places.items():
-            if place.locked:
-                request = groups.unlock(self._group, self.client.client_id, place.locked)
+        for broker, share in self._shares.items():
+            if share.locked:
+                request = groups.unlock(self._group, self.client.client_id, share.locked)
                 with suppress(RemotingError):
                     self.client.call(broker, request, min(_LEAVE_SECONDS, deadline.left()))
         self.client.close(deadline.left())
@@ -259,27 +259,27 @@ class _SleepDetector:
         if me not in ids:
             return []
         at = list(ids).index(me)
-        found: list[str] = []
+        members: list[str] = []
         for each in [*ids[at + 1 :], *ids[:at]]:
-            found.append(each)
+            members.append(each)
             if each not in self._asleep:
                 break
-        return found
+        return members
 
 
 def assign(queues: Sequence[Queue], readers: Sequence[str], asleep: Collection[str] = ()) -> dict[str, list[Queue]]:
     """Return the queues of each reader of a topic. The previous reader takes over for one that is asleep."""
-    found: dict[str, list[Queue]] = {}
+    assigned: dict[str, list[Queue]] = {}
     awake = [index for index, each in enumerate(readers) if each not in asleep]
     if not awake:
-        return found
-    # begin elsewhere for each topic, so that one member does not read all topics with few queues
+        return assigned
+    # Begin elsewhere for each topic, so that one member does not read all topics with few queues
     first = int(_short(queues[0].topic), 16) if queues else 0
     for number, queue in enumerate(queues):
         index = (first + number) % len(readers)
         living = max((each for each in awake if each <= index), default=awake[-1])
-        found.setdefault(readers[living], []).append(queue)
-    return found
+        assigned.setdefault(readers[living], []).append(queue)
+    return assigned
 
 
 def open_client(

@@ -34,7 +34,7 @@ Targets = Mapping[Partition, SeekTarget | None]
 _AGAIN_SECONDS = 0.01
 _LOOK_SECONDS = 0.1
 # Timeout of commits of a group's offset to the broker, which only serve people and tools.
-_TELL_SECONDS = 5.0
+_COMMIT_SECONDS = 5.0
 
 
 class QueueOffsets:
@@ -101,11 +101,11 @@ class QueueOffsets:
         """Commit a group's offset to the broker's offset store, for tools. Do not wait for the response."""
         request = groups.commit_offset(encoded(group), queue.topic, queue.queue, offset)
         with suppress(RemotingError):  # the next acknowledgement commits the offset again
-            self._client.submit(queue.broker, request, _TELL_SECONDS)
+            self._client.submit(queue.broker, request, _COMMIT_SECONDS)
 
     def _ask(self, queue: Queue, request: RpcRequest[T], deadline: Deadline) -> T:
-        what = f"asking about {queue.topic}[{queue.queue}]"
-        return retry_call(self._client, queue.broker, request, what, deadline)
+        action = f"asking about {queue.topic}[{queue.queue}]"
+        return retry_call(self._client, queue.broker, request, action, deadline)
 
 
 class InitialPositions:
@@ -141,10 +141,8 @@ class ResolvedPositions:
 class GroupPositions:
     """The position of a group: the end of the last decision that acknowledges in it.
 
-    The group begins by such a decision.
-
-    The first position stands in the log before the first message is handed out. Therefore nothing is skipped if the
-    first batch aborts, and of members that begin at the same time one decides.
+    The group begins by such a decision. Its first position stands in the log before the first message is handed out.
+    Therefore nothing is skipped if the first batch aborts, and of members that begin at the same time one decides.
 
     The member whose decision moved the group may have died before it published that transaction. The member that
     continues publishes the transaction first. Otherwise its own messages would overtake those of that transaction.
@@ -162,13 +160,13 @@ class GroupPositions:
 
     def positions(self, deadline: Deadline) -> tuple[dict[Partition, int], Position]:
         """Return the group's positions, and the position up to which the log was read. Raise `PositionLost`."""
-        places, read_up_to = self._anchored_offsets(deadline)
-        return {partition: place.next for partition, place in places.items()}, read_up_to
+        positions, read_up_to = self._anchored_offsets(deadline)
+        return {partition: position.next for partition, position in positions.items()}, read_up_to
 
     def _anchored_offsets(self, deadline: Deadline) -> tuple[dict[Partition, AnchoredOffset], Position]:
         with self._with_evidence():
-            found, read_up_to = self._ledger.positions(self._group, deadline)
-        return {partition: AnchoredOffset.of(position) for partition, position in found.items()}, read_up_to
+            positions, read_up_to = self._ledger.positions(self._group, deadline)
+        return {partition: AnchoredOffset.of(position) for partition, position in positions.items()}, read_up_to
 
     @contextmanager
     def _with_evidence(self) -> Iterator[None]:
@@ -187,28 +185,28 @@ class GroupPositions:
         target that the user has chosen, forward or back.
         """
         while True:
-            stands, read_up_to = self._anchored_offsets(deadline)
-            renewed = self._recreated({each: stands[each] for each in targets if each in stands}, queues, deadline)
-            chosen = {each: target.at for each in renewed if (target := targets[each]) is not None and target.chosen}
+            current, read_up_to = self._anchored_offsets(deadline)
+            recreated = self._recreated({each: current[each] for each in targets if each in current}, queues, deadline)
+            chosen = {each: target.at for each in recreated if (target := targets[each]) is not None and target.chosen}
             if chosen:
                 begun = {each: self._offsets.anchored(queues[each], at, deadline) for each, at in chosen.items()}
                 self._claim(begun, read_up_to, deadline)
                 continue
-            if all(partition in stands for partition in targets):
+            if all(partition in current for partition in targets):
                 self._publish_before({each for each, target in targets.items() if target is None}, deadline)
-                return self._resolved(targets, stands, renewed, queues, deadline)
+                return self._resolved(targets, current, recreated, queues, deadline)
             # The order matters: an offset that was committed to the broker before stands in the log by now.
-            told = {each: self._offsets.committed(self._group, queues[each], deadline) for each in queues}
-            stands, read_up_to = self._anchored_offsets(deadline)
-            new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in stands)}
+            committed = {each: self._offsets.committed(self._group, queues[each], deadline) for each in queues}
+            current, read_up_to = self._anchored_offsets(deadline)
+            new = set(queues) - {each for each in queues if any(each[0] == topic for topic, _ in current)}
             begun = {}
-            lost = renewed
+            lost = recreated
             for partition, queue in queues.items():
-                if partition in stands or not (partition in targets or partition in new):
+                if partition in current or not (partition in targets or partition in new):
                     continue
                 if (target := targets.get(partition)) is not None:
                     begun[partition] = self._offsets.anchored(queue, target.at, deadline)
-                elif (at := told[partition]) is not None:
+                elif (at := committed[partition]) is not None:
                     lost[partition] = at, self._lost(partition, at)
                 elif partition in new:
                     begun[partition] = self._starts.first(partition, queue, deadline)
@@ -216,44 +214,42 @@ class GroupPositions:
                     begun[partition] = self._offsets.anchored(queue, self._offsets.begin(queue, deadline), deadline)
             if begun and not self._claim(begun, read_up_to, deadline):
                 continue
-            self._publish_before({p for p, target in targets.items() if target is None and p in stands}, deadline)
-            return self._resolved(targets, {**stands, **begun}, lost, queues, deadline)
+            self._publish_before({p for p, target in targets.items() if target is None and p in current}, deadline)
+            return self._resolved(targets, {**current, **begun}, lost, queues, deadline)
 
     def _resolved(
         self,
         targets: Targets,
-        stands: Mapping[Partition, AnchoredOffset],
+        current: Mapping[Partition, AnchoredOffset],
         lost: Mapping[Partition, tuple[int, PositionLost]],
         queues: Queues,
         deadline: Deadline,
     ) -> ResolvedPositions:
         known = {
-            each: self._advanced(stands[each], target, queues[each], deadline)
+            each: self._advanced(current[each], target, queues[each], deadline)
             for each, target in targets.items()
-            if each in stands and each not in lost
+            if each in current and each not in lost
         }
         return ResolvedPositions(known, {each: lost[each] for each in targets if each in lost})
 
     def _advanced(
-        self, stands: AnchoredOffset, target: SeekTarget | None, queue: Queue, deadline: Deadline
+        self, current: AnchoredOffset, target: SeekTarget | None, queue: Queue, deadline: Deadline
     ) -> AnchoredOffset:
-        if target is None or target.at <= stands.next:
-            return stands
-        return (
-            self._offsets.anchored(queue, target.at, deadline)
-            if target.chosen
-            else AnchoredOffset(target.at, stands.anchor)
-        )
+        if target is None or target.at <= current.next:
+            return current
+        if target.chosen:
+            return self._offsets.anchored(queue, target.at, deadline)
+        return AnchoredOffset(target.at, current.anchor)
 
     def _recreated(
-        self, stands: Mapping[Partition, AnchoredOffset], queues: Queues, deadline: Deadline
+        self, current: Mapping[Partition, AnchoredOffset], queues: Queues, deadline: Deadline
     ) -> dict[Partition, tuple[int, PositionLost]]:
         """Return the errors of those partitions whose topics were recreated since the group read them."""
-        found = {}
-        for partition, (at, anchor) in stands.items():
+        errors = {}
+        for partition, (at, anchor) in current.items():
             if anchor is not None and not self._offsets.has_anchor(queues[partition], anchor, deadline):
-                found[partition] = at, topic_recreated(f"the position of group {self._group!r}", partition, at, anchor)
-        return found
+                errors[partition] = at, topic_recreated(f"the position of group {self._group!r}", partition, at, anchor)
+        return errors
 
     def _publish_before(self, partitions: Collection[Partition], deadline: Deadline) -> None:
         """Publish the last transactions that acknowledged on these. Earlier ones were published before them."""
@@ -266,7 +262,9 @@ class GroupPositions:
 
     def _claim(self, begun: Mapping[Partition, AnchoredOffset], read_up_to: Position, deadline: Deadline) -> bool:
         """Decide where the group begins. Return False if another member has moved the group meanwhile."""
-        acks = [Ack(self._group, each, (place.next,), place.position, read_up_to) for each, place in begun.items()]
+        acks = [
+            Ack(self._group, each, (position.next,), position.position, read_up_to) for each, position in begun.items()
+        ]
         with self._with_evidence(), self._events.step("step:start", None, group=self._group):
             log = self._ledger.begin(deadline)
             try:
@@ -275,10 +273,10 @@ class GroupPositions:
                 return False
         return True
 
-    def _lost(self, partition: Partition, told: int) -> PositionLost:
+    def _lost(self, partition: Partition, offset: int) -> PositionLost:
         topic, number = partition
         return PositionLost(
-            f"group {self._group!r} has read {topic}[{number}] up to {told}, by what the broker was told; but this"
+            f"group {self._group!r} has read {topic}[{number}] up to {offset}, by what the broker was told; but this"
             " application's decision log does not know it: another application or another client reads in a group of"
             " this name, or the log was lost. Nothing was skipped or read again: say where to go on by"
             f" seek({{({topic!r}, {number}): (offset,)}}), or read with a new group"

@@ -106,19 +106,19 @@ class BrokerConfigs:
             at, known = self._known.get(broker, (0.0, None))
         if known is not None and not fresh and time.monotonic() - at < _FRESH_SECONDS:
             return known
-        what = f"asking broker {broker} for its settings"
-        told = retry_call(self._client, broker, administration.broker_settings(), what, deadline)
-        found = BrokerConfig(broker, told)
+        action = f"asking broker {broker} for its settings"
+        values = retry_call(self._client, broker, administration.broker_settings(), action, deadline)
+        config = BrokerConfig(broker, values)
         with self._lock:
-            self._known[broker] = time.monotonic(), found
-        return found
+            self._known[broker] = time.monotonic(), config
+        return config
 
     def config(self, broker: str, deadline: Deadline) -> BrokerConfig:
         """Return the settings of a broker, or the defaults where this user may not read settings."""
         try:
             return self.require_config(broker, deadline)
         except AccessDenied:
-            found = BrokerConfig(broker, {})
+            defaults = BrokerConfig(broker, {})
             with self._lock:
-                self._known[broker] = time.monotonic(), found
-            return found
+                self._known[broker] = time.monotonic(), defaults
+            return defaults

@@ -19,7 +19,7 @@ from txnbridge.spi import Ack, Deadline, Partition, Position
 from txnbridge_rocketmq.read.partition import QueueReader
 from txnbridge_rocketmq.read.start_positions import GroupPositions
 
-Tell = Callable[[QueueReader, int], object]
+OnAck = Callable[[QueueReader, int], object]
 
 
 class RocketMQAckContext:
@@ -31,14 +31,14 @@ class RocketMQAckContext:
         starts: GroupPositions,
         readers: Mapping[Partition, QueueReader],
         guard: threading.Lock,
-        tell: Tell,
+        on_ack: OnAck,
         timeout: float,
     ) -> None:
         self.group = group
         self._starts = starts
         self._readers = readers
         self._guard = guard
-        self._tell = tell
+        self._on_ack = on_ack
         self._timeout = timeout
         self.was_used = False
 
@@ -59,8 +59,8 @@ class RocketMQAckContext:
         before = {ack.partition: ack for ack in so_far}
         with self._guard:
             readers = {partition: self._here(partition) for partition in (*before, *positions)}
-        stands, read_up_to = self._starts.positions(deadline or Deadline(self._timeout))
-        found: dict[Partition, Ack] = {}
+        positions_in_log, read_up_to = self._starts.positions(deadline or Deadline(self._timeout))
+        claimed: dict[Partition, Ack] = {}
         with self._guard:
             for partition, reader in readers.items():
                 if self._readers.get(partition) is not reader:
@@ -68,18 +68,18 @@ class RocketMQAckContext:
                 earlier, given = before.get(partition), positions.get(partition)
                 first = earlier.first if earlier else given[0] if given else ()
                 end = reader.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
-                at = (stands.get(partition, -1),)
+                at = (positions_in_log.get(partition, -1),)
                 reader.claims = [claim for claim in reader.claims if claim[1] > at[0]]
                 others = [claim for claim in reader.claims if earlier is None or claim[0] != earlier.first[0]]
                 if at < (0,) or at > first or others or (earlier and at != earlier.first):
                     reader.overtaken = True
                     raise _moved(self.group, partition)
-                found[partition] = Ack(self.group, partition, at, end, read_up_to)
-            for partition, ack in found.items():
+                claimed[partition] = Ack(self.group, partition, at, end, read_up_to)
+            for partition, ack in claimed.items():
                 readers[partition].claims = [(ack.first[0], ack.end[0])]
-        for partition, ack in found.items():
-            self._tell(readers[partition], ack.first[0])
-        return list(found.values())
+        for partition, ack in claimed.items():
+            self._on_ack(readers[partition], ack.first[0])
+        return list(claimed.values())
 
     def _here(self, partition: Partition) -> QueueReader:
         reader = self._readers.get(partition)

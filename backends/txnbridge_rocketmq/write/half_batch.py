@@ -160,13 +160,13 @@ class HalfBatch:
 
     def stored(self, patience: Deadline) -> dict[Queue, list[HalfHandle]]:
         """Return the confirmed halves by queue, in order. Wait for responses until `patience` is over."""
-        found: dict[Queue, list[HalfHandle]] = {}
+        handles: dict[Queue, list[HalfHandle]] = {}
         for sent in self._sent:
             if sent.stored is None and sent.call is not None:
                 sent.stored = self._response(sent, sent.call, patience)
             if sent.stored is not None:
-                found.setdefault(sent.queue, []).append(sent.stored)
-        return found
+                handles.setdefault(sent.queue, []).append(sent.stored)
+        return handles
 
     def _response(self, sent: _HalfInFlight, call: Call[SendResult], patience: Deadline) -> HalfHandle | None:
         while not call.done() and not patience.expired:

@@ -50,7 +50,7 @@ __transactionId__ _SYS_TRAN_PREPARED_QUEUE_OFFSET TRANSACTION_PREPARED_QUEUE_OFF
 RESERVED = frozenset(_NAMES.split())
 
 
-# --- out --------------------------------------------------------------------------------------------------------------
+# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
 def to_wire(
@@ -162,7 +162,7 @@ def _check_size(properties: Mapping[str, str], own: Mapping[str, str]) -> None:
         )
 
 
-# --- in ---------------------------------------------------------------------------------------------------------------
+# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def from_wire(record: MessageExt, topic: str, partition: int, source: Any = None) -> Message:
@@ -228,10 +228,10 @@ def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
 
 def _names(order: str | None) -> list[str]:
     try:
-        found = json.loads(order) if order is not None else []
+        names = json.loads(order) if order is not None else []
     except ValueError:
         return []
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def _header(name: str, text: str) -> tuple[str, bytes]:
@@ -250,7 +250,7 @@ def _unpacked(text: str) -> bytes | None:
         return None
 
 
-# --- partitions -------------------------------------------------------------------------------------------------------
+# --- choice of a partition --------------------------------------------------------------------------------------------
 
 
 def partition_of(key: bytes, partitions: int) -> int:

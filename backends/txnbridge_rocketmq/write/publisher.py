@@ -70,7 +70,7 @@ class RocketMQPublisher(Publisher):
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    # --- taking -------------------------------------------------------------------------------------------------------
+    # --- buffering ----------------------------------------------------------------------------------------------------
 
     def send(
         self,
@@ -125,7 +125,7 @@ class RocketMQPublisher(Publisher):
         if self._closed:
             raise InvalidState("this publisher is closed")
 
-    # --- what became of it --------------------------------------------------------------------------------------------
+    # --- flushing -----------------------------------------------------------------------------------------------------
 
     def flush(self, deadline: Deadline) -> None:
         """Return when all messages taken are stored. Those that are not stored by the deadline are still tried."""
@@ -259,8 +259,8 @@ class RocketMQPublisher(Publisher):
 class _PublishFailure(Exception):
     """The failure that ends a publisher; `cause` is the client's error."""
 
-    def __init__(self, cause: RemotingError, what: str) -> None:
-        super().__init__(what)
+    def __init__(self, cause: RemotingError, action: str) -> None:
+        super().__init__(action)
         self.cause = cause
 
 

@@ -37,7 +37,7 @@ class HalfOrigin:
 
     log: Mapping[str, Any]  # `Evidence.log`
     deadline: int  # milliseconds since 1970
-    # the opening of the transactional id by the owner, who cannot commit after a newer opening
+    # The opening of the transactional id by the owner, who cannot commit after a newer opening
     opening: str | None = None
 
 

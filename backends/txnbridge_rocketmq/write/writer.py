@@ -132,10 +132,10 @@ class RocketMQWriter(Writer):
 
     def _target(self, topic: str, partition: int | None, deadline: Deadline) -> HalfTarget:
         """Return the state of a topic. The broker is asked for its queues once in each transaction."""
-        found = self._halves.targets.get(topic)
-        if found is None or (partition is not None and not 0 <= partition < len(found.queues)):
+        target = self._halves.targets.get(topic)
+        if target is None or (partition is not None and not 0 <= partition < len(target.queues)):
             queues = self._cluster.topics.require(topic, partition, deadline)
-            if found is None:
+            if target is None:
                 settings = self._cluster.brokers.config(queues[0].broker, deadline)
                 if self._seconds > settings.longest_transaction:
                     raise InvalidOption(
@@ -144,9 +144,9 @@ class RocketMQWriter(Writer):
                         f" after {settings.discarded_after:g} s (transactionCheckMax x transactionCheckInterval),"
                         " and has to ask about them before. Take shorter timeouts, or have that changed"
                     )
-                found = self._halves.targets[topic] = HalfTarget(queues, settings)
-            found.queues = queues
-        return found
+                target = self._halves.targets[topic] = HalfTarget(queues, settings)
+            target.queues = queues
+        return target
 
     def send_many(self, topic: str, items: Iterable[Item]) -> None:
         for item in items:
@@ -219,9 +219,9 @@ class RocketMQWriter(Writer):
 
     def _claim(self, decision: Decision, deadline: Deadline, acks: Sequence[Ack] = ()) -> LedgerClaim:
         transaction, data = self._begun.transaction, {**parts_as_json(self._halves.parts), "writer": self._number}
-        with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as told:
+        with self._cluster.context.events.step("step:decide", transaction, decision=decision.value) as step:
             claim = self._owner.ledger.claim(transaction, decision, data, deadline, log=self._origin.log, acks=acks)
-            told["decided"] = claim.decision.value
+            step["decided"] = claim.decision.value
         return claim
 
     def _publish_rest(self, deadline: Deadline) -> None:
@@ -270,7 +270,7 @@ class RocketMQWriter(Writer):
             stored = self._halves.stored(Deadline(_SETTLE_BEFORE_ABORT))
             self._owner.ender.drop([(q.broker, half) for q, halves in stored.items() for half in halves], deadline)
 
-    # --- the writer itself --------------------------------------------------------------------------------------------
+    # --- reopening and closing ----------------------------------------------------------------------------------------
 
     def reopen(self, deadline: Deadline) -> None:
         """Make the writer usable again. A commit of the transaction before is published before the next one."""
