@@ -235,7 +235,7 @@ class _Brokers:
     def names(self, deadline: Deadline) -> list[str]:
         return [HOME]
 
-    def known(self, name: str, deadline: Deadline) -> BrokerConfig:
+    def config(self, name: str, deadline: Deadline) -> BrokerConfig:
         return BrokerConfig(name, self.broker.told)
 
 

@@ -269,9 +269,9 @@ def test_of_what_was_handed_out_the_place_in_the_log_is_kept_with_the_position(m
     monkeypatch.setattr(module, "_ANCHORS", 8)
     cursor, broker = reading(found(*(record(offset) for offset in range(32)), end=32))
     go(cursor, broker)
-    assert cursor.place(32) == AnchoredOffset(32, Anchor(31, 1031))
+    assert cursor.position_at(32) == AnchoredOffset(32, Anchor(31, 1031))
     for end in range(1, 33):
-        place = cursor.place(end)
+        place = cursor.position_at(end)
         assert place.anchor is not None and place.anchor.log_offset == 1000 + place.anchor.offset
         assert AnchoredOffset.of(place.position) == place
 

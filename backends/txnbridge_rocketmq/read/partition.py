@@ -55,7 +55,7 @@ class QueueReader:
     Records are handed out only after a check behind them: if the queue still has the anchor, an earlier record, then
     all records before the check came from the same queue, and not from a recreated topic.
 
-    One thread uses the object, except for `claims` (protected by the reader's guard) and `place` (for any thread).
+    One thread uses the object, except for `claims` (under the reader's guard) and `position_at` (for any thread).
     """
 
     def __init__(self, partition: Partition, queue: Queue) -> None:
@@ -72,25 +72,25 @@ class QueueReader:
         self.overtaken = False  # the group's position has been moved by another member
         self.is_cut_off = False  # the last request failed, so the connection has to be repaired
         self._duplicates = DuplicateFilter()
-        self._fetches: deque[QueuePull] = deque()
+        self._pulls: deque[QueuePull] = deque()
         self._ready: deque[MessageExt] = deque()
         self._bytes = 0
         self._read = self._behind = 0
         self._end = 0  # the end of the queue in the last response
-        self._at_once = reading.PULL_MOST  # how many messages fit into one response, as far as is known
+        self._pull_size = reading.PULL_MOST  # how many messages fit into one response, as far as is known
         self._full_answers = 0
         self.anchor: Anchor | None = None  # a record that was read, by which the queue is known
         self._last: Anchor | None = None  # the last record that was read
-        self._sure = 0  # records before this offset are known to be from the anchor's queue
-        self._is_unsure = False  # records have arrived since the last check of the anchor
-        # With the read offset and the last record at that time
+        self._verified_end = 0  # records before this offset are known to be from the anchor's queue
+        self._needs_check = False  # records have arrived since the last check of the anchor
+        # The running anchor check, with the read offset and the last record at its start.
         self._check: tuple[AnchorCheck, int, Anchor | None] | None = None
         self._missing_since: float | None = None
         self._anchors: list[Anchor] = []  # of messages that were handed out, in order
-        self._rest_until = 0.0
-        self._doubted_at: float | None = None
+        self._paused_until = 0.0
+        self._gap_since: float | None = None
         self._highest = -1  # offsets below were handed out before, or skipped by a seek
-        self._times: dict[int, int] = {}
+        self._deliveries: dict[int, int] = {}
 
     # --- position -----------------------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ class QueueReader:
         """The offset behind the last message that was handed out."""
         return self._behind
 
-    def place(self, end: int) -> AnchoredOffset:
-        """Return a position, at an offset behind messages that were handed out, with an anchor."""
+    def position_at(self, end: int) -> AnchoredOffset:
+        """Return the anchored position at an offset behind messages that were handed out."""
         anchors = self._anchors
         at = bisect_left(anchors, Anchor(end, 0))
         return AnchoredOffset(end, anchors[at - 1] if at else self.anchor)
@@ -121,27 +121,27 @@ class QueueReader:
         self.settled = False
         self.fault = None
 
-    def lose(self, fault: PositionLost) -> None:
+    def fail_until_seek(self, fault: PositionLost) -> None:
         """Hand out nothing more until a seek. What comes after that is no redelivery."""
         self.fault = fault
         self._highest = -1
-        self._times.clear()
+        self._deliveries.clear()
 
     def go_back(self, at: int) -> None:
         """Continue at an offset in what was read before."""
         self.continue_at(AnchoredOffset(at, self.anchor))
 
-    def continue_at(self, place: AnchoredOffset) -> None:
+    def continue_at(self, position: AnchoredOffset) -> None:
         """Continue at a position, whatever was read before."""
-        at = place.next
-        self._fetches.clear()
+        at = position.next
+        self._pulls.clear()
         self._ready.clear()
         self._bytes = 0
         self._read = self._behind = at
-        self._rest_until = 0.0
-        self._doubted_at = self._missing_since = None
-        self.anchor, self._last, self._check = place.anchor, None, None
-        self._sure, self._is_unsure = at, False
+        self._paused_until = 0.0
+        self._gap_since = self._missing_since = None
+        self.anchor, self._last, self._check = position.anchor, None, None
+        self._verified_end, self._needs_check = at, False
         self._anchors = [anchor for anchor in self._anchors if anchor.offset < at]
         self.fault = self.target = None
         self.settled = True
@@ -150,34 +150,34 @@ class QueueReader:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the reader has to be looked at soon, although no response will announce that."""
-        return time.monotonic() < self._rest_until or bool(self._fetches and self._fetches[0].pulled)
+        """Return whether something is due soon that no response will announce."""
+        return time.monotonic() < self._paused_until or bool(self._pulls and self._pulls[0].pulled)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def send_pulls(self, submit: Submit) -> None:
         """Send pull requests, as many as there is room for their results."""
-        if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._rest_until:
+        if self.paused or self.fault or not self.settled or self.is_cut_off or time.monotonic() < self._paused_until:
             return
         try:
             while self._has_room():
-                at = self._fetches[-1].at + self._fetches[-1].count if self._fetches else self._read
+                at = self._pulls[-1].at + self._pulls[-1].count if self._pulls else self._read
                 # Only one request waits at the end of the queue. Several would all return the same message.
-                wait = 0.0 if self._fetches or at < self._end or self._doubted_at else WAIT_SECONDS
-                self._fetches.append(QueuePull(submit, self.queue, at, self._at_once, wait))
-            if self._is_unsure and self._check is None and self.anchor is not None:
+                wait = 0.0 if self._pulls or at < self._end or self._gap_since else WAIT_SECONDS
+                self._pulls.append(QueuePull(submit, self.queue, at, self._pull_size, wait))
+            if self._needs_check and self._check is None and self.anchor is not None:
                 self._check = AnchorCheck(submit, self.queue, self.anchor), self._read, self._last
-                self._is_unsure = False
+                self._needs_check = False
         except RemotingError as error:
             self._fail(error)
 
     def _has_room(self) -> bool:
-        if not self._fetches:
+        if not self._pulls:
             return len(self._ready) < _AHEAD_MESSAGES and self._bytes < _AHEAD_BYTES
-        asked = sum(fetch.count for fetch in self._fetches)
+        asked = sum(pull.count for pull in self._pulls)
         return (
-            self._fetches[-1].at + self._fetches[-1].count < self._end
-            and len(self._fetches) < _MOST_REQUESTS
+            self._pulls[-1].at + self._pulls[-1].count < self._end
+            and len(self._pulls) < _MOST_REQUESTS
             and len(self._ready) + asked < _AHEAD_MESSAGES
             and self._bytes < _AHEAD_BYTES
         )
@@ -185,46 +185,46 @@ class QueueReader:
     def process_responses(self) -> None:
         """Process the responses that have arrived."""
         self._take_check()
-        while self._fetches:
-            fetch = self._fetches[0]
-            if fetch.at != self._read:  # the response before brought fewer or more messages than requested
-                self._fetches.clear()
+        while self._pulls:
+            pull = self._pulls[0]
+            if pull.at != self._read:  # the response before brought fewer or more messages than requested
+                self._pulls.clear()
                 return
             try:
-                if not fetch.is_done(self._duplicates):
+                if not pull.is_done(self._duplicates):
                     return
-                self._fetches.popleft()
-                self._take(fetch)
+                self._pulls.popleft()
+                self._take(pull)
             except NotIndexed:
-                self._fetches.clear()
+                self._pulls.clear()
                 self.fault = NotSupported(
                     f"broker {self.queue.broker} does not find messages by their unique keys, so repeats cannot be told"
                     " from messages: set messageIndexEnable=true there, and messageIndexSafe=true if it was killed"
                 )
             except CannotDecompress as error:
-                self._fetches.clear()
+                self._pulls.clear()
                 self.fault = self._cannot_read(self._read, error)
             except RemotingError as error:
-                self._fetches.clear()
+                self._pulls.clear()
                 self._fail(error)
 
-    def _take(self, fetch: QueuePull) -> None:
-        assert fetch.pulled is not None
-        self._end = fetch.pulled.max_offset
-        records = fetch.records
+    def _take(self, pull: QueuePull) -> None:
+        assert pull.pulled is not None
+        self._end = pull.pulled.max_offset
+        records = pull.records
         if records:
             self._read += len(records)
-            self._adjust_pull_size(fetch)
-            self._doubted_at = None
+            self._adjust_pull_size(pull)
+            self._gap_since = None
             self._last = Anchor(records[-1].queue_offset, records[-1].log_offset)
             if self.anchor is None:  # nothing was read before, so nothing can be missed in whatever queue this is
-                self.anchor, self._sure = self._last, self._read
-            for record in fetch.without_duplicates(self._duplicates):
+                self.anchor, self._verified_end = self._last, self._read
+            for record in pull.without_duplicates(self._duplicates):
                 self._ready.append(record)
                 self._bytes += len(record.body)
-        elif fetch.pulled.status is not PullStatus.NOTHING_NEW:
-            self._handle_missing_record(fetch.pulled)
-        self._is_unsure = self.anchor is not None
+        elif pull.pulled.status is not PullStatus.NOTHING_NEW:
+            self._handle_missing_record(pull.pulled)
+        self._needs_check = self.anchor is not None
 
     def _take_check(self) -> None:
         """Process the result of the anchor check."""
@@ -236,39 +236,39 @@ class QueueReader:
                 return
             has_anchor = check.has_anchor()
         except RemotingError as error:
-            self._check, self._is_unsure = None, True
+            self._check, self._needs_check = None, True
             self._fail(error)
             return
         self._check = None
         if has_anchor:
-            self._sure, self.anchor, self._missing_since = read, last or self.anchor, None
+            self._verified_end, self.anchor, self._missing_since = read, last or self.anchor, None
             return
-        self._is_unsure = True
+        self._needs_check = True
         now = time.monotonic()
         self._missing_since = self._missing_since or now
-        self._rest_until = now + _REST_SECONDS
+        self._paused_until = now + _REST_SECONDS
         if has_anchor is False or now - self._missing_since >= SURE_SECONDS:
             assert self.anchor is not None
-            self.lose(topic_recreated("the position", self.partition, self.next, self.anchor))
+            self.fail_until_seek(topic_recreated("the position", self.partition, self.next, self.anchor))
 
-    def _adjust_pull_size(self, fetch: QueuePull) -> None:
+    def _adjust_pull_size(self, pull: QueuePull) -> None:
         """Adjust how many messages to request at once."""
-        if len(fetch.records) >= fetch.count:
+        if len(pull.records) >= pull.count:
             self._full_answers += 1
             if self._full_answers >= _FULL_ANSWERS:
-                self._at_once, self._full_answers = min(2 * self._at_once, reading.PULL_MOST), 0
+                self._pull_size, self._full_answers = min(2 * self._pull_size, reading.PULL_MOST), 0
         elif self._read < self._end:
-            self._at_once, self._full_answers = len(fetch.records), 0
+            self._pull_size, self._full_answers = len(pull.records), 0
 
     def _handle_missing_record(self, pulled: PullResult) -> None:
         """Handle a missing record. Records are never skipped for that reason."""
         now = time.monotonic()
-        self._doubted_at = self._doubted_at or now
-        self._rest_until = now + _REST_SECONDS
-        self._fetches.clear()
-        if self._read < pulled.min_offset or now - self._doubted_at >= SURE_SECONDS:
+        self._gap_since = self._gap_since or now
+        self._paused_until = now + _REST_SECONDS
+        self._pulls.clear()
+        if self._read < pulled.min_offset or now - self._gap_since >= SURE_SECONDS:
             text = out_of_range("the position", self.partition, self._read, pulled.min_offset, pulled.max_offset)
-            self.lose(PositionLost(text))
+            self.fail_until_seek(PositionLost(text))
 
     def _fail(self, error: RemotingError) -> None:
         refused = translate(error, f"reading {self.partition[0]}[{self.partition[1]}]")
@@ -278,7 +278,7 @@ class QueueReader:
         else:
             refused.__cause__ = error
             self.fault = refused
-        self._rest_until = time.monotonic() + _REST_SECONDS
+        self._paused_until = time.monotonic() + _REST_SECONDS
 
     # --- handing out --------------------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class QueueReader:
         """Return whether a message can be handed out."""
         if self.paused or not self.settled or self.fault is not None or not self._ready:
             return False
-        return self._ready[0].queue_offset < self._sure
+        return self._ready[0].queue_offset < self._verified_end
 
     def hand_out(self) -> Message | None:
         """Return the next message; None if it cannot be read, and then `fault` tells the reason."""
@@ -322,11 +322,11 @@ class QueueReader:
 
     def _count(self, offset: int) -> int:
         """Return the number of deliveries of an offset that was handed out before."""
-        count = self._times[offset] = self._times.get(offset, 1) + 1
-        if len(self._times) > _COUNTS:
+        count = self._deliveries[offset] = self._deliveries.get(offset, 1) + 1
+        if len(self._deliveries) > _COUNTS:
             # The lowest offsets were returned longest ago, or are acknowledged by now.
-            for old in sorted(self._times)[: _COUNTS // 2]:
-                del self._times[old]
+            for old in sorted(self._deliveries)[: _COUNTS // 2]:
+                del self._deliveries[old]
         return count
 
 

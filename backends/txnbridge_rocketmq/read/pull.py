@@ -25,7 +25,7 @@ WAIT_SECONDS = 15.0
 _ANSWER_SECONDS = 15.0
 # The time between two look-ups. Brokers index a message within about a millisecond.
 _LOOK_AGAIN_SECONDS = 0.05
-# How long a message is looked up. After that the broker has no index.
+# How long a message is looked up. After that the broker counts as one without an index.
 _INDEX_SECONDS = 10.0
 
 Submit = Callable[[str, RpcRequest[Any], float], Call[Any]]  # to the broker of this name
@@ -78,16 +78,16 @@ class AnchorCheck:
         self._submit = submit
         self._queue = queue
         self._anchor = anchor
-        self._there = submit(
+        self._lookup = submit(
             queue.broker, reading.log_offset_at(queue.topic, queue.queue, anchor.offset), _ANSWER_SECONDS
         )
         self._begin: Call[int] | None = None
 
     def is_done(self) -> bool:
         """Return whether the broker has responded. Raise the client's errors."""
-        if not self._there.done():
+        if not self._lookup.done():
             return False
-        if self._there.result() is not None:
+        if self._lookup.result() is not None:
             return True
         if self._begin is None:
             request = reading.min_offset(self._queue.topic, self._queue.queue)
@@ -96,7 +96,7 @@ class AnchorCheck:
 
     def has_anchor(self) -> bool | None:
         """Return whether the queue has the anchor; None if a record is missing there, and not by retention."""
-        log_offset: int | None = self._there.result()
+        log_offset: int | None = self._lookup.result()
         if log_offset is not None:
             return log_offset == self._anchor.log_offset
         assert self._begin is not None

@@ -264,7 +264,7 @@ class RocketMQReader(Reader):
             else:
                 at, fault = resolved.lost[reader.partition]
                 reader.continue_at(AnchoredOffset(at))
-                reader.lose(fault)
+                reader.fail_until_seek(fault)
 
     def _remove(self, partitions: Sequence[Partition], tell: Callable[[Sequence[Partition]], None]) -> None:
         if not partitions:

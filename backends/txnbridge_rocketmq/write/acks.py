@@ -67,7 +67,7 @@ class RocketMQAckContext:
                     raise _has_left(partition)
                 earlier, given = before.get(partition), positions.get(partition)
                 first = earlier.first if earlier else given[0] if given else ()
-                end = reader.place(given[-1][0] + 1).position if given else earlier.end if earlier else ()
+                end = reader.position_at(given[-1][0] + 1).position if given else earlier.end if earlier else ()
                 at = (positions_in_log.get(partition, -1),)
                 reader.claims = [claim for claim in reader.claims if claim[1] > at[0]]
                 others = [claim for claim in reader.claims if earlier is None or claim[0] != earlier.first[0]]
