@@ -18,7 +18,7 @@ from tests.rocketmq import writing_kit
 from txnbridge import Bridge
 from txnbridge.errors import TxnBridgeError
 
-OTHER_THREAD = Path(__file__).parent
+HERE = Path(__file__).parent
 LONG = 30.0
 # Without --full: one of the suite's walks, some of the random worlds, and what does not take half a minute.
 WALK = "test_a_prepared_transaction_ends_as_decided_wherever_its_process_dies[commit]"
@@ -31,7 +31,7 @@ _numbers = count(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         rare = RARE.search(item.nodeid) or ("wherever" in item.name and item.name != WALK)
-        if rare and item.path.is_relative_to(OTHER_THREAD):
+        if rare and item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.full)
 
 

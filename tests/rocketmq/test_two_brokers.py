@@ -20,7 +20,7 @@ from tests.rocketmq.reading_kit import unique
 from txnbridge import Bridge, BrokerUnavailable, DeliveryFailed, NotFound, Outcome, Transaction, UsageError
 
 Open = Callable[..., Bridge]
-OTHER_THREAD, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its name
+HERE, AWAY = "broker-1", "broker-2"  # our own topics are on the first by its name
 
 
 @dataclass
@@ -94,9 +94,9 @@ def test_a_missing_topic_is_not_found_where_all_brokers_are_there(two: Two, topi
 
 
 def test_a_broker_that_is_away_makes_no_dead_letters(two: Two, topic: str, open_bridge: Open) -> None:
-    source, dead = two.new_topic(OTHER_THREAD), two.new_topic(OTHER_THREAD)
+    source, dead = two.new_topic(HERE), two.new_topic(HERE)
     for number in range(4):
-        two.client.call(OTHER_THREAD, send(WireMessage(source, b"%d" % number), "tests", 0), LONG)
+        two.client.call(HERE, send(WireMessage(source, b"%d" % number), "tests", 0), LONG)
     bridge = open_bridge(two.cluster.url, create_topics=0)
     with bridge.transaction() as txn:
         txn.send(topic, b"first")
