@@ -58,7 +58,7 @@ def open_cluster(settings: RocketMQSettings, context: Context, deadline: Deadlin
     router = CheckBackRouter()
     try:
         client = RemotingClient(
-            settings.name_servers, credentials=settings.credentials(), tls=settings.tls_context(), on_checks=router.ask
+            settings.name_servers, credentials=settings.credentials(), tls=settings.tls_context(), on_checks=router.call
         )
     except ValueError as error:
         raise InvalidOption(str(error)) from error

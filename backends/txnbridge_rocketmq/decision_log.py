@@ -48,28 +48,28 @@ class RocketMQDecisionLog(DecisionLog):
     # --- begin and end ------------------------------------------------------------------------------------------------
 
     def begin(self, deadline: Deadline) -> Position | None:
-        at, following = self._bounds(deadline)
+        at, end_offset = self._bounds(deadline)
         trimmed = self._trimmed(deadline)
         # A killed broker may remember an older trim position, and a broker that lost messages one behind the log's end.
-        at = max(at, trimmed) if trimmed < following else at
-        while at < following:
+        at = max(at, trimmed) if trimmed < end_offset else at
+        while at < end_offset:
             # The broker corrects its first offset some time after it has dropped records, so the first record is read.
             pulled = self._pull(at, deadline, count=1)
             if pulled.records:
                 return (pulled.records[0].queue_offset,)
-            at = self._further(pulled, at)
+            at = self._next_offset(pulled, at)
             deadline.check(f"looking for the begin of the decision log {self._queue.topic}")
         return None
 
-    def _further(self, pulled: PullResult, at: int) -> int:
+    def _next_offset(self, pulled: PullResult, at: int) -> int:
         if pulled.next_offset > at:
             return pulled.next_offset
         time.sleep(_LOOK_SECONDS)
         return at
 
     def end(self, deadline: Deadline) -> Position | None:
-        first, following = self._bounds(deadline)
-        return (following - 1,) if first < following else None
+        first, end_offset = self._bounds(deadline)
+        return (end_offset - 1,) if first < end_offset else None
 
     def was_used(self, deadline: Deadline) -> bool:
         """Return whether the log ever had a record, even if all are dropped by now."""
@@ -78,32 +78,32 @@ class RocketMQDecisionLog(DecisionLog):
     def _bounds(self, deadline: Deadline) -> tuple[int, int]:
         """Return the first offset, as far as the broker knows, and the offset of the next record."""
         ask = "asking where it begins and ends"
-        first = self._again(lambda: self._call(reading.min_offset(self._queue.topic, 0), deadline), ask, deadline)
-        return max(first, 0), self._following(deadline)
+        first = self._retry(lambda: self._call(reading.min_offset(self._queue.topic, 0), deadline), ask, deadline)
+        return max(first, 0), self._end_offset(deadline)
 
     def _trimmed(self, deadline: Deadline) -> int:
         request = groups.committed_offset(GROUP, self._queue.topic, self._queue.queue)
-        return self._again(lambda: self._call(request, deadline), "asking where it was trimmed", deadline) or 0
+        return self._retry(lambda: self._call(request, deadline), "asking where it was trimmed", deadline) or 0
 
-    def _following(self, deadline: Deadline) -> int:
+    def _end_offset(self, deadline: Deadline) -> int:
         action = "asking where it ends"
-        return self._again(lambda: self._call(reading.max_offset(self._queue.topic, 0), deadline), action, deadline)
+        return self._retry(lambda: self._call(reading.max_offset(self._queue.topic, 0), deadline), action, deadline)
 
     # --- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, record: bytes, deadline: Deadline) -> Position:
         body, properties = pack_value(record)
         message = WireMessage(self._queue.topic, body, properties)
-        offset = self._again(lambda: self._sent(message, deadline), "appending to it", deadline).queue_offset
+        offset = self._retry(lambda: self._send(message, deadline), "appending to it", deadline).queue_offset
         try:
-            while self._following(deadline) <= offset:  # until then a read would end before this record
+            while self._end_offset(deadline) <= offset:  # until then a read would end before this record
                 deadline.check("reading it back")
                 time.sleep(_LOOK_SECONDS)
         except TxnBridgeError as error:  # the record is stored, so the error must not say that it is not
             raise self._unknown(str(error)) from error
         return (offset,)
 
-    def _sent(self, message: WireMessage, deadline: Deadline) -> SendResult:
+    def _send(self, message: WireMessage, deadline: Deadline) -> SendResult:
         """Store a record. Raise the client's error if it was certainly not stored, and `OutcomeUnknown` otherwise."""
         try:
             return self._call(send(message, GROUP, self._queue.queue), deadline)
@@ -125,7 +125,7 @@ class RocketMQDecisionLog(DecisionLog):
         start = first or self.begin(deadline)
         if start is None:
             return
-        at, stop = start[0], last[0] if last else self._following(deadline) - 1
+        at, stop = start[0], last[0] if last else self._end_offset(deadline) - 1
         late: Deadline | None = None  # by when more records must be readable
         ahead = _ReadAhead(self._submit, stop)
         while at <= stop:
@@ -143,7 +143,7 @@ class RocketMQDecisionLog(DecisionLog):
             if pulled.records:
                 late = None
                 continue
-            stop = min(stop, self._following(deadline) - 1)
+            stop = min(stop, self._end_offset(deadline) - 1)
             late = late or Deadline(_LATE)
             if late.expired:
                 return
@@ -163,7 +163,7 @@ class RocketMQDecisionLog(DecisionLog):
 
     def _pull(self, at: int, deadline: Deadline, count: int = reading.PULL_MOST) -> PullResult:
         request = reading.pull(self._queue.topic, self._queue.queue, at, GROUP, count)
-        return self._again(lambda: self._call(request, deadline), "reading it", deadline)
+        return self._retry(lambda: self._call(request, deadline), "reading it", deadline)
 
     # --- trimming -----------------------------------------------------------------------------------------------------
 
@@ -173,13 +173,13 @@ class RocketMQDecisionLog(DecisionLog):
         The broker drops records only by age. Until then the records before that position can still be read.
         """
         request = groups.commit_offset(GROUP, self._queue.topic, self._queue.queue, before[0])
-        self._again(lambda: self._call(request, deadline), "noting where it begins", deadline)
+        self._retry(lambda: self._call(request, deadline), "noting where it begins", deadline)
 
     def _call(self, request: RpcRequest[T], deadline: Deadline) -> T:
         return self._client.call(self._queue.broker, request, deadline.left())
 
-    def _again(self, attempt: Callable[[], T], action: str, deadline: Deadline) -> T:
-        return retry(attempt, f"the decision log {self._queue.topic}, {action}", deadline, _words)
+    def _retry(self, attempt: Callable[[], T], action: str, deadline: Deadline) -> T:
+        return retry(attempt, f"the decision log {self._queue.topic}, {action}", deadline, _translate)
 
 
 class _ReadAhead:
@@ -206,7 +206,7 @@ class _ReadAhead:
         return pulled
 
 
-def _words(error: RemotingError, action: str) -> TxnBridgeError:
+def _translate(error: RemotingError, action: str) -> TxnBridgeError:
     if isinstance(error, ErrorResponse) and error.code == ResponseCode.TOPIC_NOT_EXIST:
         return BrokerUnavailable(f"{action}: its topic is not there; it was deleted, or the broker has just started")
     return translate(error, action)

@@ -77,29 +77,29 @@ class RocketMQTopics:
             raise NotFound(f"no queue of topic {topic!r} may be written")
         return queues
 
-    def look(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
+    def existing_queues(self, topic: str, deadline: Deadline) -> tuple[Queue, ...]:
         """Return the readable queues of a topic without creating it; () if there certainly is no such topic.
 
         Raise `DeadlineExceeded` while a broker is down that may have the topic.
         """
-        route = self._find(topic, deadline)
+        route = self._find_route(topic, deadline)
         return () if route is None else _on_one_broker(route).readable
 
     def all(self, deadline: Deadline) -> list[str]:
         return all_topics(self._client, deadline)
 
-    def _look(self, topic: str, deadline: Deadline) -> TopicRoute | None:
+    def _current_route(self, topic: str, deadline: Deadline) -> TopicRoute | None:
         topic_name(topic)
         return route_of(self._client, topic, deadline)
 
-    def _find(self, topic: str, deadline: Deadline) -> TopicRoute | None:
+    def _find_route(self, topic: str, deadline: Deadline) -> TopicRoute | None:
         """Return the route of a topic; None if there certainly is no such topic. Wait for brokers that are down.
 
         A name server forgets the topics of a broker moments after the broker has stopped, as if they had been deleted.
         """
-        while (route := self._look(topic, deadline)) is None:
+        while (route := self._current_route(topic, deadline)) is None:
             running = retry(lambda: self._client.brokers(deadline.left()), "looking for brokers", deadline)
-            if (route := self._look(topic, deadline)) is not None:
+            if (route := self._current_route(topic, deadline)) is not None:
                 break
             known = self._brokers | self._client.seen_brokers
             away = sorted(each for each in known if each not in running or self._may_have(each, topic, deadline))
@@ -128,14 +128,14 @@ class RocketMQTopics:
         at, known = self._known.get(topic, (0.0, None))
         if known is not None and len(known.readable) >= at_least and time.monotonic() - at < _FRESH_SECONDS:
             return known
-        route = _on_one_broker(self._found_or_created(topic, deadline, at_least, create))
+        route = _on_one_broker(self._find_or_create(topic, deadline, at_least, create))
         self._known[topic] = time.monotonic(), route
         return route
 
-    def _found_or_created(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> TopicRoute:
+    def _find_or_create(self, topic: str, deadline: Deadline, at_least: int, create: bool) -> TopicRoute:
         sure_at = time.monotonic() + _SURE_SECONDS
         while True:
-            route = self._find(topic, deadline)
+            route = self._find_route(topic, deadline)
             if route is not None and len(route.readable) >= at_least:
                 return route
             if route is None and create and self._settings.create_topics:
@@ -156,7 +156,7 @@ class RocketMQTopics:
         """Create a topic. Return False if it existed before, with any number of partitions. Raise `InvalidOption`."""
         if partitions < 1:
             raise InvalidOption(f"a topic has at least one partition, not {partitions}")
-        if self.look(topic, deadline):
+        if self.existing_queues(topic, deadline):
             return False
         created = create_topic_on(self._client, self.home, topic, partitions, _KIND, deadline)
         self._wait_until(topic, 1, deadline)
@@ -164,7 +164,7 @@ class RocketMQTopics:
 
     def grow(self, topic: str, partitions: int, deadline: Deadline) -> None:
         """Add partitions. Raise `NotFound`, or `InvalidOption` for fewer partitions than there are."""
-        queues = self.look(topic, deadline)
+        queues = self.existing_queues(topic, deadline)
         if not queues:
             raise NotFound(f"there is no topic {topic!r}")
         if partitions < len(queues):
@@ -176,7 +176,7 @@ class RocketMQTopics:
 
     def delete(self, topic: str, deadline: Deadline) -> None:
         """Delete a topic from all its brokers. Raise `NotFound`."""
-        route = self._find(topic, deadline)
+        route = self._find_route(topic, deadline)
         if route is None:
             raise NotFound(f"there is no topic {topic!r}")
         action = f"deleting topic {topic!r}"
@@ -191,12 +191,12 @@ class RocketMQTopics:
             except RemotingError as error:
                 raise translate(error, action) from error
         self._known.pop(topic, None)
-        while self._look(topic, deadline) is not None:
+        while self._current_route(topic, deadline) is not None:
             deadline.check(f"waiting until topic {topic!r} is gone")
             time.sleep(_LOOK_SECONDS)
 
     def _wait_until(self, topic: str, partitions: int, deadline: Deadline) -> None:
-        while (route := self._look(topic, deadline)) is None or len(route.readable) < partitions:
+        while (route := self._current_route(topic, deadline)) is None or len(route.readable) < partitions:
             deadline.check(f"waiting until the name server knows {partitions} partitions of topic {topic!r}")
             time.sleep(_LOOK_SECONDS)
 
@@ -265,11 +265,11 @@ def _change(client: RemotingClient, broker: str, topic: str, queues: int, kind: 
     request = administration.create_topic(topic, queues, kind)
     action = f"setting topic {topic!r} to {queues} partitions"
 
-    def words(error: RemotingError, action: str) -> TxnBridgeError:
+    def to_error(error: RemotingError, action: str) -> TxnBridgeError:
         # The topic may have been created. Creating it twice is harmless.
         return BrokerUnavailable(f"{action}: {error}") if error.may_have_had_effect else translate(error, action)
 
-    retry(lambda: client.call(broker, request, deadline.left()), action, deadline, words)
+    retry(lambda: client.call(broker, request, deadline.left()), action, deadline, to_error)
 
 
 def _on_one_broker(route: TopicRoute) -> TopicRoute:

@@ -244,7 +244,7 @@ def test_a_log_outlives_kill_9_of_its_broker(start_rocketmq, opened):
     # This broker makes topics for whoever sends, with many queues. A log that is gone is not made so.
     delete_topic(log, "_txnbridge-log-kept")
     takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"never", deadline))
-    assert log.cluster.topics.look("_txnbridge-log-kept", Deadline(LONG)) == ()
+    assert log.cluster.topics.existing_queues("_txnbridge-log-kept", Deadline(LONG)) == ()
 
 
 @pytest.mark.full
@@ -315,7 +315,7 @@ def test_a_log_whose_topic_is_deleted_is_empty_and_not_made_anew_by_a_record(log
     assert bounds(log) == (None, None)
     error = takes(0.5, DeadlineExceeded, lambda deadline: log.append(b"1", deadline))
     assert "topic is not there" in str(error)
-    assert log.cluster.topics.look(topic, Deadline(LONG)) == ()
+    assert log.cluster.topics.existing_queues(topic, Deadline(LONG)) == ()
 
 
 def test_a_log_that_nobody_can_use_any_more_is_renewed(rocketmq_broker, log, name, topic, opened):

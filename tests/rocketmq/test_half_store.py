@@ -104,7 +104,7 @@ def test_nobody_is_asked_about_what_a_killed_process_had_not_wholly_stored(
 
 def test_who_has_closed_its_resolver_is_asked_no_more(open_bridge: OpenBridge, topic: str) -> None:
     group, bridge = unique("halves"), open_bridge()
-    answers = broker_of(bridge)._cluster.producer_groups._questions.answers
+    answers = broker_of(bridge)._cluster.producer_groups._router.handlers
     undecided = says(Decision.UNDECIDED)
     with bridge.half_messages(group, execute=undecided, check=undecided) as halves:
         with bridge.resolver(group, check=undecided):

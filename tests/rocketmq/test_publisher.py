@@ -239,7 +239,7 @@ def test_a_missing_topic_is_created_where_that_is_allowed(publisher):
     name = f"published-{uuid.uuid4().hex[:12]}"
     plain = publisher(create_topics=3)
     send_all(plain, name, numbered(6))
-    assert len(plain._cluster.topics.look(name, Deadline(LONG))) == 3
+    assert len(plain._cluster.topics.existing_queues(name, Deadline(LONG))) == 3
 
 
 def test_a_message_that_is_too_large_leaves_the_publisher_as_it_was(publisher, topic, client):

@@ -44,7 +44,7 @@ class RocketMQAdmin(Admin):
                 " brokers); leave out the retention"
             )
         created = self._topics.create(name, partitions, deadline)
-        count = len(self._topics.look(name, deadline))
+        count = len(self._topics.existing_queues(name, deadline))
         if count != partitions:
             raise InvalidOption(f"topic {name!r} is there already, with {count} partitions")
         return created
@@ -80,7 +80,7 @@ class RocketMQAdmin(Admin):
     def bounds(self, topics: Sequence[str], deadline: Deadline) -> dict[Partition, tuple[Position, Position]]:
         bounds = {}
         for topic in topics:
-            queues = self._topics.look(topic, deadline)
+            queues = self._topics.existing_queues(topic, deadline)
             if not queues:
                 raise NotFound(f"there is no topic {topic!r}")
             for number, queue in enumerate(queues):

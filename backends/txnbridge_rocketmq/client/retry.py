@@ -30,17 +30,17 @@ def retry(
     attempt: Callable[[], T],
     action: str,
     deadline: Deadline,
-    words: Callable[[RemotingError, str], TxnBridgeError] = translate,
+    to_error: Callable[[RemotingError, str], TxnBridgeError] = translate,
 ) -> T:
     """Repeat an idempotent attempt until it succeeds, fails for good, or the deadline passes.
 
-    Raise the error that `words` makes of the client's error, or `DeadlineExceeded`.
+    Raise the error that `to_error` makes of the client's error, or `DeadlineExceeded`.
     """
     while True:
         try:
             return attempt()
         except RemotingError as error:
-            refused = words(error, action)
+            refused = to_error(error, action)
             if type(refused) not in (BrokerUnavailable, DeadlineExceeded):
                 raise refused from error
             if deadline.left() <= _PAUSE:

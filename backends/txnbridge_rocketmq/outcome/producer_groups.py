@@ -17,40 +17,40 @@ from txnbridge_rocketmq.client.sending import CheckBack
 class CheckBackRouter:
     """Passes check-backs to handlers by producer group. The client needs it before any handler exists."""
 
-    answers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
+    handlers: dict[str, Callable[[Sequence[CheckBack]], None]] = field(default_factory=dict)  # by producer group
 
-    def ask(self, checks: Sequence[CheckBack]) -> None:
+    def call(self, checks: Sequence[CheckBack]) -> None:
         """Call the handlers. Brokers repeat a check-back without a response."""
-        for group, answer in list(self.answers.items()):
+        for group, handler in list(self.handlers.items()):
             if own := [check for check in checks if check.half.group == group]:
-                answer(own)
+                handler(own)
 
 
 class ProducerGroups:
     """The producer groups of a bridge's client. Safe for use by several threads."""
 
-    def __init__(self, client: RemotingClient, questions: CheckBackRouter) -> None:
+    def __init__(self, client: RemotingClient, router: CheckBackRouter) -> None:
         self._client = client
-        self._questions = questions
+        self._router = router
         self._lock = threading.Lock()
 
     @property
     def groups(self) -> frozenset[str]:
-        return frozenset(self._questions.answers)
+        return frozenset(self._router.handlers)
 
-    def join(self, groups: Sequence[str], answer: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
-        """Join producer groups. `answer` receives their check-backs, those that have piled up in one call."""
+    def join(self, groups: Sequence[str], handler: Callable[[Sequence[CheckBack]], None], deadline: Deadline) -> None:
+        """Join producer groups. `handler` receives their check-backs, those that have piled up in one call."""
         with self._lock:
-            self._questions.answers.update(dict.fromkeys(groups, answer))
-            self._tell(deadline)
+            self._router.handlers.update(dict.fromkeys(groups, handler))
+            self._register(deadline)
 
     def leave(self, groups: Sequence[str], deadline: Deadline) -> None:
         """Leave producer groups. Brokers send their check-backs to other members."""
         with self._lock:
             for group in groups:
-                self._questions.answers.pop(group, None)
-            self._tell(deadline)
+                self._router.handlers.pop(group, None)
+            self._register(deadline)
 
-    def _tell(self, deadline: Deadline) -> None:
+    def _register(self, deadline: Deadline) -> None:
         membership = Membership(self.groups)
         retry(lambda: self._client.join(membership, deadline.left()), "joining groups", deadline)

@@ -239,7 +239,7 @@ class RocketMQReader(Reader):
             self._refresh_at = time.monotonic() + _LOOK_SECONDS
             for topic in self._subscription.topics:
                 with suppress(BrokerUnavailable):
-                    queues = self._cluster.topics.look(topic, Deadline(_NAMING_SECONDS))
+                    queues = self._cluster.topics.existing_queues(topic, Deadline(_NAMING_SECONDS))
                     self._queues = {**self._queues, **{(topic, each.queue): each for each in queues}}
         return self._queues
 

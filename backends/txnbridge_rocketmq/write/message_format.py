@@ -67,7 +67,7 @@ def to_wire(
     body, properties = pack_value(value)
     keys: tuple[str, ...] = ()
     if key is not None:
-        word = _word(key)
+        word = _as_rocketmq_key(key)
         if word is None:
             properties[_KEY] = base64.b64encode(key).decode() or "="
         else:
@@ -86,7 +86,7 @@ def pack_value(value: bytes | None) -> tuple[bytes, dict[str, str]]:
     return _PLACEHOLDER, {_VALUE: _NONE if value is None else _EMPTY}
 
 
-def _word(key: bytes) -> str | None:
+def _as_rocketmq_key(key: bytes) -> str | None:
     """Return a key as a RocketMQ key; None if it is not one printable word (brokers join keys by spaces)."""
     text = key.decode("ascii", "replace")
     return text if _WORD.fullmatch(text) else None
@@ -107,7 +107,7 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
             continue
         _check_name(name)
         count = seen[name] = seen.get(name, 0) + 1
-        slot, text = _packed(_numbered(name, count), value)
+        slot, text = _encoded_header(_property_name(name, count), value)
         properties[slot] = text
     names = [name for name, _ in headers if name != Property.TAGS]
     if len(names) > 1:
@@ -115,12 +115,12 @@ def _put_headers(properties: dict[str, str], headers: RawHeaders) -> str | None:
     return tags
 
 
-def _numbered(name: str, count: int) -> str:
+def _property_name(name: str, count: int) -> str:
     """Return the property for the first, second, … value of a name."""
     return name if count == 1 else f"{OWN}{count}.{name}"
 
 
-def _packed(name: str, value: bytes) -> tuple[str, str]:
+def _encoded_header(name: str, value: bytes) -> tuple[str, str]:
     if value and not name.startswith(_BASE64):
         try:
             text = value.decode()
@@ -192,7 +192,7 @@ def unpack_value(record: MessageExt) -> bytes | None:
 def _key(properties: Mapping[str, str]) -> bytes | None:
     """Return the bridge's key, or the RocketMQ keys of another client, separated by spaces."""
     if (packed := properties.get(_KEY)) is not None:
-        return _unpacked(packed)
+        return _decoded_base64(packed)
     keys = properties.get(Property.KEYS)
     return None if keys is None else keys.encode("utf-8", "surrogateescape")
 
@@ -217,7 +217,7 @@ def _pairs(properties: Mapping[str, str]) -> Iterable[tuple[str, bytes]]:
     count: dict[str, int] = {}
     for name in _names(properties.get(_ORDER)):
         number = count[name] = count.get(name, 0) + 1
-        slot = _numbered(name, number)
+        slot = _property_name(name, number)
         for each in (_BASE64 + slot,) if slot.startswith(_BASE64) else (slot, _BASE64 + slot):
             if (text := left.pop(each, None)) is not None:
                 yield name, _header(each, text)[1]
@@ -235,12 +235,12 @@ def _names(order: str | None) -> list[str]:
 
 
 def _header(name: str, text: str) -> tuple[str, bytes]:
-    if name.startswith(_BASE64) and (value := _unpacked(text)) is not None:
+    if name.startswith(_BASE64) and (value := _decoded_base64(text)) is not None:
         return name[len(_BASE64) :], value
     return name, text.encode("utf-8", "surrogateescape")
 
 
-def _unpacked(text: str) -> bytes | None:
+def _decoded_base64(text: str) -> bytes | None:
     """Decode base64. Return None for text that is not base64."""
     if text == "=":
         return b""
